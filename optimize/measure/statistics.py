@@ -1,0 +1,240 @@
+"""Intervals and summaries for what the measurements collect: pure functions of numbers, nothing is timed here.
+
+Every interval is two-sided at 95 %. Accuracies and their differences are fractions (0 to 1, −1 to 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Z = 1.959963984540054
+"""The 97.5 % point of the standard normal distribution."""
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """How much more often one model is right than another on the same images.
+
+    ``delta`` is the accuracy of the second minus that of the first, ``low`` and ``high`` its 95 %
+    interval; ``gained`` counts the images that only the second gets right, ``lost`` those that only
+    the first does, ``n`` all images.
+    """
+
+    delta: float
+    low: float
+    high: float
+    gained: int
+    lost: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """``value`` = successes / trials, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """The 50th, 95th and 99th percentile, in the unit of the samples."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class RatioInterval:
+    """The median of per-round ratios and an interval for it.
+
+    ``coverage`` is the probability with which the interval holds the true median. It is at least
+    0.95 from six rounds on; fewer cannot reach that, whatever was measured, and the field says so.
+    """
+
+    median: float
+    low: float
+    high: float
+    coverage: float
+
+
+def paired_difference(
+    correct_a: Sequence[bool] | NDArray[np.bool_], correct_b: Sequence[bool] | NDArray[np.bool_]
+) -> PairedDifference:
+    """The accuracy of b minus that of a on the same images, with Tango's score interval.
+
+    Tango, "Equivalence test and confidence interval for the difference in proportions for the
+    paired-sample design", Statistics in Medicine 17 (1998), 891–908. Unlike the Wald interval it
+    keeps its coverage when few images change sides, and is not empty when none does.
+
+    Args:
+        correct_a: Whether each image is classified correctly by the first model, shape ``(n,)``.
+        correct_b: The same for the second model, in the same order.
+
+    Raises:
+        ValueError: The two are not one-dimensional, differ in length, or are empty.
+    """
+    a, b = np.asarray(correct_a, dtype=bool), np.asarray(correct_b, dtype=bool)
+    if a.ndim != 1 or a.shape != b.shape or a.size == 0:
+        raise ValueError(f"paired outcomes must be two equally long, non-empty vectors, got {a.shape} and {b.shape}")
+    gained, lost, n = int(np.sum(b & ~a)), int(np.sum(a & ~b)), int(a.size)
+    delta = (gained - lost) / n
+
+    def outside(candidate: float) -> bool:
+        # |T(Δ)| > z without the division: the variance is 0 at ±1, and at 0 when no image changed sides.
+        distance = gained - lost - n * candidate
+        return distance * distance > Z * Z * n * _paired_variance(candidate, gained, lost, n)
+
+    return PairedDifference(
+        delta=delta,
+        low=_border(outside, inside=delta, limit=-1.0),
+        high=_border(outside, inside=delta, limit=1.0),
+        gained=gained,
+        lost=lost,
+        n=n,
+    )
+
+
+def _paired_variance(delta: float, gained: int, lost: int, n: int) -> float:
+    """The variance of n (accuracy b − accuracy a), divided by n, if the true difference were ``delta`` (Tango 1998).
+
+    With q21 the likelihood's maximum for "only a is right" under q12 = q21 + Δ. Its score equation
+    b/(q+Δ) + c/q − 2(n−b−c)/(1−2q−Δ) = 0 is the quadratic A q² + B q + C = 0 below (b gained, c lost).
+    """
+    a = 2.0 * n
+    b = -gained - lost + (2 * n - gained + lost) * delta
+    c = -lost * delta * (1 - delta)
+    root = math.sqrt(max(b * b - 4 * a * c, 0.0))
+    q21 = (root - b) / (2 * a)
+    return max(2 * q21 + delta * (1 - delta), 0.0)
+
+
+def _border(outside: Callable[[float], bool], *, inside: float, limit: float) -> float:
+    """The place between ``inside`` and ``limit`` where ``outside`` turns true, by bisection to the last bit."""
+    if not outside(limit):
+        return limit
+    near, far = inside, limit
+    while True:
+        middle = near + (far - near) / 2
+        if middle in (near, far):
+            return near
+        if outside(middle):
+            far = middle
+        else:
+            near = middle
+
+
+def wilson_interval(successes: int, n: int) -> Proportion:
+    """A proportion with Wilson's score interval.
+
+    Wilson, "Probable inference, the law of succession, and statistical inference", Journal of the
+    American Statistical Association 22 (1927), 209–212.
+
+    Raises:
+        ValueError: ``n`` is not positive, or ``successes`` is not between 0 and ``n``.
+    """
+    if n < 1 or not 0 <= successes <= n:
+        raise ValueError(f"a proportion needs 0 <= successes <= n and n >= 1, got {successes} of {n}")
+    value = successes / n
+    centre = (value + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z / (1 + Z * Z / n) * math.sqrt(value * (1 - value) / n + Z * Z / (4 * n * n))
+    # At 0 and n one border is the value itself; rounding must not put it a hair to the wrong side.
+    return Proportion(value, low=min(max(centre - half, 0.0), value), high=max(min(centre + half, 1.0), value))
+
+
+def percentile_summary(samples: ArrayLike) -> Percentiles:
+    """The median, 95th and 99th percentile, interpolated linearly between order statistics.
+
+    Raises:
+        ValueError: There are no samples, or one is not finite.
+    """
+    values = _finite(samples, "samples")
+    p50, p95, p99 = (float(p) for p in np.percentile(values, [50, 95, 99]))
+    return Percentiles(p50, p95, p99)
+
+
+def ratio_interval(a_rounds: ArrayLike, b_rounds: ArrayLike) -> RatioInterval:
+    """How many times as large a is as b: the median over rounds of a/b, and its interval.
+
+    Rounds are paired (both were measured within the same short time), so that what slows a whole
+    round cancels. The interval lies between two order statistics and assumes nothing about the
+    distribution: Conover, Practical Nonparametric Statistics (3rd ed., 1999), section 3.2. Of an
+    even number of rounds the median is the geometric mean of the middle two, so that swapping a
+    and b inverts the result exactly.
+
+    Args:
+        a_rounds: One positive number per round, such as the parent's median latency in ms.
+        b_rounds: The same of the other side, in the same order.
+
+    Raises:
+        ValueError: The two differ in length or are empty, or a number is not positive and finite.
+    """
+    a, b = _finite(a_rounds, "a_rounds"), _finite(b_rounds, "b_rounds")
+    if a.shape != b.shape or a.min() <= 0 or b.min() <= 0:
+        raise ValueError(f"ratios need two equally long vectors of positive numbers, got {a.shape} and {b.shape}")
+    ratios = np.sort(a / b)
+    n = int(ratios.size)
+    middle = ratios[(n - 1) // 2], ratios[n // 2]
+    rank = _median_rank(n)
+    tail = sum(math.comb(n, k) for k in range(rank)) / 2**n
+    return RatioInterval(
+        median=float(middle[0]) if n % 2 else math.sqrt(float(middle[0]) * float(middle[1])),
+        low=float(ratios[rank - 1]),
+        high=float(ratios[n - rank]),
+        coverage=1 - 2 * tail,
+    )
+
+
+def _median_rank(n: int) -> int:
+    """The largest rank r for which [r-th smallest, r-th largest] holds the median with 95 %; at least 1.
+
+    The number of samples below the median is binomial(n, ½), so the interval misses with
+    probability 2·P(X < r).
+    """
+    rank, cumulative = 0, 0
+    while 40 * (cumulative := cumulative + math.comb(n, rank)) <= 2**n:  # one tail: 1/40, in exact integers
+        rank += 1
+    return max(rank, 1)
+
+
+def sqnr_db(reference: ArrayLike, other: ArrayLike) -> float | None:
+    """The signal to quantization-noise ratio in dB: 10 log10(Σ reference² / Σ (reference − other)²).
+
+    Higher is closer; each bit of a uniform quantizer is worth about 6 dB (Bennett, "Spectra
+    of quantized signals", Bell System Technical Journal 27 (1948), 446–472).
+
+    Returns:
+        The ratio, or None where the two are equal to the last bit (an infinite ratio, which JSON cannot hold).
+
+    Raises:
+        ValueError: The shapes differ, a value is not finite, or the reference is zero everywhere but the other is not.
+    """
+    r, o = _finite(reference, "reference", vector=False), _finite(other, "other", vector=False)
+    if r.shape != o.shape:
+        raise ValueError(f"SQNR compares arrays of one shape, got {r.shape} and {o.shape}")
+    noise = float(np.sum((r - o) ** 2))
+    if noise == 0.0:
+        return None
+    signal = float(np.sum(r**2))
+    if signal == 0.0:
+        raise ValueError("the reference is zero everywhere, so that its SQNR is undefined")
+    return 10 * math.log10(signal / noise)
+
+
+def _finite(values: Any, name: str, *, vector: bool = True) -> NDArray[np.float64]:
+    """``values`` as float64 (a half's squares would overflow), or an error that names what is wrong with them."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.size == 0 or (vector and array.ndim != 1):
+        raise ValueError(f"{name}: a non-empty {'vector' if vector else 'array'} is needed, got shape {array.shape}")
+    bad = int(np.sum(~np.isfinite(array)))
+    if bad:
+        raise ValueError(f"{name}: {bad} of {array.size} values are not finite")
+    return array
