@@ -1,0 +1,77 @@
+"""Writing an ONNX file from a module: one way for every pass, checked, lean and the same every time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from pathlib import Path
+
+import onnx
+import torch
+from torch import nn
+
+from optimize.errors import PassError
+
+INPUT, OUTPUT = "input", "logits"
+
+
+def export_onnx(module: nn.Module, example: torch.Tensor, path: Path) -> onnx.ModelProto:
+    """Export ``module`` with torch's dynamo exporter to ``path``.
+
+    The graph takes ``input`` ``(batch, C, H, W)`` and gives ``logits`` ``(batch, classes)``, with
+    ``batch`` dynamic, and passes ``onnx.checker`` with full shape inference.
+
+    Args:
+        module: in eval mode, with the weights to write.
+        example: an input with N >= 2 (an example of batch 1 would fix the batch at 1).
+        path: the file, with all weights inside.
+
+    Raises:
+        PassError: the graph has another input or output than those, or a fixed batch.
+    """
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        # The exporter reports progress on stdout and warns of its own internals.
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        program = torch.onnx.export(
+            module,
+            (example,),
+            dynamo=True,
+            external_data=False,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
+        )
+    assert program is not None
+    model = program.model_proto
+    _name_batch(model)
+    _drop_metadata(model)
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, str(path))
+    return model
+
+
+def _name_batch(model: onnx.ModelProto) -> None:
+    """Call the dynamic dimension ``batch`` and check that it is the first of input and output, and alone."""
+    graph = model.graph
+    if len(graph.input) != 1 or len(graph.output) != 1:
+        raise PassError(f"ONNX graph: {len(graph.input)} inputs and {len(graph.output)} outputs, expected one of each")
+    for value in (graph.input[0], graph.output[0]):
+        first, *rest = value.type.tensor_type.shape.dim
+        if not first.dim_param or any(dimension.dim_param for dimension in rest):
+            raise PassError(f"ONNX graph: the batch dimension of {value.name} is fixed, or another one is dynamic")
+        first.dim_param = "batch"
+    # Inferred shapes of inner values still carry the old symbol; they are derived, so they go.
+    del graph.value_info[:]
+
+
+def _drop_metadata(model: onnx.ModelProto) -> None:
+    """Remove what the exporter notes about its own work: stack traces would name the builder's paths."""
+    graph = model.graph
+    del model.metadata_props[:]
+    del graph.metadata_props[:]
+    for item in (*graph.node, *graph.input, *graph.output, *graph.initializer):
+        del item.metadata_props[:]
+        item.doc_string = ""

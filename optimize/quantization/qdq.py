@@ -1,0 +1,196 @@
+"""Lowering of a quantized FX model to an ONNX graph with explicit QuantizeLinear/DequantizeLinear.
+
+torch cannot export a converted (packed) model: ``torch.onnx.export`` fails on its packed parameters.
+What it can export is the *reference decomposed* form, float operators between explicit quantize and
+dequantize operators. Two faults of that route are mended here, on torch's graph, where torch's own
+arithmetic is at hand:
+
+- weights leave as float initializers behind QuantizeLinear: they are folded to the very integers that
+  torch computes (ONNX divides by the scale where torch multiplies by its inverse, so folding on the
+  ONNX side could round a tie the other way);
+- the exporter ignores ``quant_min``/``quant_max`` of activations (onnxscript PR 3052): a range that is
+  narrower than the type gets an explicit clamp.
+
+`lint` then proves that the graph is what was meant.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+import torch.ao.quantization.fx._decomposed  # registers torch.ops.quantized_decomposed
+from torch import fx, nn
+
+from optimize.errors import PassError
+from optimize.onnx_graph import export_onnx
+
+#: The type range of each integer type that torch.ao produces here.
+_FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+
+
+@dataclass(frozen=True)
+class QdqSummary:
+    """What `lint` counted in a graph: activation and weight quantizers, and bytes of weights left in float."""
+
+    activations: int
+    weights: int
+    float_bytes: int
+
+
+def reference_program(prepared: fx.GraphModule, example: torch.Tensor, backend_config: Any) -> torch.export.ExportedProgram:
+    """The reference decomposed form of a calibrated or QAT-trained FX model, weights folded to int8.
+
+    Args:
+        prepared: the observed or fake-quantized model, in eval mode; it is not changed.
+        example: an input ``(N, C, H, W)``; N becomes dynamic.
+        backend_config: the one that the model was prepared with.
+    """
+    # Private in torch 2.11 to 2.14, and the only form whose Q/DQ survive an export:
+    # convert_to_reference_fx leaves `call_method dequantize`, which the exporter cannot translate.
+    from torch.ao.quantization.quantize_fx import _convert_to_reference_decomposed_fx
+
+    reference = _convert_to_reference_decomposed_fx(copy.deepcopy(prepared), backend_config=backend_config)
+    module = _export(reference, example).module()
+    assert isinstance(module, fx.GraphModule)
+    _fold_weights(module)
+    return _export(module, example)
+
+
+def lower(program: torch.export.ExportedProgram, example: torch.Tensor, path: Path) -> QdqSummary:
+    """Write a reference program (see `reference_program`) as a QDQ ONNX file and check it.
+
+    Raises:
+        PassError: the graph that came out is not the quantized graph that went in.
+    """
+    module = program.module()
+    assert isinstance(module, fx.GraphModule)
+    expected = Counter(_operator(node) for node in module.graph.nodes if _operator(node))
+    _clamp_narrow_ranges(module)
+    export_onnx(module, example, path)
+    return lint(onnx.load(path), activations=expected["quantize_per_tensor"], weights=expected["dequantize_per_channel"])
+
+
+def lint(model: onnx.ModelProto, *, activations: int, weights: int) -> QdqSummary:
+    """Check that a QDQ graph has the quantizers that it should.
+
+    Args:
+        model: the graph, with its initializers.
+        activations: how many activation tensors torch quantizes.
+        weights: how many weights torch quantizes per channel.
+
+    Raises:
+        PassError: a quantizer was lost (a silently float graph), a weight is not an int8 initializer,
+            or a scale is not a positive finite constant.
+    """
+    graph = model.graph
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    producers = {output: node for node in graph.node for output in node.output}
+    quantizers = [node for node in graph.node if node.op_type == "QuantizeLinear"]
+    if folded := [node.input[0] for node in quantizers if node.input[0] in initializers]:
+        raise PassError(f"QDQ graph: weight {folded[0]} is stored in float behind a QuantizeLinear, not as int8")
+    folded_weights = 0
+    for node in graph.node:
+        if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+            continue
+        if node.input[1] not in initializers and producers[node.input[1]].op_type != "Constant":
+            raise PassError(f"QDQ graph: the scale of {node.name or node.op_type} is computed, not a constant")
+        scale = initializers.get(node.input[1])
+        if scale is not None and not (onnx.numpy_helper.to_array(scale) > 0).all():
+            raise PassError(f"QDQ graph: the scale of {node.name or node.op_type} is not positive")
+        if node.op_type == "DequantizeLinear" and node.input[0] in initializers:
+            kind = initializers[node.input[0]].data_type
+            if kind != onnx.TensorProto.INT8:
+                raise PassError(f"QDQ graph: weight {node.input[0]} is {onnx.TensorProto.DataType.Name(kind)}, not INT8")
+            folded_weights += 1
+    if len(quantizers) != activations or folded_weights != weights:
+        raise PassError(
+            f"QDQ graph: {len(quantizers)} activation and {folded_weights} weight quantizers came out of the export, "
+            f"torch has {activations} and {weights}"
+        )
+    if not quantizers or not folded_weights:
+        raise PassError("QDQ graph: nothing is quantized, this is a float graph")
+    left = sum(
+        onnx.numpy_helper.to_array(tensor).nbytes
+        for tensor in graph.initializer
+        if tensor.data_type == onnx.TensorProto.FLOAT
+    )
+    return QdqSummary(activations=len(quantizers), weights=folded_weights, float_bytes=left)
+
+
+def _export(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+
+
+def _operator(node: fx.Node) -> str:
+    """Name of a quantized_decomposed operator, or ''."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "quantized_decomposed":
+        return target._schema.name.split("::")[1]
+    return ""
+
+
+def _quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:
+    return (node for node in list(module.graph.nodes) if _operator(node) == operator)
+
+
+def _fold_weights(module: fx.GraphModule) -> None:
+    """Replace quantize(weight) by the int8 tensor that torch computes for it, stored as a buffer."""
+    for index, node in enumerate(_quantizers(module, "quantize_per_channel")):
+        arguments = [_constant(module, argument) for argument in node.args]
+        if any(argument is None for argument in arguments):
+            raise PassError(f"cannot fold the weight behind {node.name}: its value or scale is not a constant")
+        assert callable(node.target)
+        name = f"weight_int8_{index}"
+        with torch.no_grad():
+            module.register_buffer(name, node.target(*arguments))
+        with module.graph.inserting_before(node):
+            folded = module.graph.get_attr(name)
+        node.replace_all_uses_with(folded)
+        module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
+    module.recompile()
+    _drop_unused_tensors(module)
+
+
+def _clamp_narrow_ranges(module: fx.GraphModule) -> None:
+    """Write the clamp of each activation range that is narrower than its integer type."""
+    for node in _quantizers(module, "quantize_per_tensor"):
+        value, scale, zero_point, low, high, dtype = node.args
+        assert isinstance(scale, float)
+        assert isinstance(zero_point, int)
+        assert isinstance(low, int)
+        assert isinstance(high, int)
+        assert isinstance(dtype, torch.dtype)
+        if (low, high) == _FULL_RANGE[dtype]:
+            continue
+        with module.graph.inserting_before(node):
+            bounds = ((low - zero_point) * scale, (high - zero_point) * scale)
+            clamped = module.graph.call_function(torch.ops.aten.clamp.default, (value, *bounds))
+        node.args = (clamped, scale, zero_point, *_FULL_RANGE[dtype], dtype)
+    module.recompile()
+
+
+def _constant(module: nn.Module, argument: Any) -> Any:
+    """The value of a node's argument where it is a literal or an attribute of ``module``; else None."""
+    if not isinstance(argument, fx.Node):
+        return argument
+    if argument.op != "get_attr":
+        return None
+    owner, _, name = str(argument.target).rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def _drop_unused_tensors(module: fx.GraphModule) -> None:
+    """Delete parameters and buffers that no node reads, so that float weights do not travel along."""
+    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for name in [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in used]:
+        owner, _, leaf = name.rpartition(".")
+        delattr(module.get_submodule(owner), leaf)

@@ -1,0 +1,97 @@
+"""Which integers a backend speaks: the ranges that its kernels compute without saturating.
+
+A target is not a device: the same CPU runs torch's x86 kernels and ONNX Runtime, and a graph for
+TensorRT (symmetric int8 activations) is another target than one for a CPU (unsigned activations).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.ao.quantization import QConfig, QConfigMapping, get_default_qat_qconfig_mapping, get_default_qconfig_mapping
+from torch.ao.quantization.backend_config import BackendConfig
+from torch.ao.quantization.backend_config.x86 import get_x86_backend_config
+from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
+from torch.ao.quantization.observer import (
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    ObserverBase,
+    PerChannelMinMaxObserver,
+)
+
+Observer = Literal["histogram", "minmax", "moving_average"]
+
+_OBSERVERS: dict[Observer, type[ObserverBase]] = {
+    "histogram": HistogramObserver,
+    "minmax": MinMaxObserver,
+    "moving_average": MovingAverageMinMaxObserver,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Integer ranges of a backend.
+
+    Activations are ``quint8`` within ``[0, activation_max]``; weights are symmetric ``qint8`` within
+    [−127, 127], one scale per output channel, so that −w is representable whenever w is.
+    """
+
+    name: str
+    activation_max: int
+
+    def post_training(self, observer: Observer) -> QConfigMapping:
+        """What FX ``prepare_fx`` inserts: ``observer`` on activations, min-max on weights."""
+        activation = _OBSERVERS[observer].with_args(dtype=torch.quint8, quant_min=0, quant_max=self.activation_max)
+        weight = PerChannelMinMaxObserver.with_args(
+            dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-127, quant_max=127
+        )
+        return self._mapping(get_default_qconfig_mapping("x86"), activation, weight)
+
+    def quantization_aware(self, averaging: float = 0.01) -> QConfigMapping:
+        """What FX ``prepare_qat_fx`` inserts: fake-quantize with moving-average observers.
+
+        ``averaging`` is the weight of the newest batch in the observers' running range.
+        """
+        activation = FusedMovingAvgObsFakeQuantize.with_args(
+            observer=MovingAverageMinMaxObserver,
+            dtype=torch.quint8,
+            quant_min=0,
+            quant_max=self.activation_max,
+            averaging_constant=averaging,
+        )
+        weight = FusedMovingAvgObsFakeQuantize.with_args(
+            observer=MovingAveragePerChannelMinMaxObserver,
+            dtype=torch.qint8,
+            qscheme=torch.per_channel_symmetric,
+            quant_min=-127,
+            quant_max=127,
+            # Weights are known exactly: their range is that of now, not an average over the past.
+            averaging_constant=1.0,
+        )
+        return self._mapping(get_default_qat_qconfig_mapping("x86"), activation, weight)
+
+    def backend_config(self) -> BackendConfig:
+        """The patterns that the backend's kernels fuse."""
+        return get_x86_backend_config()
+
+    @staticmethod
+    def _mapping(mapping: QConfigMapping, activation: object, weight: object) -> QConfigMapping:
+        # The default mapping carries what some operators need (fixed ranges of sigmoid and softmax,
+        # per-tensor weights of transposed convolutions); only the general case is ours.
+        return mapping.set_global(QConfig(activation=activation, weight=weight))
+
+
+def x86_target() -> Target:
+    """The target of this machine's CPU.
+
+    With VNNI, products of unsigned and signed bytes are summed in 32 bits and the whole range is
+    safe. Without it, fbgemm and ONNX Runtime add pairs in 16 bits, which saturates unless activations
+    keep to 7 bits (torch's ``reduce_range``).
+    """
+    if torch.cpu._is_vnni_supported():
+        return Target("x86-vnni", 255)
+    return Target("x86", 127)
