@@ -35,3 +35,11 @@ class ImageError(PipelineError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+class RequestError(PipelineError):
+    """A request, or one item of it, that does not say what to classify; ``status`` is its HTTP status."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status

@@ -1,0 +1,212 @@
+"""Packs an artifact folder into a TorchServe archive (``.mar``) that needs nothing of this project installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+import serve
+from serve.runtime.card import CARD_FILE, Card, load_card, read_card, write_card
+from serve.runtime.errors import CardError, UserError
+from serve.runtime.images import PIXEL_LIMIT
+
+CONFIG_FILE = "model-config.yaml"
+HANDLER_FILE = "handler.py"
+MANIFEST_FILE = "MAR-INF/MANIFEST.json"
+CLASSES_FILE = "index_to_name.json"
+MODEL_VERSION = "1.0"
+
+# torch-model-archiver's rule for model names.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
+
+# The stock archiver writes the present time here, and entries with the times and the order of a
+# folder's listing: two archives of one artifact never compare equal, so nobody can tell by its hash
+# whether an archive is what it should be. Ours depend on their contents alone.
+_CREATED_ON = "01/01/1980 00:00:00"
+_ZIP_TIME = (1980, 1, 1, 0, 0, 0)
+
+_CONFIG_HEAD = """\
+# TorchServe reads the first part (a lone request waits the whole of maxBatchDelay, in ms),
+# the handler the second. Times are in seconds where not said otherwise.
+"""
+
+
+class ServingOptions(BaseModel):
+    """How an archive is served: TorchServe's batching and the handler's own settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    workers: int = Field(default=1, ge=1, description="Worker processes; each loads the model and uses all threads.")
+    batch_size: int = Field(default=8, ge=1, le=1024, description="Most requests that are answered together.")
+    max_batch_delay_ms: int = Field(
+        default=5,
+        ge=1,
+        description="How long the first request of a batch waits for others, idle workers or not. While a worker "
+        "is busy, batches form in the queue by themselves, so this helps only the start of a burst; 5 ms is about "
+        "one INT8 ResNet-18 inference, the most that a lone request should pay for it.",
+    )
+    response_timeout_s: int = Field(default=60, ge=1, description="A batch that takes longer has its worker restarted.")
+    startup_timeout_s: int = Field(default=300, ge=1, description="Most time for a worker to load and warm up.")
+    k: int = Field(default=5, ge=1, description="Classes in an answer where the request does not say.")
+    allow_fallback: bool = Field(
+        default=False, description="Let an ONNX artifact run on the CPU where CUDA is not active."
+    )
+    pixel_limit: int = Field(
+        default=PIXEL_LIMIT, ge=1, description="Larger images are refused before they are decoded."
+    )
+    instance_limit: int = Field(default=64, ge=1, description="Most images in one JSON request.")
+    threads: int | None = Field(default=None, ge=1, description="Intra-op threads of a worker; None: one per core.")
+
+
+def check_model_name(name: str) -> str:
+    """Return ``name`` if TorchServe accepts it as a model's name.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"{name!r} cannot name a served model: letters, digits, '_', '-' and '.' are allowed, "
+            f"and the first must be a letter or a digit"
+        )
+    return name
+
+
+def build_archive(
+    artifact_folder: Path, destination: Path, *, model_name: str, options: ServingOptions | None = None
+) -> Path:
+    """Pack an artifact into ``destination``, atomically; the same artifact gives the same bytes.
+
+    The archive holds the model file, its card (restricted to the files that travel), the class names,
+    the handler and the runtime, and a configuration made of ``options``.
+
+    Args:
+        artifact_folder: holds ``card.json`` and the files that it names.
+        destination: the ``.mar`` to write; its folder is made.
+        model_name: the name that TorchServe serves it by.
+        options: how it is served; None takes the defaults.
+
+    Returns:
+        ``destination``.
+
+    Raises:
+        CardError: the folder is not a whole artifact.
+        UserError: ``model_name`` is not a legal name, or ``destination`` cannot be written.
+    """
+    check_model_name(model_name)
+    card = load_card(artifact_folder)
+    travelling = _files_to_serve(card)
+    entries: dict[str, bytes | Path] = {name: artifact_folder / name for name in travelling}
+    entries[CARD_FILE] = _card_bytes(dataclasses.replace(card, files={name: card.files[name] for name in travelling}))
+    entries[CLASSES_FILE] = _json({str(index): label for index, label in enumerate(card.classes)})
+    entries[CONFIG_FILE] = model_config(card, options or ServingOptions()).encode()
+    entries[MANIFEST_FILE] = _manifest(model_name, card)
+    package = Path(serve.__file__).parent
+    entries[HANDLER_FILE] = package / "handler.py"
+    entries["serve/__init__.py"] = package / "__init__.py"
+    for source in (package / "runtime").glob("*.py"):
+        entries[f"serve/runtime/{source.name}"] = source
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        _write_zip(destination, entries)
+    except OSError as error:
+        raise UserError(f"{destination}: cannot be written ({error.strerror or error})") from None
+    return destination
+
+
+def read_archived_card(archive: Path) -> Card:
+    """The card inside an archive.
+
+    Raises:
+        UserError: there is no such file.
+        CardError: it is not an archive of this project, or its card is broken.
+    """
+    try:
+        with zipfile.ZipFile(archive) as opened, tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / CARD_FILE).write_bytes(opened.read(CARD_FILE))
+            return read_card(Path(folder))
+    except FileNotFoundError:
+        raise UserError(f"{archive}: there is no such archive; make it with `python -m serve package`") from None
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise CardError(f"{archive}: not an archive of this project ({error})") from None
+
+
+def model_config(card: Card, options: ServingOptions) -> str:
+    """The text of ``model-config.yaml``."""
+    config: dict[str, object] = {
+        "minWorkers": options.workers,
+        "maxWorkers": options.workers,
+        "batchSize": options.batch_size,
+        "maxBatchDelay": options.max_batch_delay_ms,
+        "responseTimeout": options.response_timeout_s,
+        "startupTimeout": options.startup_timeout_s,
+    }
+    if card.device != "any":  # left out, TorchServe assigns a GPU where there is one
+        config["deviceType"] = "cpu" if card.device == "cpu" else "gpu"
+    handler = options.model_dump(include={"k", "allow_fallback", "pixel_limit", "instance_limit", "threads"})
+    return _CONFIG_HEAD + yaml.safe_dump({**config, "handler": handler}, sort_keys=False)
+
+
+def _files_to_serve(card: Card) -> list[str]:
+    """The model file and, where an ONNX graph keeps its weights beside it, those (``model.onnx.data``)."""
+    return sorted(name for name in card.files if name == card.file or name.startswith(f"{card.file}."))
+
+
+def _card_bytes(card: Card) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        write_card(Path(folder), card)
+        return (Path(folder) / CARD_FILE).read_bytes()
+
+
+def _manifest(model_name: str, card: Card) -> bytes:
+    from model_archiver.manifest_components.manifest import Manifest, RuntimeType
+    from model_archiver.manifest_components.model import Model
+
+    model = Model(
+        model_name=model_name,
+        serialized_file=card.file,
+        handler=HANDLER_FILE,
+        model_version=MODEL_VERSION,
+        config_file=CONFIG_FILE,
+    )
+    manifest = Manifest(runtime=RuntimeType.PYTHON.value, model=model)
+    return _json({**manifest.manifest_dict, "createdOn": _CREATED_ON})
+
+
+def _json(body: object) -> bytes:
+    return (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _write_zip(destination: Path, entries: dict[str, bytes | Path]) -> None:
+    """Write a zip whose bytes depend on ``entries`` alone, by way of a temporary file.
+
+    Stored, not deflated: weights do not compress, and zlib's output differs between its versions.
+    """
+    handle, temporary = tempfile.mkstemp(dir=destination.parent, prefix=f".{destination.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
+            for name in sorted(entries):
+                content = entries[name]
+                info = zipfile.ZipInfo(name, _ZIP_TIME)
+                info.create_system = 3  # Unix, wherever it is written
+                info.external_attr = 0o100644 << 16
+                if isinstance(content, bytes):
+                    archive.writestr(info, content)
+                    continue
+                info.file_size = content.stat().st_size
+                with content.open("rb") as source, archive.open(info, "w") as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(destination)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

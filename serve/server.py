@@ -1,0 +1,321 @@
+"""Starts, finds and stops one TorchServe per store, on loopback, from the store's own private folder.
+
+Java is started directly: the ``torchserve`` command keeps its pid in one file of the machine's temporary
+folder, so that a second server anywhere refuses to start and ``--stop`` stops somebody else's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from serve.client import HEADER_FILE, KEY_FILE, Client
+from serve.configuration import Ports, java_executable, metrics_yaml, properties
+from serve.runtime.errors import PipelineError, UserError
+from serve.watch import CONSOLE_LOG, StartError, wait_until_ready
+
+STATE_FOLDER = ".server"
+_STATE_FILE = "state.json"
+_JAVA_CLASS = "org.pytorch.serve.ModelServer"
+
+# Measured on 2 cores: a worker imports torch, loads and warms up in about 6 s of CPU time, and all
+# start at once. The deadline is for a cold disk, not for a usual start.
+_DEADLINE_S = 120.0
+_DEADLINE_PER_MODEL_S = 30.0
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server as its state file records it.
+
+    ``created`` is the start time of process ``pid`` (seconds since the epoch), which tells it from a
+    later process of the same number; ``temporary`` holds its sockets and the unpacked archives.
+    """
+
+    pid: int
+    created: float
+    run: str
+    models: tuple[str, ...]
+    default_model: str
+    temporary: str
+    ports: Ports = field(default_factory=Ports)
+
+    def client(self, store: Path, timeout_s: float = 60.0) -> Client:
+        """A client that talks to this server."""
+        return Client(self.ports, state_folder(store), timeout_s)
+
+
+def state_folder(store: Path) -> Path:
+    """The private folder (0700) of a store's server: state, configuration, keys and logs."""
+    return store.resolve() / STATE_FOLDER
+
+
+def running(store: Path) -> RunningServer | None:
+    """The server of this store, or None; what a crash or a reboot has left behind does not count."""
+    state = _read_state(store)
+    return state if state is not None and _process(state) is not None else None
+
+
+def start(
+    store: Path,
+    run: str,
+    archives: Mapping[str, Path],
+    *,
+    ports: Ports | None = None,
+    default_model: str | None = None,
+    gpus: int | None = None,
+    workers: int | None = None,
+    deadline_s: float | None = None,
+    on_ready: Callable[[str], None] = lambda model: None,
+) -> RunningServer:
+    """Start TorchServe with these archives and return when every model answers.
+
+    Args:
+        store: the store whose server it is; it has one at a time.
+        run: the run that is served, for the record.
+        archives: the ``.mar`` files by model name, all in one folder.
+        ports: where to listen; None takes the defaults.
+        default_model: which model `predict` takes when none is named; None takes the first.
+        gpus: most GPUs to use; 0 serves on the CPU, None takes what TorchServe finds.
+        workers: worker processes per model; None takes each archive's own number.
+        deadline_s: seconds to wait; None takes two minutes and half a minute for each model.
+        on_ready: called with each model's name when it answers.
+
+    Raises:
+        UserError: it runs already, a port is in use, an archive is missing, Java is missing.
+        StartError: the server or a worker died; it is stopped again, and the message has their last lines.
+    """
+    ports = ports or Ports()
+    folders = {path.resolve().parent for path in archives.values()}
+    for path in archives.values():
+        if not path.is_file():
+            raise UserError(f"{path}: there is no such archive; make it with `python -m serve package {run}`")
+    if len(folders) != 1:
+        raise UserError("there is nothing to serve" if not folders else "all archives must be in one folder")
+    with _lock(store) as state:
+        if (present := running(store)) is not None:
+            raise UserError(
+                f"a server of this store is already running (run {present.run}, port {present.ports.inference}): "
+                f"stop it with `python -m serve stop`"
+            )
+        _clean(store)
+        java = java_executable()
+        ports.check_free()
+        server, process = _launch(
+            state,
+            java=java,
+            run=run,
+            archives=archives,
+            folder=folders.pop(),
+            ports=ports,
+            default_model=default_model or next(iter(archives)),
+            gpus=gpus,
+        )
+        try:
+            with server.client(store) as client:
+                wait_until_ready(
+                    process,
+                    client,
+                    state / "logs",
+                    server.models,
+                    deadline_s=deadline_s or _DEADLINE_S + _DEADLINE_PER_MODEL_S * len(archives),
+                    on_ready=on_ready,
+                )
+                if workers is not None:
+                    for model in server.models:
+                        client.scale(model, workers)
+                client.write_header_file()
+        except BaseException:
+            # Whatever ended the wait, Ctrl-C as well: half a server is worse than none.
+            _stop(store, server)
+            raise
+        return server
+
+
+def stop(store: Path) -> RunningServer | None:
+    """Stop the store's server and its workers; return what was stopped, or None if none was running.
+
+    Raises:
+        PipelineError: a process would not end.
+    """
+    if not state_folder(store).is_dir():
+        return None
+    state = running(store)
+    if state is None:
+        _clean(store)
+        return None
+    _stop(store, state)
+    return state
+
+
+def _launch(
+    state: Path,
+    *,
+    java: Path,
+    run: str,
+    archives: Mapping[str, Path],
+    folder: Path,
+    ports: Ports,
+    default_model: str,
+    gpus: int | None,
+) -> tuple[RunningServer, psutil.Process]:
+    """Write the configuration, start Java, and record it before anything else can go wrong."""
+    logs = state / "logs"
+    logs.mkdir()
+    metrics = state / "metrics.yaml"
+    metrics.write_text(metrics_yaml(), encoding="utf-8")
+    config = state / "config.properties"
+    config.write_text(properties(ports, archives=folder, metrics_file=metrics, gpus=gpus), encoding="ascii")
+    # Short and private: TorchServe 0.12 puts its workers' sockets here, as .ts.sock.9000 and on. A socket's
+    # path has at most 107 bytes, and in the common temporary folder two servers would take each other's.
+    temporary = tempfile.mkdtemp(prefix="torchserve-")
+    try:
+        with (logs / CONSOLE_LOG).open("wb") as console:
+            popen = subprocess.Popen(
+                _command(java, Path(temporary), config, folder, archives),
+                cwd=state,  # where it writes key_file.json
+                env=_environment(java, logs),
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for us, who stop it in order
+                umask=0o077,
+            )
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"Java cannot be started ({error})") from None
+    process = psutil.Process(popen.pid)
+    server = RunningServer(popen.pid, process.create_time(), run, tuple(archives), default_model, temporary, ports)
+    written = state / f".{_STATE_FILE}"
+    written.write_text(json.dumps(asdict(server), indent=2), encoding="utf-8")
+    written.replace(state / _STATE_FILE)
+    return server, process
+
+
+def _command(java: Path, temporary: Path, config: Path, folder: Path, archives: Mapping[str, Path]) -> Sequence[str]:
+    """What the ``torchserve`` command would run."""
+    from ts import __file__ as torchserve
+
+    package = Path(torchserve).parent
+    return [
+        str(java),
+        f"-Dmodel_server_home={package.parent}",
+        f"-Djava.io.tmpdir={temporary}",
+        "-cp",
+        str(package / "frontend" / "*"),
+        _JAVA_CLASS,
+        "--python",
+        sys.executable,
+        "-f",
+        str(config),
+        "-s",
+        str(folder),
+        "-ncs",  # no snapshots: the next start is told everything anew
+        "-m",
+        *(f"{model}={path.name}" for model, path in archives.items()),
+    ]
+
+
+def _environment(java: Path, logs: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TS_")}
+    return {
+        **kept,
+        "JAVA_HOME": str(java.parent.parent),
+        "LOG_LOCATION": str(logs),
+        "METRICS_LOCATION": str(logs),
+        "LC_ALL": "C.UTF-8",  # or Java cannot open a path that is not ASCII
+    }
+
+
+def _stop(store: Path, state: RunningServer) -> None:
+    """End Java and its workers, each known by its number and its start time, then tidy up."""
+    process = _process(state)
+    if process is not None:
+        # Collected first: when Java is gone, nothing tells whose children they were.
+        workers = process.children(recursive=True)
+        process.terminate()
+        _end([process], patience_s=20.0)
+        _end(workers, patience_s=5.0)
+    _clean(store)
+
+
+def _end(processes: Sequence[psutil.Process], *, patience_s: float) -> None:
+    """Wait for processes to end by themselves, then kill them."""
+    _, left = psutil.wait_procs(processes, timeout=patience_s)
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    _, left = psutil.wait_procs(left, timeout=10.0)
+    if left:
+        raise PipelineError(f"processes {', '.join(str(process.pid) for process in left)} do not end")
+
+
+def _process(state: RunningServer) -> psutil.Process | None:
+    """The recorded process, if it is still that one and still TorchServe."""
+    try:
+        process = psutil.Process(state.pid)
+        if abs(process.create_time() - state.created) > 1 or process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return process if _JAVA_CLASS in process.cmdline() else None
+    except psutil.Error:
+        return None
+
+
+def _read_state(store: Path) -> RunningServer | None:
+    try:
+        body = json.loads((state_folder(store) / _STATE_FILE).read_text(encoding="utf-8"))
+        body["ports"] = Ports(**body["ports"])
+        body["models"] = tuple(body["models"])
+        return RunningServer(**body)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _clean(store: Path) -> None:
+    """Remove what a server that is gone has left: keys, state, logs of before, unpacked archives."""
+    folder = state_folder(store)
+    state = _read_state(store)
+    if state is not None and Path(state.temporary).name.startswith("torchserve-"):
+        shutil.rmtree(state.temporary, ignore_errors=True)
+    for name in (KEY_FILE, HEADER_FILE, _STATE_FILE):
+        (folder / name).unlink(missing_ok=True)
+    if (folder / "logs").is_dir():
+        # The last server's logs stay for a reader, out of the way of the next one's.
+        shutil.rmtree(folder / "logs.previous", ignore_errors=True)
+        (folder / "logs").rename(folder / "logs.previous")
+
+
+@contextmanager
+def _lock(store: Path) -> Iterator[Path]:
+    """Hold the store's server folder for one start at a time; yields the folder."""
+    folder = state_folder(store)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError("another start of this store's server is under way") from None
+        yield folder
+    finally:
+        os.close(handle)
+
+
+__all__ = ["RunningServer", "StartError", "running", "start", "state_folder", "stop"]

@@ -1,0 +1,128 @@
+"""Small real artifacts of every kind, made with torch alone, and images to send to them."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from serve.runtime.card import Card, Device, Format, Preprocessing, sha256_file, write_card
+
+CLASSES = ("ant", "bee", "cat", "dog", "eel")
+PREPROCESSING = Preprocessing(resize=36, crop=(32, 32))
+
+
+def small_network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, len(CLASSES)),
+    ).eval()
+    with torch.no_grad():
+        network[-1].weight.mul_(20)  # so that classes differ by more than rounding
+    return network
+
+
+def write_artifact(
+    folder: Path,
+    name: str,
+    model_format: Format,
+    file: str,
+    *,
+    precision: str = "float32",
+    device: Device = "any",
+    extra: tuple[str, ...] = (),
+) -> Path:
+    """Seal the files of ``folder`` with a card."""
+    card = Card(
+        name=name,
+        model="small",
+        format=model_format,
+        file=file,
+        precision=precision,
+        input_dtype="float32",
+        device=device,
+        preprocessing=PREPROCESSING,
+        classes=CLASSES,
+        files={entry: sha256_file(folder / entry) for entry in (file, *extra)},
+    )
+    write_card(folder, card)
+    return folder
+
+
+def torchscript(folder: Path, name: str = "script", device: Device = "any") -> Path:
+    folder.mkdir(parents=True)
+    torch.jit.trace(small_network(), torch.zeros(1, 3, 32, 32)).save(str(folder / "model.pt"))
+    (folder / "weights.safetensors").write_bytes(b"for later passes" * 4096)
+    return write_artifact(folder, name, "torchscript", "model.pt", device=device, extra=("weights.safetensors",))
+
+
+def int8(folder: Path) -> Path:
+    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+    from serve.runtime.engines import use_x86_kernels
+
+    folder.mkdir(parents=True)
+    use_x86_kernels()
+    example = torch.zeros(1, 3, 32, 32)
+    prepared = prepare_fx(small_network(), get_default_qconfig_mapping("x86"), (example,))
+    torch.manual_seed(1)
+    for _ in range(4):
+        prepared(torch.randn(8, 3, 32, 32))
+    converted: Any = convert_fx(prepared)
+    torch.jit.trace(converted, example).save(str(folder / "model.pt"))
+    return write_artifact(folder, "int8", "torchscript", "model.pt", precision="int8", device="cpu")
+
+
+def exported(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(small_network(), (torch.zeros(2, 3, 32, 32),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, folder / "model.pt2")
+    return write_artifact(folder, "exported", "exported_program", "model.pt2")
+
+
+def onnx(folder: Path, name: str = "onnx", device: Device = "any") -> Path:
+    folder.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            small_network(),
+            (torch.zeros(2, 3, 32, 32),),
+            folder / "model.onnx",
+            dynamo=True,
+            external_data=False,
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            verbose=False,
+        )
+    return write_artifact(folder, name, "onnx", "model.onnx", device=device)
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (60, 45)) -> Image.Image:
+    """A smooth coloured picture, different for each seed; its four corners differ."""
+    generator = np.random.default_rng(seed)
+    coarse = generator.integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def jpeg(seed: int = 0, size: tuple[int, int] = (60, 45)) -> bytes:
+    return encoded(picture(seed, size), quality=95)
