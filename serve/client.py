@@ -65,9 +65,7 @@ class Client:
         Raises:
             ServerError: the server is not there, or refuses the image; the message is its own.
         """
-        answer: list[dict[str, Any]] = self._send(
-            "POST", f"/predictions/{model}", content=image, params={} if k is None else {"k": k}
-        ).json()
+        answer: list[dict[str, Any]] = self._predict(model, k, content=image).json()
         return answer
 
     def predict_instances(
@@ -79,7 +77,7 @@ class Client:
             ServerError: as `predict`, where every image was refused.
         """
         body = {"instances": [{"b64": base64.b64encode(image).decode()} for image in images]}
-        answer = self._send("POST", f"/predictions/{model}", json=body, params={} if k is None else {"k": k})
+        answer = self._predict(model, k, json=body)
         predictions: list[list[dict[str, Any]] | dict[str, str]] = answer.json()["predictions"]
         return predictions
 
@@ -127,6 +125,12 @@ class Client:
             stream.write(f"Authorization: Bearer {self._keys()['inference']['key']}\n")
         temporary.replace(path)
         return path
+
+    def _predict(self, model: str, k: int | None, **body: Any) -> httpx.Response:
+        # TorchServe 0.12 drops the query string of /predictions/NAME, and keeps that of /NAME/predict.
+        if k is None:
+            return self._send("POST", f"/predictions/{model}", **body)
+        return self._send("POST", f"/{model}/predict", params={"k": k}, **body)
 
     def _describe(self, model: str, params: dict[str, str]) -> dict[str, Any]:
         answer: list[dict[str, Any]] = self._send("GET", f"/models/{model}", kind="management", params=params).json()

@@ -117,7 +117,8 @@ def properties(ports: Ports, *, archives: Path, metrics_file: Path, gpus: int | 
 def metrics_yaml() -> str:
     """TorchServe's own metrics and the handler's, in the form of its ``metrics.yaml``.
 
-    Dimensions are matched by their order (see the handler); TorchServe adds ``Hostname`` to ours.
+    Dimensions are matched by their order (see the handler). TorchServe adds ``Hostname`` to each list, so
+    each metric needs a list of its own: a YAML alias would collect one for every metric that shares it.
     """
     from ts import __file__ as torchserve
 
@@ -125,13 +126,13 @@ def metrics_yaml() -> str:
     config: dict[str, Any] = yaml.safe_load(stock.read_text(encoding="utf-8"))
     ours = ["ModelName", "Level", "Provider"]
     config["model_metrics"]["gauge"] += [
-        {"name": "DecodeTime", "unit": "ms", "dimensions": ours},
-        {"name": "InferenceTime", "unit": "ms", "dimensions": ours},
-        {"name": "BatchSize", "unit": "count", "dimensions": ours},
+        {"name": "DecodeTime", "unit": "ms", "dimensions": [*ours]},
+        {"name": "InferenceTime", "unit": "ms", "dimensions": [*ours]},
+        {"name": "BatchSize", "unit": "count", "dimensions": [*ours]},
     ]
     config["model_metrics"]["counter"] = [
-        {"name": "Images", "unit": "count", "dimensions": ours},
-        {"name": "Refused", "unit": "count", "dimensions": ours},
+        {"name": "Images", "unit": "count", "dimensions": [*ours]},
+        {"name": "Refused", "unit": "count", "dimensions": [*ours]},
     ]
     return str(yaml.safe_dump(config, sort_keys=False))
 

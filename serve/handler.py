@@ -23,6 +23,8 @@ _FOLDER = Path(__file__).resolve().parent
 # TorchServe copies the phrase into the status line by its length in characters: ASCII only.
 _PHRASES = {200: "OK", 400: "Bad Request", 413: "Payload Too Large", 415: "Unsupported Media Type"}
 
+_K_HEADER = "x-top-k"
+
 
 def prefer_own_runtime() -> None:
     """Make ``import serve`` find the package that lies beside this file in the archive.
@@ -144,9 +146,13 @@ class ImageClassifierHandler:
         # TorchServe keeps the content type of each part under the part's name.
         part = context.get_request_header(index, name)
         kind = str(part.get("content-type") or "") if isinstance(part, dict) else ""
+        # TorchServe 0.12 drops the query string of /predictions/NAME (not of /NAME/predict and /invocations),
+        # so that k can come as a header too.
+        header = context.get_request_header(index, _K_HEADER)
+        asked = {"k": header} if isinstance(header, str) else {}
         try:
             return parse(
-                parameters,
+                {**asked, **parameters},
                 says_json=kind.partition(";")[0].strip().lower() == "application/json",
                 default_k=self._k,
                 instance_limit=self._instance_limit,

@@ -212,6 +212,7 @@ def _command(java: Path, temporary: Path, config: Path, folder: Path, archives: 
         str(java),
         f"-Dmodel_server_home={package.parent}",
         f"-Djava.io.tmpdir={temporary}",
+        "-XX:-UsePerfData",  # or it leaves a file in the common temporary folder
         "-cp",
         str(package / "frontend" / "*"),
         _JAVA_CLASS,

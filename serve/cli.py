@@ -1,0 +1,205 @@
+"""The words of ``python -m serve``: package, start, status, predict, stop. No logic of its own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from serve.runtime.errors import PipelineError, UserError
+
+if TYPE_CHECKING:
+    from serve.server import RunningServer
+
+app = typer.Typer(
+    help="Pack a run's artifacts into TorchServe archives, and serve them on this machine.\n\n"
+    "A run is what `python -m optimize run MODEL` leaves in the store. The server listens on loopback only "
+    "and asks for a token; its keys, configuration and logs are in STORE/.server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Store = Annotated[Path, typer.Option(help="The folder that holds the runs.", show_default=True)]
+Run = Annotated[str, typer.Argument(help="The run's name; by default the model's, such as resnet18.")]
+DEFAULT_STORE = Path("model_store")
+
+
+@app.command()
+def package(run: Run, store: Store = DEFAULT_STORE) -> None:
+    """Build an archive (.mar) of every artifact of RUN.
+
+    Each archive is complete in itself: a stock TorchServe 0.12 serves it where this project is not
+    installed. The same artifact gives the same bytes.
+    """
+    with _reported():
+        from serve.runs import package_run
+
+        for path in package_run(store, run):
+            typer.echo(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
+
+
+@app.command()
+def start(  # noqa: PLR0917 - each is an option of the command line
+    run: Run,
+    store: Store = DEFAULT_STORE,
+    port: Annotated[int, typer.Option(help="Port of the predictions.")] = 8080,
+    management_port: Annotated[int, typer.Option(help="Port of the descriptions and worker counts.")] = 8081,
+    metrics_port: Annotated[int, typer.Option(help="Port of the Prometheus metrics (asks for no token).")] = 8082,
+    grpc_inference_port: Annotated[int, typer.Option(help="Port of the predictions over gRPC.")] = 7070,
+    grpc_management_port: Annotated[int, typer.Option(help="Port of the management over gRPC.")] = 7071,
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+    artifact: Annotated[
+        list[str] | None,
+        typer.Option(help="Serve this artifact, such as ptq; repeatable. Default: all that this machine can run."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Worker processes per model. Default: 1.")] = None,
+) -> None:
+    """Start TorchServe with RUN's archives and return when every model answers.
+
+    It goes on in the background until `python -m serve stop`. What cannot run on this machine is left
+    out, and named. If a worker dies while it loads, its last lines are shown and all is stopped again.
+    """
+    with _reported("interrupted: the server was stopped"):
+        from serve import runs, server
+        from serve.configuration import Ports
+
+        if device not in ("auto", "cpu", "cuda"):
+            raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
+        selection = runs.select(store, run, artifact or (), device)  # type: ignore[arg-type]
+        for name, reason in selection.left_out.items():
+            typer.echo(f"left out: {name} ({reason})")
+        typer.echo(f"starting TorchServe with {len(selection.archives)} model(s) …")
+        running = server.start(
+            store,
+            run,
+            selection.archives,
+            ports=Ports(port, management_port, metrics_port, grpc_inference_port, grpc_management_port),
+            default_model=selection.default_model,
+            gpus=0 if device == "cpu" else None,
+            workers=workers,
+            on_ready=lambda model: typer.echo(f"ready: {model}"),
+        )
+        typer.echo(f"metrics: http://127.0.0.1:{metrics_port}/metrics")
+        typer.echo(f"stop it with: {_command('stop', store)}")
+        typer.echo("try it:")
+        typer.echo(f"  {_curl(store, running, runs.sample_image(store, run))}")
+
+
+@app.command()
+def status(store: Store = DEFAULT_STORE) -> None:
+    """Show the running server: its models, their workers, and what really executes each.
+
+    The exit code is 1 when no server of this store is running.
+    """
+    with _reported():
+        running = _running(store)
+        with running.client(store) as client:
+            typer.echo(
+                f"{client.ping()}: run {running.run}, pid {running.pid}, http://127.0.0.1:{running.ports.inference}"
+            )
+            for model in running.models:
+                workers = client.workers(model)
+                ready = sum(worker["status"] == "READY" for worker in workers)
+                told = client.describe(model) if ready else {}
+                default = "  (default)" if model == running.default_model else ""
+                typer.echo(
+                    f"  {model}: {ready} of {len(workers)} worker(s) ready, "
+                    f"{told.get('precision', '?')} on {told.get('provider', '?')}{default}"
+                )
+            client.write_header_file()
+
+
+@app.command()
+def predict(
+    image: Annotated[Path, typer.Argument(help="An image file: JPEG, PNG, WebP, BMP, TIFF or GIF.")],
+    store: Store = DEFAULT_STORE,
+    model: Annotated[str | None, typer.Option(help="Default: the run's recommended artifact.")] = None,
+    k: Annotated[int | None, typer.Option(help="How many classes. Default: the archive's own, 5.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the endpoint's answer as it is.")] = False,
+) -> None:
+    """Send IMAGE to the running server and print its best classes, best first."""
+    with _reported():
+        try:
+            data = image.read_bytes()
+        except OSError as error:
+            raise UserError(f"{image}: cannot be read ({error.strerror})") from None
+        running = _running(store)
+        name = model or running.default_model
+        if name not in running.models:
+            raise UserError(f"no model {name!r} is served; there are {', '.join(running.models)}")
+        with running.client(store) as client:
+            answer = client.predict(name, data, k=k)
+        if as_json:
+            typer.echo(json.dumps(answer))
+            return
+        for entry in answer:
+            typer.echo(f"{entry['probability']:.4f}  {entry['index']:4d}  {entry['label']}")
+
+
+@app.command()
+def stop(store: Store = DEFAULT_STORE) -> None:
+    """Stop the running server and its workers; without one, there is nothing to do."""
+    with _reported():
+        from serve import server
+
+        stopped = server.stop(store)
+        typer.echo(f"stopped: run {stopped.run}" if stopped else "no server of this store is running")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _running(store: Path) -> RunningServer:
+    from serve import server
+
+    running = server.running(store)
+    if running is None:
+        raise PipelineError(f"no server of {store} is running: start one with `python -m serve start RUN`")
+    return running
+
+
+def _curl(store: Path, running: RunningServer, sample: Path | None) -> str:
+    """A line that works as pasted, in whatever folder.
+
+    ``-T`` and not ``--data-binary``: that one says it is a web form, which TorchServe takes apart.
+    """
+    from serve.client import HEADER_FILE
+    from serve.server import state_folder
+
+    header = shlex.quote(f"@{state_folder(store) / HEADER_FILE}")
+    image = shlex.quote(str(sample.resolve())) if sample is not None else "IMAGE.jpg"
+    return f"curl -H {header} -T {image} http://127.0.0.1:{running.ports.inference}/predictions/{running.default_model}"
+
+
+def _command(word: str, store: Path) -> str:
+    option = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
+    return f"python -m serve {word}{option}"
+
+
+@contextmanager
+def _reported(interrupted: str = "interrupted") -> Iterator[None]:
+    """Turn what is raised on purpose into a line on stderr and an exit code; never a traceback."""
+    try:
+        yield
+    except PipelineError as error:
+        _complain(str(error))
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        _complain(interrupted)
+        raise typer.Exit(130) from None
+    except OSError as error:  # no space, no permission: the machine's, named with the file it was about
+        _complain(f"{error.filename or 'the system'}: {error.strerror or error}")
+        raise typer.Exit(1) from None
+
+
+def _complain(message: str) -> None:
+
+    typer.echo(f"error: {message}", err=True)

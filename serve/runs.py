@@ -1,0 +1,132 @@
+"""What a store holds of a run, for serving: artifacts, archives, the recommended one and a sample image.
+
+``<store>/<run>/`` has ``artifacts/<name>/card.json``, ``archives/<run>-<name>.mar``, ``report.json`` and
+``sample.<ext>``; only what a command needs must be there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from serve.archive import ServingOptions, build_archive, check_model_name, read_archived_card
+from serve.runtime.card import CARD_FILE
+from serve.runtime.errors import UserError
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is to be served: archives by model name, those left out with the reason, and the default model."""
+
+    archives: dict[str, Path]
+    left_out: dict[str, str]
+    default_model: str
+
+
+def model_name(run: str, artifact: str) -> str:
+    """The name that an artifact of a run is served by, ``<run>-<artifact>``.
+
+    Raises:
+        UserError: it is not a legal name of a model.
+    """
+    return check_model_name(f"{run}-{artifact}")
+
+
+def archive_path(store: Path, run: str, artifact: str) -> Path:
+    """Where the archive of an artifact is."""
+    return store / run / "archives" / f"{model_name(run, artifact)}.mar"
+
+
+def package_run(store: Path, run: str, options: ServingOptions | None = None) -> list[Path]:
+    """Build an archive of every artifact of a run.
+
+    Raises:
+        UserError: the run is not in the store, or has no artifacts.
+        CardError: an artifact's folder is not whole.
+    """
+    folder = _run_folder(store, run) / "artifacts"
+    artifacts = sorted(path.parent for path in folder.glob(f"*/{CARD_FILE}"))
+    if not artifacts:
+        raise UserError(f"{folder}: there are no artifacts; make them with `python -m optimize run {run}`")
+    return [
+        build_archive(
+            artifact,
+            archive_path(store, run, artifact.name),
+            model_name=model_name(run, artifact.name),
+            options=options,
+        )
+        for artifact in artifacts
+    ]
+
+
+def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceChoice = "auto") -> Selection:
+    """Choose the archives of a run to serve: those named, or all that this machine can run.
+
+    Raises:
+        UserError: the run or an archive is missing, CUDA is asked for and is not there, or an artifact
+            that was named cannot run here.
+        CardError: an archive is broken.
+    """
+    folder = _run_folder(store, run) / "archives"
+    present = {path.stem.removeprefix(f"{run}-"): path for path in sorted(folder.glob(f"{run}-*.mar"))}
+    cuda = device != "cpu" and _has_cuda()
+    if device == "cuda" and not cuda:
+        raise UserError("CUDA was asked for and this machine has no usable CUDA device: use --device cpu")
+    if not present:
+        raise UserError(f"{folder}: there are no archives; make them with `python -m serve package {run}`")
+    for name in artifacts:
+        if name not in present:
+            raise UserError(
+                f"{archive_path(store, run, name)}: there is no such archive; {run} has {', '.join(present)}"
+            )
+    chosen: dict[str, Path] = {}
+    left_out: dict[str, str] = {}
+    for name in dict.fromkeys(artifacts or present):
+        runs_on = read_archived_card(present[name]).device
+        reason = "it runs on CUDA only" if runs_on == "cuda" and not cuda else None
+        if reason is None:
+            chosen[model_name(run, name)] = present[name]
+        elif artifacts:
+            raise UserError(f"{name} cannot be served here: {reason}")
+        else:
+            left_out[name] = reason
+    if not chosen:
+        raise UserError(f"no archive of {run} can be served here: {'; '.join(left_out.values())}")
+    recommended = f"{run}-{_recommended(store, run)}"
+    return Selection(chosen, left_out, recommended if recommended in chosen else next(iter(chosen)))
+
+
+def sample_image(store: Path, run: str) -> Path | None:
+    """The run's sample image, if the pipeline has written one."""
+    return next(iter(sorted((store / run).glob("sample.*"))), None)
+
+
+def _run_folder(store: Path, run: str) -> Path:
+    check_model_name(run)
+    folder = store / run
+    if folder.is_dir():
+        return folder
+    known = sorted(path.name for path in store.glob("*") if (path / "archives").is_dir())
+    near = difflib.get_close_matches(run, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}" if known else "it has none yet"
+    raise UserError(f"{store}: there is no run {run!r} ({hint}); make it with `python -m optimize run {run}`")
+
+
+def _recommended(store: Path, run: str) -> str | None:
+    try:
+        report = json.loads((store / run / "report.json").read_text(encoding="utf-8"))
+        return str(report["recommended"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a run without a report is served all the same
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

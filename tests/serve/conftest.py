@@ -1,0 +1,94 @@
+"""One real TorchServe for all tests of this folder, with an archive of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from serve import server
+from serve.archive import ServingOptions, build_archive
+from serve.client import Client
+from serve.configuration import HOST, Ports
+from serve.runs import archive_path, model_name
+from tests.serve import artifacts
+
+KINDS = ("script", "int8", "exported", "onnx")
+
+# The worker's interpreter starts with this: the project is hidden from it, as if it were not installed,
+# and a wrong package of the same name lies first on its path.
+HIDE_PROJECT = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
+sys.path[:] = [entry for entry in sys.path if "__editable__" not in entry and entry != {project!r}]
+"""
+DECOY = "raise ImportError('this is not the package that lies in the archive')\n"
+
+
+@dataclass(frozen=True)
+class Served:
+    """The running server, a client of it, and the artifact folders by kind."""
+
+    store: Path
+    running: server.RunningServer
+    client: Client
+    folders: dict[str, Path]
+
+    def url(self, kind: str = "script") -> str:
+        return f"http://{HOST}:{self.running.ports.inference}/predictions/{name_of(kind)}"
+
+    def headers(self) -> dict[str, str]:
+        name, _, value = (server.state_folder(self.store) / "authorization").read_text().strip().partition(": ")
+        return {name: value}
+
+
+def name_of(kind: str) -> str:
+    return model_name("small", kind)
+
+
+def free_ports() -> Ports:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(5)]
+        for opened in sockets:
+            opened.bind((HOST, 0))
+        return Ports(*(opened.getsockname()[1] for opened in sockets))
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An artifact folder of every kind, in a store as the pipeline leaves it."""
+    root = tmp_path_factory.mktemp("store") / "small" / "artifacts"
+    return {
+        "script": artifacts.torchscript(root / "script"),
+        "int8": artifacts.int8(root / "int8"),
+        "exported": artifacts.exported(root / "exported"),
+        "onnx": artifacts.onnx(root / "onnx"),
+    }
+
+
+@pytest.fixture(scope="session")
+def served(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    store = folders["script"].parents[2]
+    archives = {}
+    for kind, folder in folders.items():
+        # The exported program waits long for others, so that a test can send one batch.
+        options = ServingOptions(max_batch_delay_ms=300 if kind == "exported" else 1, batch_size=8, k=3)
+        archives[name_of(kind)] = build_archive(
+            folder, archive_path(store, "small", kind), model_name=name_of(kind), options=options
+        )
+    hiding = tmp_path_factory.mktemp("hiding")
+    (hiding / "sitecustomize.py").write_text(HIDE_PROJECT.format(project=str(Path(__file__).parents[2])))
+    (hiding / "serve").mkdir()
+    (hiding / "serve" / "__init__.py").write_text(DECOY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(hiding))
+        running = server.start(store, "small", archives, ports=free_ports(), deadline_s=150)
+    try:
+        with running.client(store) as client:
+            yield Served(store, running, client, folders)
+    finally:
+        server.stop(store)

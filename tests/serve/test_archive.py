@@ -1,0 +1,107 @@
+"""An archive is complete, minimal, and the same whenever it is built."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from serve.archive import ServingOptions, build_archive, read_archived_card
+from serve.runtime.card import load_card, sha256_file
+from serve.runtime.errors import CardError, UserError
+from serve.runtime.predictor import Predictor
+from tests.serve import artifacts
+
+
+def test_two_builds_are_byte_identical(folders: dict[str, Path], tmp_path: Path) -> None:
+    first = build_archive(folders["int8"], tmp_path / "a" / "x.mar", model_name="small-int8")
+    os.utime(folders["int8"] / "model.pt", (1_000_000_000, 1_000_000_000))
+    second = build_archive(folders["int8"], tmp_path / "b" / "x.mar", model_name="small-int8")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_an_archive_holds_what_is_needed_to_serve_and_nothing_else(folders: dict[str, Path], tmp_path: Path) -> None:
+    path = build_archive(folders["script"], tmp_path / "x.mar", model_name="small-script")
+    with zipfile.ZipFile(path) as archive:
+        names = set(archive.namelist())
+        manifest = json.loads(archive.read("MAR-INF/MANIFEST.json"))
+        assert json.loads(archive.read("index_to_name.json")) == {str(i): c for i, c in enumerate(artifacts.CLASSES)}
+    assert {"card.json", "model.pt", "handler.py", "model-config.yaml", "serve/__init__.py"} <= names
+    assert "serve/runtime/predictor.py" in names
+    assert "weights.safetensors" not in names
+    assert not any(name.startswith(("serve/cli", "optimize", "/")) for name in names)
+    assert manifest["model"] == {
+        "modelName": "small-script",
+        "serializedFile": "model.pt",
+        "handler": "handler.py",
+        "modelVersion": "1.0",
+        "configFile": "model-config.yaml",
+    }
+
+
+def test_an_unpacked_archive_is_a_whole_artifact(folders: dict[str, Path], tmp_path: Path) -> None:
+    path = build_archive(folders["script"], tmp_path / "x.mar", model_name="small-script")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    card = load_card(tmp_path / "unpacked")
+    assert card.files == {"model.pt": sha256_file(folders["script"] / "model.pt")}
+    assert card == read_archived_card(path)
+    assert len(Predictor(tmp_path / "unpacked").predict([artifacts.jpeg()], k=2)[0]) == 2  # type: ignore[arg-type]
+
+
+def test_onnx_weights_kept_beside_the_graph_travel(tmp_path: Path) -> None:
+    folder = artifacts.onnx(tmp_path / "artifact")
+    (folder / "model.onnx.data").write_bytes(b"weights")
+    artifacts.write_artifact(folder, "onnx", "onnx", "model.onnx", extra=("model.onnx.data",))
+    path = build_archive(folder, tmp_path / "x.mar", model_name="x")
+    assert "model.onnx.data" in zipfile.ZipFile(path).namelist()
+
+
+def test_the_options_are_written_where_torchserve_and_the_handler_read_them(tmp_path: Path) -> None:
+    folder = artifacts.torchscript(tmp_path / "artifact", device="cpu")
+    options = ServingOptions(batch_size=4, max_batch_delay_ms=7, workers=2, k=1, threads=1, pixel_limit=1000)
+    path = build_archive(folder, tmp_path / "x.mar", model_name="x", options=options)
+    config = yaml.safe_load(zipfile.ZipFile(path).read("model-config.yaml"))
+    handler = config.pop("handler")
+    assert handler == {"k": 1, "allow_fallback": False, "pixel_limit": 1000, "instance_limit": 64, "threads": 1}
+    assert config == {
+        "minWorkers": 2,
+        "maxWorkers": 2,
+        "batchSize": 4,
+        "maxBatchDelay": 7,
+        "responseTimeout": 60,
+        "startupTimeout": 300,
+        "deviceType": "cpu",
+    }
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "-a", "a b", "naïve", "a=b", "a,b"])
+def test_a_name_that_torchserve_would_refuse_is_refused(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot name a served model"):
+        build_archive(folders["script"], tmp_path / "x.mar", model_name=name)
+
+
+def test_a_corrupted_artifact_is_not_packed_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = artifacts.torchscript(tmp_path / "artifact")
+    (folder / "model.pt").write_bytes(b"other")
+    with pytest.raises(CardError, match="corrupted"):
+        build_archive(folder, tmp_path / "out" / "x.mar", model_name="x")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_archive_is_replaced_at_once_and_no_temporary_file_stays(folders: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "x.mar"
+    path.write_bytes(b"old")
+    build_archive(folders["script"], path, model_name="x")
+    assert zipfile.is_zipfile(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.mar"]
+
+
+def test_a_destination_that_cannot_be_written_is_a_users_mistake(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        build_archive(folders["script"], tmp_path / "file" / "x.mar", model_name="x")

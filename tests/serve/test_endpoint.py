@@ -1,0 +1,262 @@
+"""The endpoint, as a client sees it: a real TorchServe, real archives, real images."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from PIL import Image
+
+from serve.client import ServerError
+from serve.configuration import HOST
+from serve.runtime.predictor import Predictor
+from tests.serve.artifacts import CLASSES, encoded, jpeg, picture
+from tests.serve.conftest import KINDS, Served, name_of
+
+pytestmark = pytest.mark.slow
+
+
+def b64(data: bytes) -> dict[str, str]:
+    return {"b64": base64.b64encode(data).decode()}
+
+
+def post(served: Served, kind: str = "script", **content: Any) -> httpx.Response:
+    headers = {**served.headers(), **content.pop("headers", {})}
+    return httpx.post(served.url(kind), headers=headers, timeout=60, **content)
+
+
+def assert_same(answer: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Equal classes in equal order; probabilities may differ by the rounding of another batch size."""
+    assert [entry["label"] for entry in answer] == [entry["label"] for entry in expected]
+    assert [e["probability"] for e in answer] == pytest.approx([e["probability"] for e in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_served_answers_equal_those_of_the_artifact_in_process(served: Served, kind: str) -> None:
+    images = [jpeg(seed, (60 + 7 * seed, 45)) for seed in range(4)]
+    expected = Predictor(served.folders[kind]).predict(images, k=len(CLASSES))
+    for image, labels in zip(images, expected, strict=True):
+        answer = served.client.predict(name_of(kind), image, k=len(CLASSES))
+        assert isinstance(labels, list)
+        assert answer[0]["label"] == labels[0].label
+        # Equal ones may change places: rows are compared class by class.
+        mine = {entry["index"]: entry["probability"] for entry in answer}
+        assert mine == pytest.approx({label.index: label.probability for label in labels}, abs=1e-4)
+        assert [entry["probability"] for entry in answer] == sorted(mine.values(), reverse=True)
+
+
+def test_raw_multipart_and_json_requests_get_the_same_answer(served: Served) -> None:
+    image = jpeg(1)
+    raw = post(served, content=image)
+    assert raw.status_code == 200
+    assert raw.headers["content-type"] == "application/json"
+    assert len(raw.json()) == 3
+    assert set(raw.json()[0]) == {"label", "index", "probability"}
+    assert post(served, files={"data": ("x.jpg", image, "image/jpeg")}).json() == raw.json()
+    assert post(served, content=image, headers={"content-type": "text/plain"}).json() == raw.json()
+    listed = {"instances": [b64(image)]}
+    assert post(served, json=listed).json() == {"predictions": [raw.json()]}
+    utf8 = {"content-type": "application/json; charset=utf-8"}
+    assert post(served, json=listed, headers=utf8).json() == {"predictions": [raw.json()]}
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF"])
+def test_each_image_format_is_accepted(served: Served, kind: str) -> None:
+    assert len(served.client.predict(name_of("script"), encoded(picture(2), kind))) == 3
+
+
+def test_instances_are_answered_in_order_each_with_its_classes_or_its_error(served: Served) -> None:
+    good = [jpeg(seed) for seed in (1, 2)]
+    body = {"instances": [b64(good[0]), b64(b""), {"b64": "%"}, {"c": 1}, b64(good[1])]}
+    answer = post(served, json=body)
+    assert answer.status_code == 200
+    first, empty, invalid, missing, last = answer.json()["predictions"]
+    assert_same(first, post(served, content=good[0]).json())
+    assert_same(last, post(served, content=good[1]).json())
+    assert "empty" in empty["error"]
+    assert "instance 2" in invalid["error"]
+    assert "base64" in invalid["error"]
+    assert "instance 3" in missing["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 400, "empty"),
+        (b"hello, I am not an image", 415, "not an image"),
+        (jpeg(1)[:400], 400, "truncated"),
+        (encoded(picture(1), "PNG")[:300], 400, "truncated"),
+        (encoded(Image.new("1", (30_000, 30_000)), "PNG"), 413, "30000x30000 pixels"),
+        (b'{"instances": [', 400, "not valid JSON"),
+        (b'{"instances": []}', 400, "empty"),
+        (b'{"instances": {}}', 400, "must be"),
+        (b'{"instances": [{}]}', 400, "no text field 'b64'"),
+        (b'{"instances": [{"b64": "?"}]}', 400, "not valid base64"),
+        (b'{"instances": [' + b",".join([b'{"b64": ""}'] * 65) + b"]}", 400, "at most 64"),
+        (b'{"a":' * 100_000, 400, "not valid JSON"),
+    ],
+)
+def test_a_bad_request_gets_its_own_status_and_names_the_fault(
+    served: Served, body: bytes, status: int, message: str
+) -> None:
+    answer = post(served, content=body)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]
+
+
+def test_a_body_that_says_it_is_json_and_is_not_is_refused(served: Served) -> None:
+    answer = post(served, content=jpeg(1), headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert "not valid JSON" in answer.json()["error"]
+
+
+def test_a_multipart_request_without_data_is_told_the_field(served: Served) -> None:
+    answer = post(served, files={"picture": jpeg(1)})
+    assert answer.status_code == 400
+    assert "'data'" in answer.json()["error"]
+    assert "picture" in answer.json()["error"]
+
+
+def test_bad_items_of_a_concurrent_batch_leave_their_mates_alone(served: Served) -> None:
+    bodies = [jpeg(1), b"", jpeg(2), b"CUDA is not an image", jpeg(3)[:200], jpeg(3)]
+    before = {seed: served.client.predict(name_of("exported"), jpeg(seed)) for seed in (1, 2, 3)}
+    together = threading.Barrier(len(bodies))
+
+    def send(body: bytes) -> httpx.Response:
+        together.wait()
+        return post(served, "exported", content=body)
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(send, bodies))
+    assert [answer.status_code for answer in answers] == [200, 400, 200, 415, 400, 200]
+    for index, seed in ((0, 1), (2, 2), (5, 3)):
+        assert_same(answers[index].json(), before[seed])
+    assert _metric(served.client.metrics(), "BatchSize", "exported") > 1, "the requests were not one batch"
+
+
+@pytest.mark.parametrize("k", [1, 2, len(CLASSES)])
+def test_k_by_query_parameter_gives_that_many_classes(served: Served, k: int) -> None:
+    assert len(served.client.predict(name_of("script"), jpeg(1), k=k)) == k
+    answer = httpx.post(
+        f"http://{HOST}:{served.running.ports.inference}/invocations",
+        params={"model_name": name_of("script"), "k": k},
+        content=jpeg(1),
+        headers=served.headers(),
+    )
+    assert len(answer.json()) == k
+
+
+def test_k_by_header_or_form_field_works_on_the_predictions_path(served: Served) -> None:
+    assert len(post(served, content=jpeg(1), headers={"X-Top-K": "1"}).json()) == 1
+    assert len(post(served, files={"data": jpeg(1)}, data={"k": "2"}).json()) == 2
+
+
+def test_k_beyond_the_number_of_classes_gives_all_of_them(served: Served) -> None:
+    assert len(served.client.predict(name_of("script"), jpeg(1), k=1000)) == len(CLASSES)
+
+
+@pytest.mark.parametrize("k", ["0", "-1", "x", "1.5", "", "9" * 30, "²"])
+def test_an_illegal_k_is_refused(served: Served, k: str) -> None:
+    with pytest.raises(ServerError, match="k must be a whole number from 1") as caught:
+        served.client.predict(name_of("script"), jpeg(1), k=k)  # type: ignore[arg-type]
+    assert caught.value.status == 400
+
+
+def test_a_killed_worker_comes_back(served: Served) -> None:
+    (worker,) = served.client.workers(name_of("int8"))
+    os.kill(worker["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 90
+    while True:
+        try:
+            answer = served.client.predict(name_of("int8"), jpeg(1))
+            break
+        except ServerError as error:
+            if error.status not in (500, 503) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+    assert len(answer) == 3
+    (again,) = served.client.workers(name_of("int8"))
+    assert again["pid"] != worker["pid"]
+
+
+def test_no_port_answers_without_a_token_but_the_metrics(served: Served) -> None:
+    ports = served.running.ports
+    for url in (served.url(), f"http://{HOST}:{ports.inference}/ping", f"http://{HOST}:{ports.management}/models"):
+        answer = httpx.request("POST" if "predictions" in url else "GET", url)
+        assert answer.status_code == 400
+        assert "Token Authorization failed" in answer.text
+    assert httpx.get(f"http://{HOST}:{ports.metrics}/metrics").status_code == 200
+
+
+def test_new_keys_replace_the_old_ones_and_the_header_file_follows(served: Served) -> None:
+    old = served.headers()
+    served.client.renew_keys()
+    assert post(served, content=jpeg(1), headers=old).status_code == 400
+    assert post(served, content=jpeg(1)).status_code == 200
+    assert served.client.ping() == "Healthy"
+
+
+def test_models_cannot_be_added_or_removed_over_the_api(served: Served) -> None:
+    key = served.client._key("management")
+    headers = {"Authorization": f"Bearer {key}"}
+    base = f"http://{HOST}:{served.running.ports.management}/models"
+    assert httpx.post(base, params={"url": "https://example.com/x.mar"}, headers=headers).status_code == 405
+    assert httpx.delete(f"{base}/{name_of('onnx')}", headers=headers).status_code == 405
+    assert name_of("onnx") in served.client.models()
+
+
+def test_the_server_listens_on_loopback_only(served: Served) -> None:
+    process = psutil.Process(served.running.pid)
+    listening = [entry for entry in process.net_connections("inet") if entry.status == psutil.CONN_LISTEN]
+    assert len(listening) == 5
+    assert {entry.laddr.ip.removeprefix("::ffff:") for entry in listening} == {HOST}
+
+
+@pytest.mark.parametrize(
+    ("kind", "provider"),
+    [
+        ("script", "torchscript/cpu"),
+        ("int8", "torchscript/cpu"),
+        ("exported", "aten/cpu"),
+        ("onnx", "onnxruntime/CPUExecutionProvider"),
+    ],
+)
+def test_describe_tells_what_is_served_and_what_executes_it(served: Served, kind: str, provider: str) -> None:
+    described = served.client.describe(name_of(kind))
+    if described["device"] == "cpu":
+        assert described["provider"] == provider
+    assert described["artifact"] == kind
+    assert described["max_batch"] == 8
+    assert described["classes"] == len(CLASSES)
+
+
+def test_the_handlers_metrics_are_in_prometheus_form_with_their_provider(served: Served) -> None:
+    before = _metric(served.client.metrics(), "Images", "onnx")
+    refused = _metric(served.client.metrics(), "Refused", "onnx")
+    served.client.predict_instances(name_of("onnx"), [jpeg(1), jpeg(2), b"no"])
+    deadline = time.monotonic() + 10  # TorchServe reads them from the worker's output, later
+    while _metric(served.client.metrics(), "Images", "onnx") < before + 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    text = served.client.metrics()
+    assert _metric(text, "Images", "onnx") == before + 3
+    assert _metric(text, "Refused", "onnx") == refused + 1
+    assert _metric(text, "BatchSize", "onnx") == 3
+    assert _metric(text, "DecodeTime", "onnx") > 0
+    assert _metric(text, "InferenceTime", "onnx") > 0
+    assert 'Provider="onnxruntime/' in text
+    assert "ts_inference_requests_total" in text
+
+
+def _metric(text: str, name: str, kind: str) -> float:
+    match = re.search(rf'^{name}{{[^}}]*ModelName="{name_of(kind)}"[^}}]*}} (\S+)$', text, re.MULTILINE)
+    return float(match[1]) if match else 0.0

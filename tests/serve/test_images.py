@@ -1,0 +1,203 @@
+"""Bytes to tensors: every format, mode and orientation, and no exception but `ImageError`."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from serve.runtime.card import Preprocessing
+from serve.runtime.errors import ImageError
+from serve.runtime.images import decode, fit, load, normalise
+from tests.serve.artifacts import PREPROCESSING, encoded, jpeg, picture
+
+
+def pixels(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "WEBP"])
+def test_lossless_formats_give_the_picture_back(kind: str) -> None:
+    image = picture(1)
+    options = {"lossless": True} if kind == "WEBP" else {}
+    assert torch.equal(decode(encoded(image, kind, **options)), pixels(image))
+
+
+def test_jpeg_gives_the_integers_of_pillow() -> None:
+    data = jpeg(2, (333, 250))
+    assert torch.equal(decode(data), pixels(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_a_gif_gives_its_first_frame() -> None:
+    frames = [picture(seed).quantize(64) for seed in (1, 2)]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert torch.equal(decode(data), pixels(frames[0].convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+def test_grey_is_spread_over_three_channels_or_kept_as_one(kind: str) -> None:
+    grey = picture(1).convert("L")
+    data = encoded(grey, kind)
+    colour = decode(data)
+    assert colour.shape == (3, 45, 60)
+    assert torch.equal(colour[0], colour[1])
+    assert torch.equal(colour[0], colour[2])
+    one = decode(data, channels=1)
+    assert one.shape == (1, 45, 60)
+    assert torch.equal(one[0], colour[0])
+
+
+def test_palette_and_alpha_and_bilevel_are_converted() -> None:
+    palette = picture(1).quantize(32)
+    assert torch.equal(decode(encoded(palette, "PNG")), pixels(palette.convert("RGB")))
+    alpha = picture(1).convert("RGBA")
+    alpha.putalpha(100)
+    assert torch.equal(decode(encoded(alpha, "PNG")), pixels(picture(1)))
+    assert decode(encoded(Image.new("LA", (5, 4), (10, 0)), "PNG")).unique().tolist() == [10]
+    assert decode(encoded(Image.new("1", (5, 4), 1), "PNG")).unique().tolist() == [255]
+
+
+def test_cmyk_is_converted_to_the_colours_that_were_meant() -> None:
+    red = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
+    for kind in ("JPEG", "TIFF"):
+        mean = decode(encoded(red, kind)).float().mean(dim=(1, 2))
+        assert mean[0] > 200
+        assert mean[1:].max() < 60
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_16_bit_greys_keep_their_range(kind: str) -> None:
+    ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
+    got = decode(encoded(Image.fromarray(ramp), kind))[0].numpy()
+    assert np.abs(got.astype(int) - np.rint(ramp / 257.0).astype(int)).max() <= 1
+    dark = np.full((8, 8), 200, dtype=np.uint16)  # nearly black in 16 bits
+    assert decode(encoded(Image.fromarray(dark), kind)).max() <= 1
+
+
+# What a viewer does to show an image upright, by its orientation tag (EXIF 2.32, table 6), in tensor terms.
+UPRIGHT = {
+    1: lambda image: image,
+    2: lambda image: image.flip(2),
+    3: lambda image: image.flip(1, 2),
+    4: lambda image: image.flip(1),
+    5: lambda image: image.transpose(1, 2),
+    6: lambda image: image.transpose(1, 2).flip(2),
+    7: lambda image: image.transpose(1, 2).flip(1, 2),
+    8: lambda image: image.transpose(1, 2).flip(1),
+}
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_all_eight_orientations_are_honoured(kind: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = picture(3)
+    tagged = decode(encoded(image, kind, exif=exif))
+    plain = decode(encoded(image, kind))
+    assert torch.equal(tagged, UPRIGHT[orientation](plain))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF"])
+def test_a_truncated_image_is_an_error_of_its_own(kind: str) -> None:
+    data = encoded(picture(1, (300, 200)), kind)
+    with pytest.raises(ImageError) as caught:
+        decode(data[: len(data) // 2])
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("data", "status"), [(b"", 400), (b"\0" * 100, 415), (b"%PDF-1.7 ...", 415), (b"<svg/>", 415), (b"\xff\xd8", 415)]
+)
+def test_what_is_not_an_image_is_refused(data: bytes, status: int) -> None:
+    with pytest.raises(ImageError) as caught:
+        decode(data)
+    assert caught.value.status == status
+
+
+def png_that_claims(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", [(10_000, 10_000), (100_000, 1_000), (2**31 - 1, 2**31 - 1)])
+def test_a_pixel_bomb_is_refused_before_it_is_decoded(size: tuple[int, int]) -> None:
+    with pytest.raises(ImageError) as caught:
+        decode(png_that_claims(*size))
+    assert caught.value.status == 413
+
+
+def test_the_pixel_limit_is_the_callers() -> None:
+    data = encoded(picture(1, (20, 10)), "PNG")
+    assert decode(data, pixel_limit=200).shape == (3, 10, 20)
+    with pytest.raises(ImageError, match="20x10 pixels, more than the limit of 199"):
+        decode(data, pixel_limit=199)
+
+
+def test_an_elongated_image_cannot_grow_beyond_the_limit() -> None:
+    line = encoded(Image.new("RGB", (40_000, 1)), "PNG")
+    with pytest.raises(ImageError, match="elongated") as caught:
+        load(line, Preprocessing(resize=256, crop=(224, 224)))
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("size", [(32, 32), (36, 36), (500, 40), (40, 500), (1, 1), (7, 3)])
+def test_every_size_is_fitted_to_the_networks_input(size: tuple[int, int]) -> None:
+    assert load(encoded(picture(1, size), "PNG"), PREPROCESSING).shape == (3, 32, 32)
+
+
+def test_the_crop_is_the_middle_of_the_resized_image() -> None:
+    image = torch.zeros((3, 36, 72), dtype=torch.uint8)
+    image[:, 2:34, 20:52] = 200
+    assert fit(image, PREPROCESSING).unique().tolist() == [200]
+
+
+def test_normalise_is_the_textbook_formula() -> None:
+    batch = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8)
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (PREPROCESSING.mean, PREPROCESSING.std))
+    got = normalise(batch, PREPROCESSING, torch.device("cpu"), torch.float32)
+    assert torch.allclose(got, (batch / 255 - mean) / std, atol=1e-5)
+
+
+def only_an_image_error(data: bytes) -> None:
+    try:
+        image = load(data, PREPROCESSING, pixel_limit=1_000_000)
+    except ImageError as error:
+        assert error.status in (400, 413, 415)
+        assert "\n" not in str(error)
+    else:
+        assert image.shape == (3, 32, 32)
+        assert image.dtype == torch.uint8
+
+
+@given(st.binary(max_size=300))
+@settings(deadline=None, max_examples=100)
+def test_any_bytes_give_a_tensor_or_an_image_error(data: bytes) -> None:
+    only_an_image_error(data)
+
+
+SEEDS = [encoded(picture(1, (40, 30)), kind) for kind in ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")]
+SEEDS += [encoded(picture(1, (40, 30)).convert("CMYK"), "JPEG"), encoded(picture(1).convert("I;16"), "TIFF")]
+
+
+@given(st.sampled_from(SEEDS), st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), max_size=8), st.data())
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+def test_any_damage_to_an_image_gives_a_tensor_or_an_image_error(
+    seed: bytes, changes: list[tuple[float, int]], data: st.DataObject
+) -> None:
+    damaged = bytearray(seed)
+    for place, value in changes:
+        # Headers are where it hurts: half of the changes fall into the first 64 bytes.
+        reach = data.draw(st.sampled_from((min(64, len(seed)), len(seed))))
+        damaged[int(place * reach)] = value
+    only_an_image_error(bytes(damaged[: data.draw(st.integers(len(seed) // 2, len(seed)))]))

@@ -1,0 +1,218 @@
+"""The server's life: what start refuses, what it says of a worker that dies, what stop leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serve import runs, server
+from serve.archive import ServingOptions, build_archive
+from serve.configuration import HOST, Ports, properties
+from serve.runtime.errors import UserError
+from tests.serve import artifacts
+from tests.serve.conftest import Served, free_ports, name_of
+
+
+def command(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:serve", "-m", "serve", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def archived(folder: Path, run: str = "small") -> tuple[Path, dict[str, Path]]:
+    """A store with one archive, of the artifact in ``folder``."""
+    store = folder.parents[2]
+    path = runs.archive_path(store, run, folder.name)
+    build_archive(folder, path, model_name=path.stem, options=ServingOptions(batch_size=2))
+    return store, {path.stem: path}
+
+
+def broken_script(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.pt").write_bytes(b"this is no TorchScript file")
+    return artifacts.write_artifact(folder, "broken", "torchscript", "model.pt")
+
+
+def onnx_for_cuda(folder: Path) -> Path:
+    return artifacts.onnx(folder, device="cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        pytest.param(broken_script, "RuntimeError", id="a model file that is not one"),
+        pytest.param(onnx_for_cuda, "CUDA was asked for and this machine has no usable CUDA device", id="no CUDA"),
+    ],
+)
+def test_a_worker_that_dies_at_load_ends_the_start_with_its_own_last_lines(
+    make: Callable[[Path], Path], reason: str, tmp_path: Path
+) -> None:
+    store, archives = archived(make(tmp_path / "small" / "artifacts" / "dying"))
+    before = time.monotonic()
+    with pytest.raises(server.StartError, match="worker of small-dying died while it loaded") as caught:
+        server.start(store, "small", archives, ports=free_ports(), gpus=0)
+    assert reason in str(caught.value)
+    assert time.monotonic() - before < 90
+    assert server.running(store) is None
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(store) in " ".join(p.info["cmdline"] or [])]
+
+
+def test_a_port_in_use_is_named_with_the_option_that_changes_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    store, archives = archived(artifacts.torchscript(tmp_path / "small" / "artifacts" / "script"))
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        ports = dataclasses.replace(free_ports(), metrics=taken.getsockname()[1])
+        with pytest.raises(UserError, match=rf"port {ports.metrics} .*--metrics-port"):
+            server.start(store, "small", archives, ports=ports)
+    assert server.running(store) is None
+
+
+@pytest.mark.parametrize("ports", [Ports(inference=0), Ports(metrics=70_000), Ports(metrics=8080)])
+def test_illegal_ports_are_refused(ports: Ports) -> None:
+    with pytest.raises(UserError, match="between 1 and 65535|different ports"):
+        ports.check_free()
+
+
+def test_a_missing_archive_is_named_with_what_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"small-x\.mar: there is no such archive; .*serve package small"):
+        server.start(tmp_path, "small", {"small-x": tmp_path / "small-x.mar"})
+
+
+def test_state_of_a_process_that_is_gone_or_another_does_not_count(tmp_path: Path) -> None:
+    folder = server.state_folder(tmp_path)
+    folder.mkdir()
+    left = tmp_path / "torchserve-left"
+    left.mkdir()
+    for pid, created in ((2**22 - 1, 0.0), (os.getpid(), psutil.Process().create_time())):
+        state = server.RunningServer(pid, created, "small", ("small-x",), "small-x", str(left))
+        (folder / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
+        assert server.running(tmp_path) is None
+    assert server.stop(tmp_path) is None
+    assert not left.exists()
+    assert not (folder / "state.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "null", "[1]", '{"ports": 1}'])
+def test_a_broken_state_file_does_not_count(text: str, tmp_path: Path) -> None:
+    server.state_folder(tmp_path).mkdir()
+    (server.state_folder(tmp_path) / "state.json").write_text(text)
+    assert server.running(tmp_path) is None
+
+
+def test_paths_that_java_would_misread_are_escaped(tmp_path: Path) -> None:
+    text = properties(Ports(), archives=tmp_path / "naïve", metrics_file=Path("/a b/ü\\n€.yaml"), gpus=0)
+    assert text.isascii()
+    assert "metrics_config=/a b/\\u00fc\\\\n\\u20ac.yaml\n" in text
+    assert "number_of_gpu=0\n" in text
+
+
+@pytest.mark.slow
+def test_a_second_start_on_the_same_store_says_that_it_is_running(served: Served) -> None:
+    archives = {name_of("script"): runs.archive_path(served.store, "small", "script")}
+    with pytest.raises(UserError, match=f"already running .*port {served.running.ports.inference}"):
+        server.start(served.store, "small", archives, ports=free_ports())
+    assert served.client.ping() == "Healthy"
+
+
+@pytest.mark.slow
+def test_keys_and_their_folder_are_private(served: Served) -> None:
+    folder = server.state_folder(served.store)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for name in ("key_file.json", "authorization"):
+        assert (folder / name).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
+def test_status_and_predict_speak_to_the_running_server(served: Served, tmp_path: Path) -> None:
+    image = tmp_path / "image.jpg"
+    image.write_bytes(artifacts.jpeg(1))
+    told = command("status", "--store", served.store)
+    assert told.returncode == 0, told.stderr
+    assert "small-onnx: 1 of 1 worker(s) ready, float32 on onnxruntime/" in told.stdout
+    answer = command("predict", image, "--store", served.store, "--model", name_of("onnx"), "--k", "2", "--json")
+    assert answer.returncode == 0, answer.stderr
+    expected = served.client.predict(name_of("onnx"), artifacts.jpeg(1), k=2)
+    assert [e["label"] for e in json.loads(answer.stdout)] == [e["label"] for e in expected]
+    image.write_bytes(b"no image")
+    refused = command("predict", image, "--store", served.store)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "not an image" in refused.stderr
+
+
+@pytest.mark.slow
+def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None:
+    store = tmp_path / "a store"
+    for name, device in (("script", "any"), ("half", "cuda")):
+        artifacts.torchscript(store / "small" / "artifacts" / name, name, device)  # type: ignore[arg-type]
+    (store / "small" / "report.json").write_text(json.dumps({"recommended": "script"}))
+    (store / "small" / "sample.jpg").write_bytes(artifacts.jpeg(1))
+    packed = command("package", "small", "--store", store)
+    assert packed.returncode == 0, packed.stderr
+    assert (store / "small" / "archives" / "small-script.mar").is_file()
+    ports = free_ports()
+    options = [f"--{name.replace('_', '-').removeprefix('inference-')}-port" for name in dataclasses.asdict(ports)]
+    options[0] = "--port"
+    pairs = [str(word) for pair in zip(options, dataclasses.astuple(ports), strict=True) for word in pair]
+    started = command("start", "small", "--store", store, "--device", "cpu", "--workers", "2", *pairs)
+    try:
+        assert started.returncode == 0, started.stderr
+        assert "left out: half (it runs on CUDA only)" in started.stdout
+        running = server.running(store)
+        assert running is not None
+        with running.client(store) as client:
+            assert [worker["status"] for worker in client.workers("small-script")] == ["READY", "READY"]
+        line = started.stdout.strip().splitlines()[-1].strip()
+        answer = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True, cwd="/")
+        assert len(json.loads(answer.stdout)) == 5
+        processes = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
+        assert len(processes) == 3
+    finally:
+        stopped = command("stop", "--store", store)
+    assert stopped.returncode == 0, stopped.stderr
+    assert not [process for process in processes if process.is_running()]
+    assert not Path(running.temporary).exists()
+    assert not (server.state_folder(store) / "key_file.json").exists()
+    status = command("status", "--store", store)
+    assert status.returncode == 1
+    assert "no server" in status.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("start", "smal"), "did you mean small?"),
+        (("start", "small", "--artifact", "none"), "small has "),
+        (("start", "small", "--device", "tpu"), "auto, cpu or cuda"),
+        (("package", "nothing"), "there is no run 'nothing'"),
+        (("package", "../etc"), "cannot name a served model"),
+        (("predict", "missing.jpg"), "missing.jpg: cannot be read"),
+    ],
+)
+def test_a_users_mistake_is_one_line_with_exit_code_2(
+    words: tuple[str, ...], message: str, folders: dict[str, Path]
+) -> None:
+    store = folders["script"].parents[2]
+    build_archive(folders["script"], runs.archive_path(store, "small", "script"), model_name="small-script")
+    ended = command(*words, "--store", store)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in ended.stderr
