@@ -204,7 +204,10 @@ def decoded(split: Split, preprocessing: Preprocessing) -> torch.Tensor:
     """
     kept = _decoded.setdefault(split, {})
     if preprocessing not in kept:
-        pixels = torch.empty((len(split), *preprocessing.shape), dtype=torch.uint8)
+        # A caller who measures is in inference mode, whose tensors could not be trained on later; and the
+        # mode is a thread's own (torch 2.14), so that the pool's threads may not even write to them.
+        with torch.inference_mode(False):
+            pixels = torch.empty((len(split), *preprocessing.shape), dtype=torch.uint8)
 
         def work(indices: range) -> None:
             for index in indices:
@@ -250,7 +253,9 @@ def subset(split: Split, limit: int, seed: int = 0) -> Split:
             if quota[label] > 0:
                 quota[label] -= 1
                 chosen.append(index)
-        kept[limit, seed] = Split(tuple(split.sources[index] for index in chosen), split.labels[chosen])
+        with torch.inference_mode(False):  # kept, as the pixels are
+            labels = split.labels[chosen]
+        kept[limit, seed] = Split(tuple(split.sources[index] for index in chosen), labels)
     return kept[limit, seed]
 
 

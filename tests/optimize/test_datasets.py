@@ -1,0 +1,300 @@
+"""Folders written by the test itself, scikit-learn's digits, and torchvision's file formats written by hand."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import struct
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from optimize import datasets
+from optimize.datasets import Split, open_data
+from serve.runtime import images
+from serve.runtime.errors import UserError
+
+
+def write_image(path: Path, value: int = 0, size: tuple[int, int] = (8, 6)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (value % 256, 10, 20)).save(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes of ten images each, without a split."""
+    for label in ("cat", "dog"):
+        for index in range(10):
+            write_image(tmp_path / "pets" / label / f"{index}.png", index)
+    return tmp_path / "pets"
+
+
+def names(split: Split) -> set[str]:
+    return {"/".join(Path(os.fsdecode(source)).parts[-2:]) for source in split.sources}
+
+
+def test_digits_are_scikit_learns_images_each_once_with_its_label():
+    data = open_data("digits")
+    bunch = load_digits()
+    expected = Counter(
+        (np.rint(image * 255 / 16).astype(np.uint8).tobytes(), int(label))
+        for image, label in zip(bunch.images, bunch.target, strict=True)
+    )
+    actual = Counter(
+        (images.decode(source, 1).numpy().tobytes(), label)
+        for split in (data.train, data.val)
+        for source, label in zip(split.sources, split.labels.tolist(), strict=True)
+    )
+    assert actual == expected
+    assert data.classes == tuple("0123456789")
+    assert data.native_size == (8, 8)
+    assert data.augment == "shift"
+    assert data.fingerprint_kind == "content"
+
+
+def test_digits_are_split_80_to_20_in_every_class():
+    data = open_data("digits")
+    total = np.bincount(load_digits().target)
+    assert torch.bincount(data.val.labels).tolist() == [round(count / 5) for count in total]
+
+
+def test_the_split_depends_on_the_seed_alone():
+    first, again, other = open_data("digits"), open_data("digits"), open_data("digits", seed=1)
+    assert first.val.sources == again.val.sources
+    assert first.fingerprint == again.fingerprint
+    assert first.val.sources != other.val.sources
+    assert first.fingerprint != other.fingerprint
+
+
+def test_a_folder_of_classes_is_split_without_overlap(folder):
+    data = open_data(f"imagefolder:{folder}")
+    assert (data.name, data.classes, data.native_size, data.augment) == ("pets", ("cat", "dog"), (6, 8), "shift+flip")
+    assert not names(data.train) & names(data.val)
+    assert len(names(data.train) | names(data.val)) == 20
+    assert torch.bincount(data.val.labels).tolist() == [2, 2]
+    for source, label in zip(data.val.sources, data.val.labels.tolist(), strict=True):
+        assert source.parent.name == data.classes[label]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(new=st.text(alphabet="abcdefgh0123456789", min_size=2, max_size=8), seed=st.integers(0, 5))
+def test_a_new_file_moves_at_most_one_other_of_its_class(folder, new, seed):
+    before = open_data(f"imagefolder:{folder}", seed=seed)
+    added = write_image(folder / "cat" / f"new-{new}.png")
+    after = open_data(f"imagefolder:{folder}", seed=seed)
+    added.unlink()
+    assert {n for n in names(before.val) if n.startswith("dog")} == {n for n in names(after.val) if n.startswith("dog")}
+    moved = (names(before.val) ^ names(after.val)) - {f"cat/{added.name}"}
+    assert len(moved) <= 1
+
+
+def test_the_split_and_the_fingerprint_do_not_depend_on_where_the_folder_lies(folder, tmp_path):
+    before = open_data(f"imagefolder:{folder}")
+    moved = tmp_path / "elsewhere" / "pets"
+    shutil.copytree(folder, moved)
+    after = open_data(f"imagefolder:{moved}")
+    assert names(before.val) == names(after.val)
+    assert before.fingerprint == after.fingerprint
+
+
+@pytest.mark.parametrize("val_name", ["val", "test", "valid", "validation"])
+def test_train_and_val_folders_are_taken_as_they_are(tmp_path, val_name):
+    for label in "ab":
+        write_image(tmp_path / "train" / label / "deeper" / "1.JPG")
+        write_image(tmp_path / val_name / label / "2.webp")
+        write_image(tmp_path / "train" / label / ".hidden.png")
+        (tmp_path / "train" / label / "notes.txt").write_text("not an image")
+    (tmp_path / "train" / ".cache").mkdir()
+    data = open_data(f"imagefolder:{tmp_path}")
+    assert [source.name for source in data.train.sources] == ["1.JPG", "1.JPG"]
+    assert [source.name for source in data.val.sources] == ["2.webp", "2.webp"]
+    assert data.train.labels.tolist() == [0, 1]
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    for label in ("bus", "car", "train"):
+        for index in range(3):
+            write_image(tmp_path / label / f"{index}.png")
+    assert open_data(f"imagefolder:{tmp_path}").classes == ("bus", "car", "train")
+
+
+def test_classes_that_differ_between_train_and_val_are_named(tmp_path):
+    for part, label in (("train", "a"), ("train", "b"), ("val", "a"), ("val", "c")):
+        write_image(tmp_path / part / label / "1.png")
+    with pytest.raises(UserError, match=r"b only in train/; c only in val/"):
+        open_data(f"imagefolder:{tmp_path}")
+
+
+def test_train_without_val_says_what_to_do(tmp_path):
+    write_image(tmp_path / "train" / "a" / "1.png")
+    with pytest.raises(UserError, match=r"none of val/.*imagefolder:.*/train to have it split"):
+        open_data(f"imagefolder:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "holds no images.*no folders"),
+        (["loose.png"], "holds no images"),
+        (["a/readme.txt", "b/readme.txt"], "holds no images.*2 folders"),
+        (["a/1.png", "a/2.png"], r"only one class \(a\)"),
+        (["a/1.png", "b/readme.txt"], "class folder 'b' holds no images"),
+        (["a/1.png", "b/1.png", "b/2.png"], "class 'a' has one image"),
+    ],
+)
+def test_folders_that_are_no_data_set_are_told_in_one_line(tmp_path, files, message):
+    for name in files:
+        if name.endswith(".png"):
+            write_image(tmp_path / name)
+        else:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+    with pytest.raises(UserError, match=message) as caught:
+        open_data(f"imagefolder:{tmp_path}")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_folder_file_and_empty_reference_are_told_apart(tmp_path):
+    (tmp_path / "file").touch()
+    for reference, message in (
+        (f"imagefolder:{tmp_path}/no", "no such folder"),
+        (f"imagefolder:{tmp_path}/file", "not a folder"),
+        ("imagefolder:", "imagefolder:DIR"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_data(reference)
+
+
+def test_a_folder_that_cannot_be_listed_is_a_user_error(folder, monkeypatch):
+    # The tests may run as root, for whom no folder is unreadable; so the system's answer is played.
+    listed = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("dog"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"dog.*cannot be read \(Permission denied\)"):
+        open_data(f"imagefolder:{folder}")
+
+
+def test_a_broken_image_among_the_first_is_named(folder):
+    for path in (folder / "cat").iterdir():
+        path.write_bytes(b"not a picture")
+    with pytest.raises(UserError, match=r"cat/\d\.png: not an image"):
+        open_data(f"imagefolder:{folder}")
+
+
+def test_images_of_different_sizes_have_no_native_size(folder):
+    write_image(folder / "cat" / "0.png", size=(9, 9))
+    for index in range(10):
+        write_image(folder / "dog" / f"{index}.png", size=(20, 20))
+    assert open_data(f"imagefolder:{folder}").native_size is None
+
+
+def test_the_fingerprint_follows_content_names_and_labels(folder):
+    def fingerprint() -> str:
+        return open_data(f"imagefolder:{folder}").fingerprint
+
+    seen = [fingerprint()]
+    os.utime(folder / "cat" / "1.png", (1, 1))
+    assert fingerprint() == seen[0]  # times do not count
+    write_image(folder / "cat" / "1.png", 77)
+    seen.append(fingerprint())
+    (folder / "cat" / "1.png").rename(folder / "cat" / "one.png")
+    seen.append(fingerprint())
+    (folder / "cat" / "one.png").rename(folder / "dog" / "one.png")
+    seen.append(fingerprint())
+    assert len(set(seen)) == len(seen)
+
+
+def test_large_data_is_fingerprinted_by_size_and_time(folder, monkeypatch):
+    monkeypatch.setattr(datasets, "STAT_FINGERPRINT_ABOVE", 100)
+    before = open_data(f"imagefolder:{folder}")
+    os.utime(folder / "cat" / "1.png", (1, 1))
+    after = open_data(f"imagefolder:{folder}")
+    assert (before.fingerprint_kind, after.fingerprint_kind) == ("stat", "stat")
+    assert before.fingerprint != after.fingerprint
+
+
+def test_labels_of_another_length_or_type_are_refused():
+    with pytest.raises(ValueError, match="int64"):
+        Split((b"", b""), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="int64"):
+        Split((b"",), torch.zeros(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("digit", "digits"), ("cifar-1O", "cifar10"), ("imagefoldr", "imagefolder"), ("mnst", "mnist")]
+)
+def test_a_wrong_name_is_told_the_nearest(wrong, right):
+    with pytest.raises(UserError, match=rf"did you mean.*{right}"):
+        open_data(wrong)
+
+
+def test_a_folder_given_without_its_kind_is_told_how(tmp_path):
+    with pytest.raises(UserError, match=f"did you mean imagefolder:{tmp_path}"):
+        open_data(str(tmp_path))
+
+
+def test_every_listed_torchvision_data_set_exists_there():
+    from torchvision import datasets as theirs
+
+    for entry in datasets._TORCHVISION.values():
+        assert hasattr(theirs, entry.cls)
+
+
+def test_a_data_set_that_keeps_pixels_in_memory_is_read_from_torchvisions_files(tmp_path):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    expected = {}
+    for part, count in (("train", 30), ("t10k", 20)):
+        pixels = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = np.arange(count, dtype=np.uint8) % 10
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, count, 28, 28) + pixels.tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + labels.tobytes())
+        for kind in ("images-idx3", "labels-idx1"):
+            file = raw / f"{part}-{kind}-ubyte"
+            file.with_suffix(".gz").write_bytes(gzip.compress(file.read_bytes()))
+        expected[part] = pixels
+    data = open_data("FashionMNIST", root=tmp_path)
+    assert data.classes[9] == "Ankle boot"
+    assert data.native_size == (28, 28)
+    for split, part in ((data.train, "train"), (data.val, "t10k")):
+        assert split.labels.tolist() == [index % 10 for index in range(len(split))]
+        decoded = torch.cat([images.decode(source, 1) for source in split.sources])
+        assert torch.equal(decoded, torch.from_numpy(expected[part]))
+
+
+def test_a_data_set_of_files_is_read_by_path_without_decoding(tmp_path):
+    for part in ("train", "val"):
+        for wnid in ("n01440764", "n03888257"):
+            write_image(tmp_path / "imagenette2" / part / wnid / "1.JPEG")
+    data = open_data("imagenette", root=tmp_path)
+    assert data.classes == ("tench", "parachute")
+    assert data.val.sources == tuple(
+        tmp_path / "imagenette2" / "val" / wnid / "1.JPEG" for wnid in ("n01440764", "n03888257")
+    )
+
+
+def test_without_a_network_the_message_says_where_the_files_would_have_to_be(tmp_path, monkeypatch):
+    import torchvision.datasets.utils as downloads
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(downloads.urllib.request, "urlopen", offline)
+    with pytest.raises(UserError, match=f"no route to host.*{tmp_path}/cifar-10-python.tar.gz") as caught:
+        open_data("cifar10", root=tmp_path)
+    assert "\n" not in str(caught.value)
