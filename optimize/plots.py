@@ -174,7 +174,7 @@ def _pareto(points: list[_Point], palette: _Palette, title: str = "") -> Figure:
         ys = [100 * v for p in points for v in (p.top1, *(p.bounds or ()))]
         axes.set_xscale("log")
         axes.set_xlim(min(xs) / 1.35, max(xs) * 1.5)
-        pad = max(0.09 * (max(ys) - min(ys)), 0.05)
+        pad = max(0.09 * (max(ys) - min(ys)), 0.3)
         axes.set_ylim(min(ys) - pad, max(ys) + pad)
         axes.xaxis.set_major_locator(FixedLocator(_log_ticks(*axes.get_xlim())))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -186,7 +186,10 @@ def _pareto(points: list[_Point], palette: _Palette, title: str = "") -> Figure:
         front = [points[i] for i in pareto_front([(p.latency, p.top1) for p in points])]
         steps_x = [*(p.latency for p in front), axes.get_xlim()[1]]
         steps_y = [*(100 * p.top1 for p in front), 100 * front[-1].top1]
-        axes.step(steps_x, steps_y, where="post", color=palette.front, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)
+        if len(points) > 1:
+            axes.step(
+                steps_x, steps_y, where="post", color=palette.front, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1
+            )
 
         largest = max((p.bytes for p in points), default=0.0) or 1.0
         areas = [max(300 * p.bytes / largest, 26.0) for p in points]
@@ -211,7 +214,7 @@ def _pareto(points: list[_Point], palette: _Palette, title: str = "") -> Figure:
                 alpha=0.9,
                 zorder=3,
             )
-        _legend(axes, palette, sorted({p.family for p in points}), front=len(front) > 1)
+        _legend(axes, palette, sorted({p.family for p in points}), front=len(points) > 1)
         _place_labels(figure, axes, points, areas, palette, front=list(zip(steps_x, steps_y, strict=True)))
     return figure
 
@@ -220,7 +223,7 @@ def _canvas(palette: _Palette, *, height: float, right: float, top: float) -> tu
     # 72 dots per inch make a display pixel one point, so that label boxes can be laid out in points.
     figure = Figure(figsize=(9.4, height), dpi=72, facecolor=palette.surface)
     FigureCanvasAgg(figure)
-    figure.subplots_adjust(left=0.075, right=right, top=top, bottom=0.48 / height)
+    figure.subplots_adjust(left=0.08, right=right, top=top, bottom=0.48 / height)
     axes = figure.add_subplot(facecolor="none")
     axes.grid(color=palette.grid, linewidth=0.8)
     axes.set_axisbelow(True)
