@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field
 import serve
 from serve.runtime.card import CARD_FILE, Card, load_card, read_card, write_card
 from serve.runtime.errors import CardError, UserError
-from serve.runtime.images import PIXEL_LIMIT
 
 CONFIG_FILE = "model-config.yaml"
 HANDLER_FILE = "handler.py"
@@ -55,13 +54,15 @@ class ServingOptions(BaseModel):
         "one INT8 ResNet-18 inference, the most that a lone request should pay for it.",
     )
     response_timeout_s: int = Field(default=60, ge=1, description="A batch that takes longer has its worker restarted.")
-    startup_timeout_s: int = Field(default=300, ge=1, description="Most time for a worker to load and warm up.")
+    startup_timeout_s: int = Field(
+        default=600, ge=1, description="Most time for a worker to load and warm up, its turn awaited."
+    )
     k: int = Field(default=5, ge=1, description="Classes in an answer where the request does not say.")
     allow_fallback: bool = Field(
         default=False, description="Let an ONNX artifact run on the CPU where CUDA is not active."
     )
-    pixel_limit: int = Field(
-        default=PIXEL_LIMIT, ge=1, description="Larger images are refused before they are decoded."
+    pixel_limit: int | None = Field(
+        default=None, ge=1, description="Larger images are refused before they are decoded; None: the runtime's limit."
     )
     instance_limit: int = Field(default=64, ge=1, description="Most images in one JSON request.")
     threads: int | None = Field(default=None, ge=1, description="Intra-op threads of a worker; None: one per core.")
@@ -152,7 +153,9 @@ def model_config(card: Card, options: ServingOptions) -> str:
     }
     if card.device != "any":  # left out, TorchServe assigns a GPU where there is one
         config["deviceType"] = "cpu" if card.device == "cpu" else "gpu"
-    handler = options.model_dump(include={"k", "allow_fallback", "pixel_limit", "instance_limit", "threads"})
+    handler = options.model_dump(
+        include={"k", "allow_fallback", "pixel_limit", "instance_limit", "threads"}, exclude_none=True
+    )
     return _CONFIG_HEAD + yaml.safe_dump({**config, "handler": handler}, sort_keys=False)
 
 

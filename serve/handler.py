@@ -7,7 +7,10 @@ declare, and ``BaseHandler``'s ONNX branch cannot run a session. TorchServe want
 
 from __future__ import annotations
 
+import fcntl
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +77,16 @@ class ImageClassifierHandler:
         if device.type == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(device)
         more = {"pixel_limit": options["pixel_limit"]} if "pixel_limit" in options else {}
-        predictor = Predictor(
-            folder,
-            device,
-            max_batch=batch_size,
-            threads=threads,
-            allow_fallback=bool(options.get("allow_fallback", False)),
-            **more,
-        )
-        predictor.warm_up(range(1, batch_size + 1))
+        with _one_at_a_time(folder.parent):
+            predictor = Predictor(
+                folder,
+                device,
+                max_batch=batch_size,
+                threads=threads,
+                allow_fallback=bool(options.get("allow_fallback", False)),
+                **more,
+            )
+            predictor.warm_up(range(1, batch_size + 1), repeats=2)
         self._k = int(options.get("k", self._k))
         self._instance_limit = int(options.get("instance_limit", 64))
         self._predictor = predictor
@@ -148,8 +152,8 @@ class ImageClassifierHandler:
         kind = str(part.get("content-type") or "") if isinstance(part, dict) else ""
         # TorchServe 0.12 drops the query string of /predictions/NAME (not of /NAME/predict and /invocations),
         # so that k can come as a header too.
-        header = context.get_request_header(index, _K_HEADER)
-        asked = {"k": header} if isinstance(header, str) else {}
+        headers = context.get_all_request_header(index)
+        asked = next(({"k": value} for header, value in headers.items() if header.lower() == _K_HEADER), {})
         try:
             return parse(
                 {**asked, **parameters},
@@ -181,6 +185,20 @@ class ImageClassifierHandler:
                 Dimension("Provider", predictor.engine.provider),
             ]
             context.metrics.add_metric(name, value, unit, dimensions=dimensions, metric_type=kind)
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let one worker of this server load and warm up at a time; the lock ends with its process.
+
+    TorchServe starts all workers at once, and each uses every core: nine ResNet-18 that warmed up
+    together on two cores took minutes, of which most went into waiting for each other's threads.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):  # a folder that cannot be written costs time, not the worker
+            lock = stack.enter_context((folder / ".loading").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def assigned_device(gpu: int | None, runs_on: str) -> torch.device:

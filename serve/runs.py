@@ -75,8 +75,7 @@ def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceC
     """
     folder = _run_folder(store, run) / "archives"
     present = {path.stem.removeprefix(f"{run}-"): path for path in sorted(folder.glob(f"{run}-*.mar"))}
-    cuda = device != "cpu" and _has_cuda()
-    if device == "cuda" and not cuda:
+    if device == "cuda" and not _has_cuda():
         raise UserError("CUDA was asked for and this machine has no usable CUDA device: use --device cpu")
     if not present:
         raise UserError(f"{folder}: there are no archives; make them with `python -m serve package {run}`")
@@ -85,11 +84,13 @@ def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceC
             raise UserError(
                 f"{archive_path(store, run, name)}: there is no such archive; {run} has {', '.join(present)}"
             )
+    runs_on = {name: read_archived_card(present[name]).device for name in dict.fromkeys(artifacts or present)}
+    # torch is imported to look for a GPU: not where nothing depends on it.
+    cuda = device != "cpu" and "cuda" in runs_on.values() and _has_cuda()
     chosen: dict[str, Path] = {}
     left_out: dict[str, str] = {}
-    for name in dict.fromkeys(artifacts or present):
-        runs_on = read_archived_card(present[name]).device
-        reason = "it runs on CUDA only" if runs_on == "cuda" and not cuda else None
+    for name, needs in runs_on.items():
+        reason = "it runs on CUDA only" if needs == "cuda" and not cuda else None
         if reason is None:
             chosen[model_name(run, name)] = present[name]
         elif artifacts:

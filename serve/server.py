@@ -112,17 +112,17 @@ def start(
         _clean(store)
         java = java_executable()
         ports.check_free()
-        server, process = _launch(
-            state,
-            java=java,
-            run=run,
-            archives=archives,
-            folder=folders.pop(),
-            ports=ports,
-            default_model=default_model or next(iter(archives)),
-            gpus=gpus,
-        )
         try:
+            server, process = _launch(
+                state,
+                java=java,
+                run=run,
+                archives=archives,
+                folder=folders.pop(),
+                ports=ports,
+                default_model=default_model or next(iter(archives)),
+                gpus=gpus,
+            )
             with server.client(store) as client:
                 wait_until_ready(
                     process,
@@ -138,7 +138,8 @@ def start(
                 client.write_header_file()
         except BaseException:
             # Whatever ended the wait, Ctrl-C as well: half a server is worse than none.
-            _stop(store, server)
+            if (half := _read_state(store)) is not None:
+                _stop(store, half)
             raise
         return server
 
@@ -195,11 +196,17 @@ def _launch(
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"Java cannot be started ({error})") from None
-    process = psutil.Process(popen.pid)
-    server = RunningServer(popen.pid, process.create_time(), run, tuple(archives), default_model, temporary, ports)
-    written = state / f".{_STATE_FILE}"
-    written.write_text(json.dumps(asdict(server), indent=2), encoding="utf-8")
-    written.replace(state / _STATE_FILE)
+    try:
+        process = psutil.Process(popen.pid)
+        server = RunningServer(popen.pid, process.create_time(), run, tuple(archives), default_model, temporary, ports)
+        written = state / f".{_STATE_FILE}"
+        written.write_text(json.dumps(asdict(server), indent=2), encoding="utf-8")
+        written.replace(state / _STATE_FILE)
+    except BaseException:
+        popen.kill()  # or nobody would know of it
+        popen.wait()
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return server, process
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .card import Card, load_card
+from .card import Card, Preprocessing, load_card
 from .engines import Engine, open_engine
 from .errors import ImageError
 from .images import PIXEL_LIMIT, load, normalise
@@ -36,6 +36,16 @@ class Timings:
     decode: float = 0.0
     inference: float = 0.0
     batch_sizes: list[int] = field(default_factory=list)
+
+
+def infer(engine: Engine, batch: torch.Tensor, preprocessing: Preprocessing, dtype: torch.dtype) -> torch.Tensor:
+    """``uint8`` images ``(N, C, H, W)`` on the host to ``float32`` logits ``(N, classes)`` on the host.
+
+    What a request pays for once its images are decoded: copy to the device, normalise, run, copy back.
+    """
+    with torch.inference_mode():
+        inputs = normalise(batch, preprocessing, engine.device, dtype)
+        return engine.run(inputs).float().cpu()
 
 
 class Predictor:
@@ -76,9 +86,7 @@ class Predictor:
 
     def logits(self, batch: torch.Tensor) -> torch.Tensor:
         """``uint8`` images ``(N, C, H, W)`` on the host to ``float32`` logits ``(N, classes)`` on the host."""
-        with torch.inference_mode():
-            inputs = normalise(batch, self.card.preprocessing, self.device, self._dtype)
-            return self.engine.run(inputs).float().cpu()
+        return infer(self.engine, batch, self.card.preprocessing, self._dtype)
 
     def probabilities(self, batch: torch.Tensor) -> torch.Tensor:
         """As `logits`, with the softmax taken."""

@@ -74,7 +74,7 @@ def test_the_options_are_written_where_torchserve_and_the_handler_read_them(tmp_
         "batchSize": 4,
         "maxBatchDelay": 7,
         "responseTimeout": 60,
-        "startupTimeout": 300,
+        "startupTimeout": 600,
         "deviceType": "cpu",
     }
 

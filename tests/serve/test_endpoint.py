@@ -95,7 +95,8 @@ def test_instances_are_answered_in_order_each_with_its_classes_or_its_error(serv
         (b"hello, I am not an image", 415, "not an image"),
         (jpeg(1)[:400], 400, "truncated"),
         (encoded(picture(1), "PNG")[:300], 400, "truncated"),
-        (encoded(Image.new("1", (30_000, 30_000)), "PNG"), 413, "30000x30000 pixels"),
+        (encoded(Image.new("1", (10_000, 10_000)), "PNG"), 413, "10000x10000 pixels"),
+        (encoded(Image.new("1", (20_000, 20_000)), "PNG"), 413, "more than the limit of 50000000 pixels"),
         (b'{"instances": [', 400, "not valid JSON"),
         (b'{"instances": []}', 400, "empty"),
         (b'{"instances": {}}', 400, "must be"),
@@ -175,14 +176,15 @@ def test_a_killed_worker_comes_back(served: Served) -> None:
     (worker,) = served.client.workers(name_of("int8"))
     os.kill(worker["pid"], signal.SIGKILL)
     deadline = time.monotonic() + 90
-    while True:
+    answer = None
+    while answer is None and time.monotonic() < deadline:
         try:
             answer = served.client.predict(name_of("int8"), jpeg(1))
-            break
         except ServerError as error:
-            if error.status not in (500, 503) or time.monotonic() > deadline:
-                raise
+            # TorchServe 0.12 takes SIGKILL for "out of memory": 507 for the request in hand, then 503.
+            assert error.status in (500, 503, 507)  # noqa: PT017 - until the worker is back
             time.sleep(0.5)
+    assert answer is not None, "the worker did not come back"
     assert len(answer) == 3
     (again,) = served.client.workers(name_of("int8"))
     assert again["pid"] != worker["pid"]

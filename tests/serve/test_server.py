@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_a_port_in_use_is_named_with_the_option_that_changes_it(folders: dict[st
 
 @pytest.mark.parametrize("ports", [Ports(inference=0), Ports(metrics=70_000), Ports(metrics=8080)])
 def test_illegal_ports_are_refused(ports: Ports) -> None:
-    with pytest.raises(UserError, match="between 1 and 65535|different ports"):
+    with pytest.raises(UserError, match=r"between 1 and 65535|different ports"):
         ports.check_free()
 
 
@@ -193,6 +194,27 @@ def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None
     status = command("status", "--store", store)
     assert status.returncode == 1
     assert "no server" in status.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_start_stops_the_server_and_says_so(tmp_path: Path) -> None:
+    store, _ = archived(artifacts.torchscript(tmp_path / "small" / "artifacts" / "script"))
+    ports = free_ports()
+    pairs = [
+        *("--port", ports.inference, "--management-port", ports.management, "--metrics-port", ports.metrics),
+        *("--grpc-inference-port", ports.grpc_inference, "--grpc-management-port", ports.grpc_management),
+    ]
+    words = [sys.executable, "-m", "serve", "start", "small", "--store", str(store), *map(str, pairs)]
+    starting = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while (running := server.running(store)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running is not None
+    starting.send_signal(signal.SIGINT)
+    _, complaint = starting.communicate(timeout=60)
+    assert (starting.returncode, complaint) == (130, "error: interrupted: the server was stopped\n")
+    assert not psutil.pid_exists(running.pid)
+    assert server.running(store) is None
 
 
 @pytest.mark.parametrize(
