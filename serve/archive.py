@@ -47,11 +47,11 @@ class ServingOptions(BaseModel):
     workers: int = Field(default=1, ge=1, description="Worker processes; each loads the model and uses all threads.")
     batch_size: int = Field(default=8, ge=1, le=1024, description="Most requests that are answered together.")
     max_batch_delay_ms: int = Field(
-        default=5,
+        default=1,
         ge=1,
         description="How long the first request of a batch waits for others, idle workers or not. While a worker "
-        "is busy, batches form in the queue by themselves, so this helps only the start of a burst; 5 ms is about "
-        "one INT8 ResNet-18 inference, the most that a lone request should pay for it.",
+        "is busy, batches form in the queue by themselves: INT8 ResNet-18 on 2 cores answered 75, 68 and 72 "
+        "requests/s to 8 clients with 1, 2 and 5 ms, and a lone client had 20, 20 and 22 ms.",
     )
     response_timeout_s: int = Field(default=60, ge=1, description="A batch that takes longer has its worker restarted.")
     startup_timeout_s: int = Field(

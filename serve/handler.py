@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 _FOLDER = Path(__file__).resolve().parent
 
 # TorchServe copies the phrase into the status line by its length in characters: ASCII only.
-_PHRASES = {200: "OK", 400: "Bad Request", 413: "Payload Too Large", 415: "Unsupported Media Type"}
+_PHRASES = {
+    200: "OK",
+    400: "Bad Request",
+    413: "Payload Too Large",
+    415: "Unsupported Media Type",
+    501: "Not Implemented",
+}
 
 _K_HEADER = "x-top-k"
 
@@ -146,6 +152,8 @@ class ImageClassifierHandler:
 
         if _asks_to_describe(context, index):
             return Request((), self._k, listed=True)
+        if context.get_request_header(index, "explain") == "True":
+            return RequestError("explanations are not offered: ask /predictions", 501)
         name = next((name for name in BODY_NAMES if name in parameters), "body")
         # TorchServe keeps the content type of each part under the part's name.
         part = context.get_request_header(index, name)

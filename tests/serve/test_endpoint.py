@@ -120,6 +120,13 @@ def test_a_body_that_says_it_is_json_and_is_not_is_refused(served: Served) -> No
     assert "not valid JSON" in answer.json()["error"]
 
 
+def test_explanations_are_refused_and_not_answered_with_predictions(served: Served) -> None:
+    url = served.url().replace("/predictions/", "/explanations/")
+    answer = httpx.post(url, content=jpeg(1), headers=served.headers())
+    assert answer.status_code == 501
+    assert "explanations" in answer.json()["error"]
+
+
 def test_a_multipart_request_without_data_is_told_the_field(served: Served) -> None:
     answer = post(served, files={"picture": jpeg(1)})
     assert answer.status_code == 400

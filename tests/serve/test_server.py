@@ -160,7 +160,7 @@ def test_status_and_predict_speak_to_the_running_server(served: Served, tmp_path
 
 @pytest.mark.slow
 def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None:
-    store = tmp_path / "a store"
+    store = tmp_path / "ein schöner Ort €"
     for name, device in (("script", "any"), ("half", "cuda")):
         artifacts.torchscript(store / "small" / "artifacts" / name, name, device)  # type: ignore[arg-type]
     (store / "small" / "report.json").write_text(json.dumps({"recommended": "script"}))
@@ -212,7 +212,10 @@ def test_ctrl_c_during_start_stops_the_server_and_says_so(tmp_path: Path) -> Non
     assert running is not None
     starting.send_signal(signal.SIGINT)
     _, complaint = starting.communicate(timeout=60)
-    assert (starting.returncode, complaint) == (130, "error: interrupted: the server was stopped\n")
+    assert complaint == "error: interrupted: the server was stopped\n"
+    # CPython 3.11 ends by the signal itself, which a shell shows as 130 too, when the interrupt fell into an
+    # exec() of text (dataclasses do that as they are imported), whoever caught it.
+    assert starting.returncode in (130, -signal.SIGINT)
     assert not psutil.pid_exists(running.pid)
     assert server.running(store) is None
 
