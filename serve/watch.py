@@ -25,8 +25,10 @@ _REFUSED = re.compile(r"Failed to load model: (?P<model>\S+)")
 _WRITTEN = r"^\S+ \[\w+ *\] W-\d+-{model}_[\w.]+-std(?:out|err) \S+ - (?P<text>.*)$"
 _NOISE = re.compile(
     r"s_name_part|Listening on|\[PID\]|Torch worker started|Python runtime|Connection accepted"
-    r"|Successfully loaded|model_name: .* batchSize|\[METRICS\]"
+    r"|Successfully loaded|model_name: .* batchSize|\[METRICS\]|Warning: |^ *warnings\.warn\("
 )
+# The worker's own words for what happened, not TorchServe's "500 - Unknown exception" around them.
+_CAUSE = re.compile(r"^ *(?P<cause>[\w.]*(?:Error|Exception): (?!\d+ - ).{1,300})", re.MULTILINE)
 
 
 class StartError(PipelineError):
@@ -110,7 +112,9 @@ def _raise_if_worker_died(logs: Path) -> None:
         time.sleep(1.0)  # what the worker wrote last is read by another thread
         model = stopped["model"]
         lines = worker_lines(logs, model) or "    (nothing: it was killed, or ran out of memory)"
-        raise StartError(f"the worker of {model} died while it loaded; it wrote:\n{lines}")
+        causes = _CAUSE.findall(worker_lines(logs, model, count=200))
+        cause = f" ({causes[-1]})" if causes else ""
+        raise StartError(f"the worker of {model} died while it loaded{cause}; it wrote:\n{lines}")
 
 
 def _small_image() -> bytes:
