@@ -75,3 +75,31 @@ def _drop_metadata(model: onnx.ModelProto) -> None:
     for item in (*graph.node, *graph.input, *graph.output, *graph.initializer):
         del item.metadata_props[:]
         item.doc_string = ""
+
+
+def check_against(path: Path, module: nn.Module, example: torch.Tensor, tolerance: float) -> None:
+    """Run the file in ONNX Runtime on the CPU and compare its logits with the module's.
+
+    Args:
+        path: the ONNX file.
+        module: float32, in eval mode.
+        example: ``float32 (N, C, H, W)``.
+        tolerance: largest allowed difference, relative to the module's largest logit.
+
+    Raises:
+        PassError: it differs by more, or gives NaN.
+    """
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    wanted = session.get_inputs()[0]
+    feed = example.half() if wanted.type == "tensor(float16)" else example
+    (logits,) = session.run(None, {wanted.name: feed.numpy()})
+    with torch.no_grad():
+        expected = module(example)
+    difference = (torch.from_numpy(logits).float() - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
+    if not difference <= tolerance:
+        raise PassError(
+            f"ONNX graph: logits differ from the parent's by {difference:.2e} of the largest, "
+            f"more than the tolerance {tolerance:g}"
+        )

@@ -6,9 +6,6 @@ output is tolerant of ``None`` and of missing entries, and writes are atomic.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from optimize.files import write_atomically
 from optimize.lineage import layout
 from optimize.report_view import NONE, SLOWER, Report, Row, facts, method, rows, seconds, stage_bars, verdict
 from optimize.report_view import number as format_number
@@ -27,15 +25,6 @@ if TYPE_CHECKING:
     from optimize.report_view import Bar
 
 _TEMPLATES = Path(__file__).with_name("templates")
-
-
-def write_json(report: Report, path: Path) -> None:
-    """Writes the report as indented JSON.
-
-    Raises:
-        ValueError: A number is NaN or infinite, which JSON cannot hold; ``path`` is left as it was.
-    """
-    _write(path, (json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -74,7 +63,7 @@ def write_html(report: Report, path: Path) -> None:
         facts=facts(report),
         method=method(report),
     )
-    _write(path, page.encode())
+    write_atomically(path, page.encode())
 
 
 def plot(report: Report, path: Path) -> None:
@@ -85,7 +74,7 @@ def plot(report: Report, path: Path) -> None:
     """
     from optimize.plots import pareto_image
 
-    _write(path, pareto_image(report, path.suffix.lstrip(".").lower()))
+    write_atomically(path, pareto_image(report, path.suffix.lstrip(".").lower()))
 
 
 def table(report: Report) -> Table:
@@ -204,21 +193,3 @@ def _throughput_table(report: Report) -> tuple[list[str], list[tuple[str, list[s
 def _stage_total(bars: list[Bar], report: Report) -> str:
     cached = sum(bar.note == "from cache" for bar in bars)
     return f"{len(bars)} stages, {cached} of them from the cache; {seconds(report.get('seconds'))} in all."
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Replaces ``path`` in one step, so that a reader sees the old file or the new one and never a part."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            # mkstemp makes the file readable to its owner alone; a report is as public as its folder.
-            os.fchmod(file.fileno(), 0o644)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -44,7 +44,9 @@ class QdqSummary:
     float_bytes: int
 
 
-def reference_program(prepared: fx.GraphModule, example: torch.Tensor, backend_config: Any) -> torch.export.ExportedProgram:
+def reference_program(
+    prepared: fx.GraphModule, example: torch.Tensor, backend_config: Any
+) -> torch.export.ExportedProgram:
     """The reference decomposed form of a calibrated or QAT-trained FX model, weights folded to int8.
 
     Args:
@@ -72,22 +74,28 @@ def lower(program: torch.export.ExportedProgram, example: torch.Tensor, path: Pa
     module = program.module()
     assert isinstance(module, fx.GraphModule)
     expected = Counter(_operator(node) for node in module.graph.nodes if _operator(node))
-    _clamp_narrow_ranges(module)
+    clamps = _clamp_narrow_ranges(module)
     export_onnx(module, example, path)
-    return lint(onnx.load(path), activations=expected["quantize_per_tensor"], weights=expected["dequantize_per_channel"])
+    return lint(
+        onnx.load(path),
+        activations=expected["quantize_per_tensor"],
+        weights=expected["dequantize_per_channel"],
+        clamps=clamps,
+    )
 
 
-def lint(model: onnx.ModelProto, *, activations: int, weights: int) -> QdqSummary:
+def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: int = 0) -> QdqSummary:
     """Check that a QDQ graph has the quantizers that it should.
 
     Args:
         model: the graph, with its initializers.
         activations: how many activation tensors torch quantizes.
         weights: how many weights torch quantizes per channel.
+        clamps: how many activation ranges are narrower than their integer type.
 
     Raises:
-        PassError: a quantizer was lost (a silently float graph), a weight is not an int8 initializer,
-            or a scale is not a positive finite constant.
+        PassError: a quantizer or a clamp was lost, nothing is quantized (a silently float graph), a weight
+            is not an int8 initializer, or a scale is not a positive constant.
     """
     graph = model.graph
     initializers = {tensor.name: tensor for tensor in graph.initializer}
@@ -107,13 +115,18 @@ def lint(model: onnx.ModelProto, *, activations: int, weights: int) -> QdqSummar
         if node.op_type == "DequantizeLinear" and node.input[0] in initializers:
             kind = initializers[node.input[0]].data_type
             if kind != onnx.TensorProto.INT8:
-                raise PassError(f"QDQ graph: weight {node.input[0]} is {onnx.TensorProto.DataType.Name(kind)}, not INT8")
+                raise PassError(
+                    f"QDQ graph: weight {node.input[0]} is {onnx.TensorProto.DataType.Name(kind)}, not INT8"
+                )
             folded_weights += 1
     if len(quantizers) != activations or folded_weights != weights:
         raise PassError(
             f"QDQ graph: {len(quantizers)} activation and {folded_weights} weight quantizers came out of the export, "
             f"torch has {activations} and {weights}"
         )
+    clamped = [node for node in quantizers if node.input[0] in producers and producers[node.input[0]].op_type == "Clip"]
+    if len(clamped) < clamps:
+        raise PassError(f"QDQ graph: {clamps} activation ranges need a clamp, only {len(clamped)} have one")
     if not quantizers or not folded_weights:
         raise PassError("QDQ graph: nothing is quantized, this is a float graph")
     left = sum(
@@ -160,8 +173,9 @@ def _fold_weights(module: fx.GraphModule) -> None:
     _drop_unused_tensors(module)
 
 
-def _clamp_narrow_ranges(module: fx.GraphModule) -> None:
-    """Write the clamp of each activation range that is narrower than its integer type."""
+def _clamp_narrow_ranges(module: fx.GraphModule) -> int:
+    """Write the clamp of each activation range that is narrower than its integer type; returns how many."""
+    clamps = 0
     for node in _quantizers(module, "quantize_per_tensor"):
         value, scale, zero_point, low, high, dtype = node.args
         assert isinstance(scale, float)
@@ -175,7 +189,9 @@ def _clamp_narrow_ranges(module: fx.GraphModule) -> None:
             bounds = ((low - zero_point) * scale, (high - zero_point) * scale)
             clamped = module.graph.call_function(torch.ops.aten.clamp.default, (value, *bounds))
         node.args = (clamped, scale, zero_point, *_FULL_RANGE[dtype], dtype)
+        clamps += 1
     module.recompile()
+    return clamps
 
 
 def _constant(module: nn.Module, argument: Any) -> Any:

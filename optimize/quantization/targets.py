@@ -56,14 +56,14 @@ class Target:
 
         ``averaging`` is the weight of the newest batch in the observers' running range.
         """
-        activation = FusedMovingAvgObsFakeQuantize.with_args(
+        activation = FusedMovingAvgObsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
             observer=MovingAverageMinMaxObserver,
             dtype=torch.quint8,
             quant_min=0,
             quant_max=self.activation_max,
             averaging_constant=averaging,
         )
-        weight = FusedMovingAvgObsFakeQuantize.with_args(
+        weight = FusedMovingAvgObsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
             observer=MovingAveragePerChannelMinMaxObserver,
             dtype=torch.qint8,
             qscheme=torch.per_channel_symmetric,
@@ -82,7 +82,7 @@ class Target:
     def _mapping(mapping: QConfigMapping, activation: object, weight: object) -> QConfigMapping:
         # The default mapping carries what some operators need (fixed ranges of sigmoid and softmax,
         # per-tensor weights of transposed convolutions); only the general case is ours.
-        return mapping.set_global(QConfig(activation=activation, weight=weight))
+        return mapping.set_global(QConfig(activation=activation, weight=weight))  # type: ignore[no-untyped-call]
 
 
 def x86_target() -> Target:

@@ -16,7 +16,8 @@ from PIL import Image
 from rich.console import Console
 
 from optimize.plots import pareto_front
-from optimize.report import plot, table, write_html, write_json
+from optimize.files import write_json
+from optimize.report import plot, table, write_html
 
 RULE = "the fastest artifact whose accuracy interval stays above minus one point"
 NO_GPU = "needs a CUDA device, and this machine has none"

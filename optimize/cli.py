@@ -1,0 +1,191 @@
+"""The command line ``python -m optimize``: words in, words out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from optimize.errors import PipelineError
+
+app = typer.Typer(
+    help="Turn a trained vision model into measured, deployable artifacts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_Store = Annotated[Path, typer.Option(help="Where runs are kept.")]
+_DEFAULT_STORE = Path("model_store")
+
+
+@app.command()
+def run(  # noqa: PLR0917 - each is an option of the command line
+    model: Annotated[
+        str, typer.Argument(help="A torchvision classifier, path/to/file.py:factory, or package.module:factory.")
+    ],
+    checkpoint: Annotated[
+        Optional[Path],  # noqa: UP045 - Typer reads it at run time
+        typer.Option(
+            help="Trained weights: .pt, .pth, .th, .tar or .safetensors. Without them the baseline is trained."
+        ),
+    ] = None,
+    data: Annotated[
+        str, typer.Option(help="digits, imagefolder:DIR, or a torchvision data set such as cifar10.")
+    ] = "digits",
+    recipe: Annotated[Optional[Path], typer.Option(help="A YAML file of stages; the default runs every pass.")] = None,  # noqa: UP045
+    store: _Store = _DEFAULT_STORE,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    image_size: Annotated[
+        Optional[int], typer.Option(min=1, help="Side of the network's input in pixels.")  # noqa: UP045
+    ] = None,
+    weights: Annotated[
+        Optional[str], typer.Option(help="torchvision's own weights, such as DEFAULT.")  # noqa: UP045
+    ] = None,
+    name: Annotated[Optional[str], typer.Option(help="The run's name; the model's by default.")] = None,  # noqa: UP045
+    seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
+    trust_checkpoint: Annotated[
+        bool, typer.Option("--trust-checkpoint", help="Let the checkpoint's pickle run code. Only for files you made.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print report.json on stdout, and nothing else.")] = False,
+) -> None:
+    """Run a recipe on a model: build, measure, pack and report."""
+    with _reported("interrupted; what was finished is kept, the same command goes on from there"):
+        from optimize.display import Display
+        from optimize.pipeline import Job
+        from optimize.pipeline import run as run_job
+        from optimize.recipe import DEFAULT_RECIPE
+
+        job = Job(
+            model=model,
+            checkpoint=checkpoint,
+            data=data,
+            recipe=recipe or DEFAULT_RECIPE,
+            store=store,
+            device=device,
+            image_size=image_size,
+            weights=weights,
+            run=name,
+            trust_checkpoint=trust_checkpoint,
+            seed=seed,
+        )
+        with Display(Console(stderr=True)) as display:
+            outcome = run_job(job, display)
+        if json:
+            sys.stdout.write((outcome.folder / "report.json").read_text(encoding="utf-8"))
+        else:
+            _print_outcome(outcome.report, outcome.folder)
+        if outcome.failed:
+            raise PipelineError(f"failed: {', '.join(outcome.failed)}; the reasons stand in the table")
+
+
+@app.command("list")
+def list_runs(store: _Store = _DEFAULT_STORE) -> None:
+    """List the runs of a store."""
+    with _reported():
+        from optimize.runs import read_runs
+
+        table = Table("run", "data", "artifacts", "recommended", "top-1", "p50 ms", "created", box=None, pad_edge=False)
+        for entry in read_runs(store):
+            table.add_row(*entry.cells())
+        Console().print(table if table.row_count else f"no runs in {store}")
+
+
+@app.command()
+def show(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = _DEFAULT_STORE) -> None:
+    """Show a run's table, or an artifact's card."""
+    with _reported():
+        from optimize.report import table
+        from optimize.runs import card_of, report_of
+
+        if "/" in name:
+            Console().print_json(card_of(store, name))
+        else:
+            report = report_of(store, name)
+            Console().print(table(report))
+            Console().print(store / name / "report.html", style="dim")
+
+
+@app.command()
+def verify(
+    name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = _DEFAULT_STORE
+) -> None:
+    """Check every file of a run against its SHA-256; exit code 1 if one does not match."""
+    with _reported():
+        from optimize.runs import faults_of
+
+        checked, faults = faults_of(store, name)
+        for fault in faults:
+            typer.echo(fault, err=True)
+        if faults:
+            raise PipelineError(f"{len(faults)} of {checked} are damaged; run the model again to rebuild them")
+        typer.echo(f"{checked} artifacts and archives are whole")
+
+
+@app.command()
+def prune(store: _Store = _DEFAULT_STORE) -> None:
+    """Remove from the store what no run uses."""
+    with _reported():
+        from optimize.store import Store
+
+        count, size = Store(store).prune()
+        typer.echo(f"removed {count} objects, {size / 1e6:.1f} MB")
+
+
+@app.command("passes")
+def list_passes() -> None:
+    """List the passes, what they take, and their settings."""
+    with _reported():
+        from optimize.artifact import KIND_NAMES
+        from optimize.passes.base import passes
+
+        console = Console()
+        for step in passes().values():
+            accepts = " or ".join(KIND_NAMES[kind] for kind in sorted(step.accepts))
+            console.print(f"[bold]{step.name}[/bold]: {step.summary}; takes {accepts}, gives {KIND_NAMES[step.yields]}")
+            for field_name, entry in step.config.model_fields.items():
+                console.print(f"    {field_name} = {entry.default!r}: {entry.description}", highlight=False)
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+def _print_outcome(report: dict[str, object], folder: Path) -> None:
+    from optimize.report import table
+
+    console = Console()
+    console.print(table(report))
+    console.print(f"report: {folder / 'report.html'}   archives: {folder / 'archives'}", style="dim")
+    recommended = report["recommended"]
+    console.print(f"serve it: make serve MODEL={folder.name}" if recommended else "nothing could be measured here")
+
+
+@contextlib.contextmanager
+def _reported(interrupted: str = "interrupted") -> Iterator[None]:
+    """Turn what goes wrong into one line on stderr and an exit code."""
+    try:
+        yield
+    except PipelineError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        typer.echo(interrupted, err=True)
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        hint = "; free some, or name another --store" if error.errno == errno.ENOSPC else ""
+        typer.echo(f"error: {where}{error.strerror or error}{hint}", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,108 @@
+"""What an artifact answers on the validation images, and how that compares to another artifact's answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from optimize.data import loader
+from optimize.measure.statistics import paired_difference, sqnr_db
+from optimize.passes.base import Context
+from serve.runtime.predictor import Predictor
+
+#: Logits are kept of this many images, for parity; of all images, the ranks.
+PARITY_IMAGES = 512
+
+_FILE = "answers.safetensors"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """An artifact's answers on the validation split, in its order.
+
+    Attributes:
+        first: ``bool (N,)``, whether the best class is the right one.
+        five: ``bool (N,)``, whether the right one is among the best five.
+        predicted: ``int64 (N,)``, the best class.
+        logits: ``float32 (min(N, 512), classes)``.
+    """
+
+    first: torch.Tensor
+    five: torch.Tensor
+    predicted: torch.Tensor
+    logits: torch.Tensor
+
+    @property
+    def top1(self) -> float:
+        """Share of images whose best class is right."""
+        return self.first.double().mean().item()
+
+    @property
+    def top5(self) -> float:
+        """Share of images whose right class is among the best five."""
+        return self.five.double().mean().item()
+
+
+def answer(predictor: Predictor, context: Context) -> Answers:
+    """Run ``predictor`` over the validation split."""
+    batches = loader(context.data.val, context.preprocessing, batch_size=predictor.max_batch, device=predictor.device)
+    first, five, predicted, logits = [], [], [], []
+    kept = 0
+    for done, (images, labels) in enumerate(batches, start=1):
+        scores = predictor.logits(images)
+        best = scores.topk(min(5, scores.shape[1]), dim=1).indices
+        right = best == labels[:, None]
+        first.append(right[:, 0])
+        five.append(right.any(dim=1))
+        predicted.append(best[:, 0])
+        if kept < PARITY_IMAGES:
+            logits.append(scores[: PARITY_IMAGES - kept])
+            kept += len(logits[-1])
+        context.progress(done / len(batches), "accuracy")
+    return Answers(torch.cat(first), torch.cat(five), torch.cat(predicted), torch.cat(logits))
+
+
+def save_answers(answers: Answers, folder: Path) -> None:
+    """Write answers into an object's folder."""
+    save_file({name: tensor.contiguous() for name, tensor in vars(answers).items()}, folder / _FILE)
+
+
+def load_answers(folder: Path) -> Answers:
+    """Read what `save_answers` wrote."""
+    return Answers(**load_file(folder / _FILE))
+
+
+def against_baseline(baseline: Answers, other: Answers) -> dict[str, Any]:
+    """The paired difference of top-1, as report fields: fractions, and counts of images."""
+    difference = paired_difference(baseline.first.numpy(), other.first.numpy())
+    return {
+        "top1_delta": difference.delta,
+        "top1_delta_ci95": [difference.low, difference.high],
+        "discordant": {"gained": difference.gained, "lost": difference.lost},
+    }
+
+
+def parity(reference: Answers, other: Answers, name: str) -> dict[str, Any]:
+    """How close two artifacts' logits are, on the first `PARITY_IMAGES` images, and how often they agree on all.
+
+    ``sqnr_db`` is None where the logits are equal to the last bit.
+    """
+    difference = (reference.logits - other.logits).abs()
+    return {
+        "reference": name,
+        "max_abs": difference.max().item(),
+        "mean_abs": difference.double().mean().item(),
+        "sqnr_db": sqnr_db(reference.logits.numpy(), other.logits.numpy()),
+        "top1_agreement": (reference.predicted == other.predicted).double().mean().item(),
+        "images": len(reference.predicted),
+        "logits_of": len(reference.logits),
+    }
+
+
+def fields(answers: Answers) -> dict[str, Any]:
+    """Accuracy as report fields."""
+    return {"top1": answers.top1, "top5": answers.top5, "images": len(answers.first)}

@@ -1,0 +1,178 @@
+"""Measures the artifacts of a run through the serving runtime, each measurement kept in the store.
+
+Accuracy and footprint belong to one artifact and are kept for it. Speed belongs to the set that was
+measured in turns: if any member of the set changes, all are timed again, because times of two
+different quarters of an hour are not comparable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimize.artifact import Artifact
+from optimize.data import loader
+from optimize.files import write_json
+from optimize.measure import footprint, latency, references
+from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
+from optimize.measure.latency import Call, Speed, Timing, measure_speed
+from optimize.measure.machine import machine, versions
+from optimize.passes.base import Context
+from optimize.store import Store, StoredObject, make_key
+from serve.runtime.predictor import Predictor
+
+_SPEED_FILE = "speed.json"
+_FOOTPRINT_FILE = "footprint.json"
+
+
+@dataclass(frozen=True)
+class SpeedTable:
+    """Times of a set measured in turns.
+
+    Attributes:
+        speeds: by artifact's or reference's name.
+        skipped: references that do not run here, with the reason.
+        providers: what executed each artifact.
+        seconds: how long the measuring took.
+        cached: whether it was taken from the store.
+    """
+
+    speeds: Mapping[str, Speed]
+    skipped: Mapping[str, str]
+    providers: Mapping[str, str]
+    seconds: float
+    cached: bool
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measures on one machine, with one data set, through one store."""
+
+    store: Store
+    context: Context
+    keys: list[str]
+
+    def refuses(self, artifact: Artifact) -> str | None:
+        """Why this artifact cannot be measured in this run; None if it can."""
+        device, wanted = self.context.device.type, artifact.card.device
+        if wanted in ("any", device):
+            return None
+        if wanted == "cuda":
+            return "runs on CUDA only, and this run is on the CPU" + (
+                "" if torch.cuda.is_available() else " (this machine has no CUDA device)"
+            )
+        return "runs on the CPU only; measure it with DEVICE=cpu"
+
+    def answers(self, artifact: Artifact) -> Answers:
+        """The artifact's answers on the validation images."""
+
+        def build(folder: Path) -> None:
+            save_answers(answer(self._open(artifact), self.context), folder)
+
+        key = self._key("answers", artifact, data=self.context.data.fingerprint)
+        return load_answers(self._obtain(key, build).folder)
+
+    def footprint(self, artifact: Artifact, batch: int) -> dict[str, Any]:
+        """Load time in ms and peak memory in bytes, see `footprint.measure_footprint`."""
+
+        def build(folder: Path) -> None:
+            device, threads = str(self.context.device), torch.get_num_threads()
+            found = footprint.measure_footprint(artifact.folder, device, threads, batch)
+            write_json(found, folder / _FOOTPRINT_FILE)
+
+        key = self._key("footprint", artifact, batch=batch, machine=self._machine())
+        return _read(self._obtain(key, build).folder / _FOOTPRINT_FILE)
+
+    def speed(self, artifacts: Sequence[Artifact], timing: Timing) -> SpeedTable:
+        """Times of the artifacts and of the eager references of the first one, in turns."""
+
+        def build(folder: Path) -> None:
+            predictors = {artifact.name: self._open(artifact) for artifact in artifacts}
+            for predictor in predictors.values():
+                predictor.warm_up(timing.batch_sizes)
+            calls: dict[str, Call] = {name: predictor.probabilities for name, predictor in predictors.items()}
+            skipped = {}
+            for name, found in references.references(
+                artifacts[0].module, self.context.preprocessing, self.context.device, self._warm(timing)
+            ):
+                if isinstance(found, str):
+                    skipped[name] = found
+                else:
+                    calls[name] = found
+            speeds = measure_speed(calls, self._batch, self.context.device, timing, self.context.progress)
+            write_json(
+                {
+                    "speeds": {name: {str(k): v for k, v in speed.rounds.items()} for name, speed in speeds.items()},
+                    "skipped": skipped,
+                    "providers": {name: predictor.engine.provider for name, predictor in predictors.items()},
+                },
+                folder / _SPEED_FILE,
+            )
+
+        key = make_key(
+            measurement="speed",
+            artifacts={artifact.name: artifact.card.content for artifact in artifacts},
+            timing=timing.model_dump(mode="json"),
+            machine=self._machine(),
+            versions=versions(),
+            device=str(self.context.device),
+            code=_digest(latency, references),
+        )
+        stored = self._obtain(key, build)
+        body = _read(stored.folder / _SPEED_FILE)
+        speeds = {
+            name: Speed({int(size): turns for size, turns in rounds.items()}) for name, rounds in body["speeds"].items()
+        }
+        return SpeedTable(speeds, body["skipped"], body["providers"], stored.seconds, stored.cached)
+
+    def _open(self, artifact: Artifact) -> Predictor:
+        return Predictor(artifact.folder, self.context.device, max_batch=64, threads=torch.get_num_threads())
+
+    def _batch(self, size: int) -> torch.Tensor:
+        """``size`` validation images, repeated if there are fewer, ``uint8 (size, C, H, W)``."""
+        split = self.context.data.val
+        count = min(size, len(split))
+        batches = loader(split, self.context.preprocessing, batch_size=count, device=torch.device("cpu"))
+        images, _ = next(iter(batches))
+        return images.repeat(-(-size // len(images)), 1, 1, 1)[:size].contiguous()
+
+    def _warm(self, timing: Timing) -> Any:
+        def warm(call: Call) -> None:
+            for size in timing.batch_sizes:
+                for _ in range(3):
+                    call(self._batch(size))
+
+        return warm
+
+    def _machine(self) -> dict[str, Any]:
+        found = machine(self.context.device)
+        return {name: found[name] for name in ("cpu", "cores", "threads", "memory_bytes", "gpu")}
+
+    def _key(self, measurement: str, artifact: Artifact, **parts: Any) -> str:
+        return make_key(
+            measurement=measurement,
+            artifact=artifact.card.content,
+            device=str(self.context.device),
+            versions=versions(),
+            **parts,
+        )
+
+    def _obtain(self, key: str, build: Any) -> StoredObject:
+        self.keys.append(key)
+        return self.store.obtain(key, build)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return body
+
+
+def _digest(*modules: Any) -> str:
+    """SHA-256 of source files: a changed method of measuring does not take an old figure from the cache."""
+    return hashlib.sha256(b"".join(Path(module.__file__).read_bytes() for module in modules)).hexdigest()

@@ -1,0 +1,155 @@
+"""Latency and throughput of several variants, measured in turns so that a slow minute of the machine hits all alike.
+
+One call of a variant is what one request pays after decoding (`serve.runtime.predictor.infer`): the
+batch's way to the device, normalising, the network, the logits' way back.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import Field, field_validator
+
+from optimize.measure.statistics import percentile_summary, ratio_interval
+from optimize.passes.base import PassConfig, Progress, silent
+
+#: ``uint8 (N, C, H, W)`` on the host to logits on the host.
+Call = Callable[[torch.Tensor], torch.Tensor]
+#: Runs a call on a batch and gives the milliseconds that it took.
+_Clock = Callable[[Call, torch.Tensor], float]
+
+
+class Timing(PassConfig):
+    """How speed is measured."""
+
+    rounds: int = Field(
+        default=7, ge=1, description="turns that each variant gets; from 6 on, ratios have a 95 % interval"
+    )
+    batch_sizes: tuple[int, ...] = Field(
+        default=(1, 8, 32),
+        min_length=1,
+        description="images per call; 1 must be among them, latency is that of batch 1",
+    )
+    seconds: float = Field(default=0.2, gt=0, description="time of one turn of one variant at one batch size")
+    minimum: int = Field(default=3, ge=1, description="fewest timed calls in a turn; five times as many at batch 1")
+    warm_up: int = Field(default=2, ge=0, description="untimed calls at the start of each turn")
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _ascending_from_one(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if sorted(set(sizes)) != list(sizes) or sizes[0] != 1:
+            raise ValueError(f"batch_sizes must ascend from 1, got {list(sizes)}")
+        return sizes
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Times of one variant: for each batch size and round, the milliseconds of each call."""
+
+    rounds: Mapping[int, Sequence[Sequence[float]]]
+
+    def fields(self) -> dict[str, Any]:
+        """Report fields: latency in ms at batch 1, throughput in images/s by batch size.
+
+        p50 is the median of the rounds' medians; p95 and p99 are those of all calls, because a tail is
+        made of the rare ones; throughput is the median of the rounds'.
+        """
+        single = [value for turn in self.rounds[1] for value in turn]
+        tail = percentile_summary(single)
+        throughput = {
+            size: statistics.median(size * len(turn) / (sum(turn) / 1e3) for turn in turns)
+            for size, turns in self.rounds.items()
+        }
+        return {
+            "latency_ms": {"p50": statistics.median(self.medians()), "p95": tail.p95, "p99": tail.p99},
+            "throughput": {str(size): value for size, value in throughput.items()},
+            "best_batch": max(throughput, key=lambda size: throughput[size]),
+            "latency_samples": len(single),
+        }
+
+    def medians(self) -> list[float]:
+        """Median latency at batch 1 in each round, ms."""
+        return [statistics.median(turn) for turn in self.rounds[1]]
+
+
+def measure_speed(
+    calls: Mapping[str, Call],
+    batch: Callable[[int], torch.Tensor],
+    device: torch.device,
+    timing: Timing,
+    progress: Progress = silent,
+) -> dict[str, Speed]:
+    """Time every variant in turns.
+
+    Args:
+        calls: the variants by name, warmed up at every batch size.
+        batch: a ``uint8 (N, C, H, W)`` batch of real images for a size N.
+        device: where they run; on CUDA each call is timed with events and synchronised.
+        timing: see `Timing`.
+        progress: see `Progress`.
+    """
+    batches = {size: batch(size) for size in timing.batch_sizes}
+    clock = _cuda_clock(device) if device.type == "cuda" else _wall_clock
+    times: dict[str, dict[int, list[list[float]]]] = {name: {size: [] for size in batches} for name in calls}
+    names = list(calls)
+    gc.collect()
+    gc.disable()  # a collection inside a turn would be charged to whoever has it
+    try:
+        for number in range(timing.rounds):
+            # Each round begins with another variant: none always follows the same neighbour's heat.
+            for place in range(len(names)):
+                name = names[(place + number) % len(names)]
+                for size, images in batches.items():
+                    times[name][size].append(_turn(calls[name], images, clock, timing))
+                done = (number * len(names) + place + 1) / (timing.rounds * len(names))
+                progress(done, f"speed, round {number + 1}/{timing.rounds}")
+    finally:
+        gc.enable()
+    return {name: Speed(rounds) for name, rounds in times.items()}
+
+
+def compare(parent: Speed, child: Speed) -> dict[str, Any]:
+    """How many times as fast the child is at batch 1, round by round, and whether it is slower than its parent.
+
+    It is called slower where the whole interval lies below 1: a difference that the noise could make is none.
+    """
+    ratio = ratio_interval(parent.medians(), child.medians())
+    return {"speedup": ratio.median, "low": ratio.low, "high": ratio.high, "slower": ratio.high < 1}
+
+
+def _turn(
+    call: Call, images: torch.Tensor, clock: Callable[[Call, torch.Tensor], float], timing: Timing
+) -> list[float]:
+    for _ in range(timing.warm_up):
+        call(images)
+    minimum = timing.minimum * (5 if len(images) == 1 else 1)
+    times: list[float] = []
+    end = time.perf_counter() + timing.seconds
+    while len(times) < minimum or time.perf_counter() < end:
+        times.append(clock(call, images))
+    return times
+
+
+def _wall_clock(call: Call, images: torch.Tensor) -> float:
+    start = time.perf_counter()
+    call(images)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _cuda_clock(device: torch.device) -> _Clock:
+    def clock(call: Call, images: torch.Tensor) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        start.record()
+        call(images)
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(start.elapsed_time(end))
+
+    return clock

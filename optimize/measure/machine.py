@@ -1,0 +1,97 @@
+"""The machine and the libraries that a number belongs to, and which device a run uses."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from optimize.errors import UserError
+
+_LIBRARIES = ("torch", "torchvision", "onnx", "onnxruntime-gpu", "onnxruntime", "onnxscript", "numpy", "pillow")
+_ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16", "asimddp")
+
+
+def resolve_device(wanted: str) -> torch.device:
+    """``auto`` (CUDA where there is a device), ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        UserError: another word, or CUDA where there is none.
+    """
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
+        raise UserError(f"unknown device {wanted!r}: use auto, cpu, cuda or cuda:N")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device {wanted} was asked for, this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto"
+        )
+    return device
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of the libraries that results depend on, of Python and of this project."""
+    found = {"python": platform.python_version(), "optimize": project_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def project_version() -> str:
+    """This project's version; ``source`` where it runs without being installed."""
+    try:
+        return metadata.version("optimize-and-serve")
+    except metadata.PackageNotFoundError:
+        return "source"
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to judge a time: processor, cores, memory, instruction sets, GPU and its driver."""
+    model, flags = _cpu()
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "isa": [name for name in _ISA if name in flags],
+        "gpu": _gpu(device) if device.type == "cuda" else None,
+    }
+
+
+def _cpu() -> tuple[str, frozenset[str]]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine(), frozenset()
+    names = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return (
+        names[1].strip() if names else platform.machine(),
+        frozenset(flags[1].split()) if flags else frozenset(),
+    )
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "capability": f"{properties.major}.{properties.minor}",
+    }

@@ -1,0 +1,61 @@
+"""``dynamic``: int8 weights of linear and recurrent layers, activations quantized on the fly (torch.ao).
+
+Convolutions stay in float, so on a convolutional network it changes little more than the head.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from torch import nn
+from torch.ao.quantization import default_dynamic_qconfig, per_channel_dynamic_qconfig, quantize_dynamic
+
+from optimize.artifact import Artifact, Product, write_script
+from optimize.errors import NotApplicableError
+from optimize.passes.base import Context, Pass, PassConfig, register
+from serve.runtime.engines import use_x86_kernels
+
+_RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+
+
+class Dynamic(PassConfig):
+    """Settings of ``dynamic``."""
+
+    per_channel: bool = Field(
+        default=True, description="one weight scale per output of a linear layer instead of one per layer"
+    )
+
+
+def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) -> Product:
+    module = parent.module()
+    # The exact type: MultiheadAttention's own output projection is a subclass that reads its weight directly.
+    names = [name for name, layer in module.named_modules() if type(layer) in (nn.Linear, *_RECURRENT)]
+    if not names:
+        raise NotApplicableError("the model has no linear or recurrent layer")
+    use_x86_kernels()
+    linear = per_channel_dynamic_qconfig if config.per_channel else default_dynamic_qconfig
+    recipe = {
+        name: linear if isinstance(module.get_submodule(name), nn.Linear) else default_dynamic_qconfig for name in names
+    }
+    quantized = quantize_dynamic(module, recipe)  # type: ignore[no-untyped-call]
+    file = write_script(quantized, context.example(), folder)
+    return Product(
+        file,
+        "torchscript",
+        precision="int8 weights of linear layers, float32 elsewhere",
+        device="cpu",
+        notes=(f"{len(names)} layers quantized: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",),
+    )
+
+
+DYNAMIC = register(
+    Pass(
+        name="dynamic",
+        summary="torch.ao dynamic quantization of linear and recurrent layers",
+        config=Dynamic,
+        accepts=frozenset({"module"}),
+        yields="dynamic",
+        apply=_apply,
+    )
+)

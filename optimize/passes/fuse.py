@@ -1,0 +1,137 @@
+"""``fuse``: fold batch norms into the convolution or linear layer before them, and remove dropout.
+
+Not for training: the result computes what the parent computes in eval mode, and only that.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
+
+from optimize.artifact import Artifact, Product, trace, write_program, write_weights
+from optimize.errors import PassError
+from optimize.passes.base import Context, Pass, PassConfig, register
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class Fuse(PassConfig):
+    """Settings of ``fuse``."""
+
+    tolerance: float = Field(
+        default=1e-3,
+        gt=0,
+        description="largest allowed difference of any logit to the parent's, relative to the parent's largest logit",
+    )
+
+
+def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
+    """Fold and remove; returns a new traced module in eval mode, its layers' weights rewritten.
+
+    ``example`` is an input ``(N, C, H, W)`` with which the rank of inner tensors is found out.
+
+    A norm is folded only where nothing else sees what lies between: the layer before it feeds this norm
+    alone, and neither module is called anywhere else. A norm after a linear layer is folded only on
+    ``(N, features)`` inputs, where both speak of the same axis; `BatchNorm1d` on ``(N, L, C)`` does not.
+    """
+    graph_module = trace(module)
+    with torch.no_grad():
+        ShapeProp(graph_module).propagate(example)
+    modules = dict(graph_module.named_modules(remove_duplicate=False))
+    for node in list(graph_module.graph.nodes):
+        if node.op != "call_module":
+            continue
+        layer = modules[str(node.target)]
+        if isinstance(layer, (nn.Identity, *_DROPOUTS)):
+            _bypass(graph_module, node)
+        elif isinstance(layer, _NORMS) and (before := _foldable(graph_module, modules, node)) is not None:
+            folded = _fold(modules[before], layer)
+            graph_module.set_submodule(before, folded)
+            modules[before] = folded
+            _bypass(graph_module, node)
+    graph_module.delete_all_unused_submodules()
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return graph_module.eval()
+
+
+def _foldable(graph_module: fx.GraphModule, modules: dict[str, nn.Module], norm: fx.Node) -> str | None:
+    """The name of the layer that ``norm`` can be folded into, or None."""
+    layer = modules[str(norm.target)]
+    assert isinstance(layer, _NORMS)
+    before = norm.args[0] if norm.args else None
+    if layer.running_mean is None or not isinstance(before, fx.Node) or before.op != "call_module":
+        return None
+    candidate = modules[str(before.target)]
+    if not isinstance(candidate, (nn.Linear, *_CONVOLUTIONS)):
+        return None
+    # A parametrised weight is computed, not stored; torch's folding mixes up the channels of a grouped
+    # transposed convolution, whose weight is (in, out / groups, …).
+    grouped = getattr(candidate, "transposed", False) and candidate.groups != 1
+    if type(candidate) not in (nn.Linear, *_CONVOLUTIONS) or grouped:
+        return None
+    calls = [_identity(modules, node) for node in graph_module.graph.nodes if node.op == "call_module"]
+    if len(before.users) != 1 or calls.count(id(candidate)) != 1 or calls.count(id(layer)) != 1:
+        return None
+    if isinstance(candidate, nn.Linear) and not _is_matrix(before):
+        return None
+    return str(before.target)
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    return len(node.meta["tensor_meta"].shape) == 2
+
+
+def _identity(modules: dict[str, nn.Module], node: fx.Node) -> int:
+    return id(modules[str(node.target)])
+
+
+def _fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
+    if isinstance(layer, nn.Linear):
+        return fuse_linear_bn_eval(layer, norm)  # type: ignore[arg-type]
+    transposed = isinstance(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+    return fuse_conv_bn_eval(layer, norm, transpose=transposed)  # type: ignore[arg-type, type-var]
+
+
+def _bypass(graph_module: fx.GraphModule, node: fx.Node) -> None:
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    graph_module.graph.erase_node(node)
+
+
+def _apply(parent: Artifact, config: Fuse, context: Context, folder: Path) -> Product:
+    module = parent.module()
+    example = context.example(16)
+    fused = fuse_module(parent.module(), example)
+    with torch.no_grad():
+        expected, actual = module(example), fused(example)
+    difference = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
+    if not difference <= config.tolerance:
+        raise PassError(
+            f"fuse: logits differ from the parent's by {difference:.2e} of the largest, "
+            f"more than the tolerance {config.tolerance:g}"
+        )
+    write_weights(fused, folder)
+    file, file_format = write_program(fused, example, folder)
+    return Product(
+        file, file_format, parent.card.precision, notes=(f"folding changed logits by {difference:.1e} of the largest",)
+    )
+
+
+FUSE = register(
+    Pass(
+        name="fuse",
+        summary="fold batch norms into convolutions and linear layers, remove dropout",
+        config=Fuse,
+        accepts=frozenset({"module"}),
+        yields="module",
+        apply=_apply,
+        rebuild=fuse_module,
+    )
+)

@@ -1,0 +1,69 @@
+"""``half``: weights and arithmetic in 16 bits, FP16 for CUDA or bfloat16 where the hardware has it.
+
+The artifact is labelled by what it really is. An FP16 program is built on any machine and runs on
+CUDA only: CPUs without FP16 arithmetic would convert back and forth and be slower than FP32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from optimize.artifact import Artifact, Product, write_program
+from optimize.errors import NotApplicableError
+from optimize.passes.base import Context, Pass, PassConfig, register
+
+_FP16_MAX = 65504.0
+
+
+class Half(PassConfig):
+    """Settings of ``half``."""
+
+    dtype: Literal["float16", "bfloat16"] = Field(
+        default="float16",
+        description="float16: 10 bits of mantissa, up to 65504, for CUDA; "
+        "bfloat16: 7 bits of mantissa and FP32's range, for CPUs with AVX-512 BF16 or AMX and for CUDA",
+    )
+
+
+def check_fp16_range(module: torch.nn.Module) -> None:
+    """Refuse weights that FP16 cannot hold.
+
+    Raises:
+        NotApplicableError: one is larger than 65504 in magnitude, named.
+    """
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point() and tensor.numel() and tensor.abs().max() > _FP16_MAX:
+            raise NotApplicableError(f"weight {name} holds {tensor.abs().max():.3g}, more than FP16's {_FP16_MAX:.0f}")
+
+
+def _apply(parent: Artifact, config: Half, context: Context, folder: Path) -> Product:
+    module = parent.module()
+    if config.dtype == "float16":
+        check_fp16_range(module)
+    elif context.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        raise NotApplicableError("bfloat16 needs a CPU with AVX-512 BF16, or CUDA; this machine has neither")
+    dtype = getattr(torch, config.dtype)
+    file, file_format = write_program(module.to(dtype), context.example().to(dtype), folder)
+    return Product(
+        file,
+        file_format,
+        precision=config.dtype,
+        device="cuda" if config.dtype == "float16" else "any",
+        input_dtype=config.dtype,
+    )
+
+
+HALF = register(
+    Pass(
+        name="half",
+        summary="16-bit weights and arithmetic: FP16 for CUDA, bfloat16 for CPUs that have it",
+        config=Half,
+        accepts=frozenset({"module"}),
+        yields="half",
+        apply=_apply,
+    )
+)

@@ -1,0 +1,60 @@
+"""``onnx-int8``: the QDQ graph of a ptq or qat artifact, with its integers, for ONNX Runtime on CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.ao.quantization.fx._decomposed  # registers the operators that the reference program calls
+from pydantic import Field
+
+from optimize.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
+from optimize.errors import PassError
+from optimize.passes.base import Context, Pass, PassConfig, register
+from optimize.quantization.qdq import lower
+
+#: Graph structure, scales and names: what a file needs beside its weights, however small the network.
+_STRUCTURE_BYTES = 256 << 10
+
+
+class OnnxInt8(PassConfig):
+    """Settings of ``onnx-int8``."""
+
+    max_size_ratio: float = Field(
+        default=0.3,
+        gt=0,
+        le=1,
+        description="largest file, as a share of the bytes of the float weights (beyond 256 KiB of graph structure "
+        "and the weights that torch.ao leaves in float)",
+    )
+
+
+def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -> Product:
+    assert parent.parent is not None
+    program = torch.export.load(parent.folder / REFERENCE_FILE)
+    path = folder / "model.onnx"
+    summary = lower(program, context.example(), path)
+    size, floats = path.stat().st_size, (parent.parent.folder / WEIGHTS_FILE).stat().st_size
+    if size > config.max_size_ratio * floats + summary.float_bytes + _STRUCTURE_BYTES:
+        raise PassError(
+            f"onnx-int8: the file has {size} bytes, more than {config.max_size_ratio:g} of the {floats} bytes of the "
+            f"float weights (and {summary.float_bytes} left in float): its weights are not stored as int8"
+        )
+    note = (
+        f"{summary.weights} int8 weights, {summary.activations} activation quantizers, "
+        f"{size / floats:.2f} of the float weights' bytes"
+    )
+    return Product(path.name, "onnx", precision="int8", device="cpu", notes=(note,))
+
+
+ONNX_INT8 = register(
+    Pass(
+        name="onnx-int8",
+        summary="int8 QDQ ONNX graph with the integers of a ptq or qat artifact",
+        config=OnnxInt8,
+        accepts=frozenset({"quantized"}),
+        yields="onnx-int8",
+        apply=_apply,
+        libraries=("torch", "onnx", "onnxscript"),
+    )
+)

@@ -1,0 +1,59 @@
+"""``ptq``: post-training static quantization to int8, torch.ao FX graph mode, backend x86."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from torch.ao.quantization.quantize_fx import prepare_fx
+
+from optimize.artifact import Artifact, Product, trace
+from optimize.passes.base import Context, Pass, PassConfig, register
+from optimize.quantization.fx_quantized import write_quantized
+from optimize.quantization.targets import Observer, x86_target
+from serve.runtime.images import normalise
+
+
+class Ptq(PassConfig):
+    """Settings of ``ptq``."""
+
+    observer: Observer = Field(
+        default="histogram",
+        description="how activation ranges are found: histogram (least squared error), minmax (all that was seen), "
+        "moving_average (of each batch's extremes)",
+    )
+    images: int = Field(
+        default=256, ge=1, description="training images that the ranges are calibrated on, stratified by class"
+    )
+
+
+def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
+    target = x86_target()
+    example = context.example()
+    prepared = prepare_fx(
+        trace(parent.module()),
+        target.post_training(config.observer),
+        (example,),
+        backend_config=target.backend_config(),
+    )
+    prepared.to(context.device)
+    batches = context.calibration(config.images)
+    with torch.no_grad():
+        for done, (batch, _) in enumerate(batches, start=1):
+            prepared(normalise(batch, context.preprocessing, context.device, torch.float32))
+            context.progress(done / len(batches), "calibrating")
+    return write_quantized(prepared.cpu(), example, target, folder)
+
+
+PTQ = register(
+    Pass(
+        name="ptq",
+        summary="torch.ao static quantization to int8, calibrated on training images",
+        config=Ptq,
+        accepts=frozenset({"module"}),
+        yields="quantized",
+        apply=_apply,
+        data="calibration",
+    )
+)

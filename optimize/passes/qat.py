@@ -1,0 +1,91 @@
+"""``qat``: quantization-aware training to int8, torch.ao FX graph mode, from a float or fused module.
+
+The schedule is that of Krishnamoorthi 2018 (arXiv:1806.08342, section 3.2): weights adapt while the
+ranges still move, then the ranges are frozen, and batch norms use their running statistics, as they will
+when served.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+from torch.ao.nn.intrinsic.qat import freeze_bn_stats
+from torch.ao.quantization import disable_observer, enable_observer
+from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+from optimize.artifact import Artifact, Product, trace
+from optimize.passes.base import Context, Pass, register
+from optimize.quantization.fx_quantized import write_quantized
+from optimize.quantization.targets import x86_target
+from optimize.training import TrainingConfig, train
+from serve.runtime.images import normalise
+
+
+class Qat(TrainingConfig):
+    """Settings of ``qat``."""
+
+    epochs: int = Field(default=3, ge=1, description="passes over the training images")
+    learning_rate: float = Field(default=0.01, gt=0, description="peak learning rate: a fifth of the baseline's")
+    freeze_norms_at: int = Field(default=1, ge=0, description="epoch, from 0, at which batch-norm statistics freeze")
+    freeze_observers_at: int = Field(default=2, ge=0, description="epoch, from 0, at which activation ranges freeze")
+    images: int = Field(
+        default=256, ge=1, description="training images that the ranges start from, before the first step"
+    )
+
+    @model_validator(mode="after")
+    def _freezes_in_time(self) -> Qat:
+        if self.freeze_observers_at > self.epochs:
+            raise ValueError(
+                f"freeze_observers_at={self.freeze_observers_at} comes after the last of {self.epochs} epochs; "
+                f"use {self.epochs} for never"
+            )
+        return self
+
+
+def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Product:
+    target = x86_target()
+    example = context.example()
+    # Traced in eval mode and trained afterwards: see `trace`.
+    prepared = prepare_qat_fx(
+        trace(parent.module()).train(),
+        target.quantization_aware(),
+        (example,),
+        backend_config=target.backend_config(),
+    )
+    prepared.to(context.device).eval()
+    with torch.no_grad():
+        for images, _ in context.calibration(config.images):
+            prepared(normalise(images, context.preprocessing, context.device, torch.float32))
+
+    def set_mode(module: nn.Module, epoch: int, training: bool) -> None:
+        # Observers also run in eval mode: the held-out images must not move the ranges.
+        module.apply(enable_observer if training and epoch < config.freeze_observers_at else disable_observer)
+        if training and epoch >= config.freeze_norms_at:
+            module.apply(freeze_bn_stats)
+            for layer in module.modules():
+                if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                    layer.eval()  # those that no convolution absorbed
+
+    result = train(prepared, context, config, set_mode=set_mode)
+    product = write_quantized(prepared.cpu(), example, target, folder)
+    note = (
+        f"best of {len(result.epochs)} epochs: {result.best + 1}, "
+        f"top-1 {result.epochs[result.best].held_out_top1:.4f} on {result.held_out_images} held-out images"
+    )
+    return Product(product.file, product.format, product.precision, product.device, notes=(*product.notes, note))
+
+
+QAT = register(
+    Pass(
+        name="qat",
+        summary="torch.ao quantization-aware training to int8",
+        config=Qat,
+        accepts=frozenset({"module"}),
+        yields="quantized",
+        apply=_apply,
+        data="training",
+    )
+)

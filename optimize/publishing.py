@@ -1,0 +1,114 @@
+"""Puts a run's folder together: artifacts with their measurements, archives, a sample image."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optimize.artifact import Artifact
+from optimize.files import write_atomically
+from optimize.store import Store, make_key
+from serve import archive, handler
+from serve.runtime.card import CARD_FILE, sha256_file, write_card
+
+#: Fields of a report's row that the artifact's card repeats as its measurements.
+_MEASURED = (
+    "top1",
+    "top1_delta",
+    "top1_delta_ci95",
+    "top5",
+    "images",
+    "latency_ms",
+    "throughput",
+    "parity",
+    "vs_parent",
+    "memory_bytes",
+    "load_ms",
+    "provider",
+    "threads",
+    "skipped",
+)
+
+
+def publish(
+    store: Store, folder: Path, artifacts: Mapping[str, Artifact], report: dict[str, Any], sample: bytes
+) -> list[str]:
+    """Write ``artifacts/``, ``archives/`` and ``sample.<ext>`` of a run, and remove what an earlier run left there.
+
+    Args:
+        store: where the archives are kept as objects.
+        folder: the run's folder.
+        artifacts: what was made, by name.
+        report: gets ``archive``, ``archive_bytes`` and ``archive_sha256`` in each artifact's row.
+        sample: an encoded image to try the endpoint with.
+
+    Returns:
+        Keys of the objects that the run now uses.
+    """
+    keys = []
+    with store.lock(f"run-{folder.name}"):
+        for row in report["artifacts"]:
+            artifact = artifacts.get(row["name"])
+            if artifact is None:
+                continue
+            measured = {name: row[name] for name in _MEASURED} | {"machine": report["machine"]}
+            published = _publish_artifact(store, artifact, folder / "artifacts" / artifact.name, measured)
+            key = _publish_archive(store, published, folder)
+            path = _archive(folder, artifact.name)
+            row |= {"archive": str(path), "archive_bytes": path.stat().st_size, "archive_sha256": sha256_file(path)}
+            keys += [artifact.key, key]
+        _remove_stale(folder, artifacts)
+        suffix = "jpg" if sample.startswith(b"\xff\xd8") else "png" if sample.startswith(b"\x89PNG") else "img"
+        write_atomically(folder / f"sample.{suffix}", sample)
+    return keys
+
+
+def _publish_artifact(store: Store, artifact: Artifact, folder: Path, measurements: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in artifact.card.files:
+        store.link(artifact.folder / name, folder / name)
+    for stray in folder.iterdir():
+        if stray.name not in artifact.card.files and stray.name != CARD_FILE:
+            stray.unlink()
+    write_card(folder, dataclasses.replace(artifact.card, measurements=measurements))
+    return folder
+
+
+def _publish_archive(store: Store, artifact: Path, folder: Path) -> str:
+    """Pack a published artifact through the store and link the archive into the run; returns the object's key."""
+    path = _archive(folder, artifact.name)
+    card = (artifact / CARD_FILE).read_text(encoding="utf-8")
+    key = make_key(archive=path.stem, card=card, code=_serving_code())
+
+    def pack(target: Path) -> None:
+        archive.build_archive(artifact, target / path.name, model_name=path.stem)
+
+    store.link(store.obtain(key, pack).folder / path.name, path)
+    return key
+
+
+def _archive(folder: Path, name: str) -> Path:
+    return folder / "archives" / f"{folder.name}-{name}.mar"
+
+
+def _remove_stale(folder: Path, artifacts: Mapping[str, Artifact]) -> None:
+    """Remove what an earlier run of another recipe left under this run's name."""
+    for path in (folder / "artifacts").iterdir():
+        if path.name not in artifacts:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in (folder / "archives").iterdir():
+        if path not in {_archive(folder, name) for name in artifacts}:
+            path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _serving_code() -> str:
+    """SHA-256 of the code that an archive carries or is made by."""
+    root = Path(handler.__file__).parent
+    files = [Path(handler.__file__), Path(archive.__file__), *sorted((root / "runtime").glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

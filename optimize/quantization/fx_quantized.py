@@ -1,0 +1,57 @@
+"""From a prepared FX model to an artifact's files: the packed int8 program and its reference form."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+from torch.ao.quantization.quantize_fx import convert_fx
+
+from optimize.artifact import REFERENCE_FILE, Product, write_script
+from optimize.errors import NotApplicableError
+from optimize.quantization.qdq import reference_program
+from optimize.quantization.targets import Target
+from serve.runtime.engines import use_x86_kernels
+
+
+def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path) -> Product:
+    """Convert a calibrated or QAT-trained model and write it.
+
+    Writes the TorchScript program that is served, and ``reference.pt2``, the same integers as a graph
+    of explicit quantize and dequantize operators, which ``onnx-int8`` is lowered from.
+
+    Args:
+        prepared: the observed or fake-quantized model on the CPU, in eval mode.
+        example: ``float32 (N, C, H, W)``, N >= 2.
+        target: what the model was prepared for.
+        folder: where to write.
+
+    Raises:
+        NotApplicableError: torch.ao found nothing to quantize in this model.
+    """
+    use_x86_kernels()
+    backend_config = target.backend_config()
+    converted = convert_fx(copy.deepcopy(prepared), backend_config=backend_config)
+    layers = quantized_layers(converted)
+    if not layers:
+        raise NotApplicableError("torch.ao.quantization found no layer that it can quantize in this model")
+    program = reference_program(prepared, example, backend_config)
+    torch.export.save(program, folder / REFERENCE_FILE)
+    file = write_script(converted, example, folder)
+    return Product(
+        file,
+        "torchscript",
+        precision="int8",
+        device="cpu",
+        notes=(f"{layers} quantized layers, activations 0 to {target.activation_max} ({target.name})",),
+    )
+
+
+def quantized_layers(module: nn.Module) -> int:
+    """How many submodules of a converted model hold packed int8 weights."""
+    return sum(
+        type(layer).__module__.startswith("torch.ao.nn") and callable(getattr(layer, "_weight_bias", None))
+        for layer in module.modules()
+    )

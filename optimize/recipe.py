@@ -1,0 +1,200 @@
+"""What the user asks for: a YAML file of stages, checked as a whole before anything runs.
+
+A recipe is a graph: each stage names a pass, its settings, and the stage (or ``baseline``) that it
+starts from. Everything that can be wrong with it is found here, and said with the line it stands on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+
+from optimize.errors import UserError
+from optimize.measure.latency import Timing
+from optimize.passes.base import Pass, PassConfig, find_pass, passes
+from optimize.training import TrainingConfig
+
+BASELINE = "baseline"
+DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "default.yaml"
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+
+
+class Recommend(PassConfig):
+    """How the recommended artifact is chosen."""
+
+    max_drop: float = Field(
+        default=0.02,
+        ge=0,
+        le=1,
+        description="largest loss of top-1, as a fraction, that the 95 % interval must exclude",
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One node of the recipe: the artifact ``name`` is made by ``step`` with ``config`` from ``parent``."""
+
+    name: str
+    step: Pass[Any]
+    config: PassConfig
+    parent: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A legal recipe; each stage stands after its parent."""
+
+    stages: tuple[Stage, ...]
+    baseline: TrainingConfig
+    measure: Timing
+    recommend: Recommend
+
+
+class _Node:
+    """A YAML value that knows its line: ``value`` is a dict of nodes, a list of nodes, or a scalar."""
+
+    def __init__(self, node: yaml.Node, scalars: yaml.SafeLoader) -> None:
+        self.line = node.start_mark.line + 1
+        self.value: Any
+        if isinstance(node, yaml.MappingNode):
+            self.value = {}
+            for key, entry in node.value:
+                name = str(scalars.construct_object(key, deep=True))
+                if name in self.value:
+                    raise _Fault(key.start_mark.line + 1, f"{name!r} is given twice")
+                self.value[name] = _Node(entry, scalars)
+                self.value[name].line = key.start_mark.line + 1
+        elif isinstance(node, yaml.SequenceNode):
+            self.value = [_Node(entry, scalars) for entry in node.value]
+        else:
+            self.value = scalars.construct_object(node, deep=True)
+
+    def plain(self) -> Any:
+        """The value without its lines."""
+        if isinstance(self.value, dict):
+            return {name: entry.plain() for name, entry in self.value.items()}
+        return [entry.plain() for entry in self.value] if isinstance(self.value, list) else self.value
+
+    def mapping(self, what: str, known: tuple[str, ...]) -> dict[str, _Node]:
+        """The fields of a mapping, none of them unknown."""
+        if self.value is None:
+            return {}
+        if not isinstance(self.value, dict):
+            raise _Fault(self.line, f"{what} must be a mapping of {', '.join(known)}")
+        for name, entry in self.value.items():
+            if name not in known:
+                raise _Fault(entry.line, f"unknown field {name!r} in {what}{_nearest(name, known)}")
+        return self.value
+
+
+class _Fault(Exception):  # noqa: N818 - becomes a UserError with the file's name
+    def __init__(self, line: int, reason: str) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+def load_recipe(path: Path = DEFAULT_RECIPE) -> Recipe:
+    """Read and check a recipe.
+
+    Raises:
+        UserError: it cannot be read or is illegal; the message has the file, the line and the reason.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"recipe {path} cannot be read: {reason}") from None
+    try:
+        return _parse(text)
+    except _Fault as fault:
+        raise UserError(f"{path}:{fault.line}: {fault}") from None
+
+
+def _parse(text: str) -> Recipe:
+    try:
+        loader = yaml.SafeLoader(text)
+        document = loader.get_single_node()
+        root = _Node(document, loader) if document is not None else None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise _Fault(mark.line + 1 if mark else 1, f"not valid YAML: {problem}") from None
+    except (ValueError, RecursionError) as error:  # such as a date that does not exist, or an anchor in itself
+        raise _Fault(1, f"not valid YAML: {error}") from None
+    if root is None:
+        raise _Fault(1, "the recipe is empty; it needs a list of stages")
+    fields = root.mapping("the recipe", ("stages", "baseline", "measure", "recommend"))
+    return Recipe(
+        stages=_stages(fields.get("stages"), root.line),
+        baseline=_config(TrainingConfig, fields.get("baseline"), "baseline"),
+        measure=_config(Timing, fields.get("measure"), "measure"),
+        recommend=_config(Recommend, fields.get("recommend"), "recommend"),
+    )
+
+
+def _stages(node: _Node | None, line: int) -> tuple[Stage, ...]:
+    if node is None or not isinstance(node.value, list) or not node.value:
+        raise _Fault(node.line if node else line, "stages must be a list of at least one stage")
+    kinds = {BASELINE: "module"}
+    stages: list[Stage] = []
+    previous = BASELINE
+    for entry in node.value:
+        fields = entry.mapping("a stage", ("pass", "name", "from", "config"))
+        if "pass" not in fields:
+            raise _Fault(entry.line, f"a stage needs a pass: one of {', '.join(passes())}")
+        try:
+            step = find_pass(_text(fields["pass"], "pass"))
+        except UserError as error:
+            raise _Fault(fields["pass"].line, str(error)) from None
+        name = _text(fields["name"], "name") if "name" in fields else step.name
+        name_line = fields["name"].line if "name" in fields else entry.line
+        if not _NAME.fullmatch(name):
+            raise _Fault(name_line, f"name {name!r} must be of a-z, 0-9, '-', '_' and '.', beginning with a-z or 0-9")
+        if name in kinds:
+            raise _Fault(name_line, f"two artifacts are called {name!r}; give this stage another name")
+        parent = _text(fields["from"], "from") if "from" in fields else previous
+        parent_line = fields["from"].line if "from" in fields else entry.line
+        if parent not in kinds:
+            raise _Fault(
+                parent_line,
+                f"{name} starts from {parent!r}, which is no earlier stage{_nearest(parent, tuple(kinds))}",
+            )
+        if (reason := step.refuses(kinds[parent])) is not None:  # type: ignore[arg-type]
+            raise _Fault(parent_line, f"{name} cannot follow {parent}: {reason}")
+        stages.append(Stage(name, step, _config(step.config, fields.get("config"), step.name, entry.line), parent))
+        kinds[name] = step.yields
+        previous = name
+    return tuple(stages)
+
+
+def _config(kind: type[Any], node: _Node | None, what: str, line: int = 1) -> Any:
+    """Validate a mapping against a config type, with the line of the field that is wrong."""
+    assert issubclass(kind, BaseModel)
+    fields = node.mapping(f"the config of {what}", tuple(kind.model_fields)) if node is not None else {}
+    try:
+        return kind.model_validate({name: entry.plain() for name, entry in fields.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        where = fields[name].line if name in fields else (node.line if node is not None else line)
+        message = first["msg"].removeprefix("Value error, ")
+        given = f" (it is {first['input']!r})" if name else ""
+        raise _Fault(where, f"{what}{'.' + name if name else ''}: {message[0].lower() + message[1:]}{given}") from None
+
+
+def _text(node: _Node, what: str) -> str:
+    if not isinstance(node.value, str):
+        raise _Fault(node.line, f"{what} must be a word, not {node.plain()!r}")
+    return node.value
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"

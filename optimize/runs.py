@@ -1,0 +1,115 @@
+"""What a store knows of its runs: their reports, cards, and whether their files are whole."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optimize.errors import CardError, UserError
+from serve.runtime.card import CARD_FILE, load_card, sha256_file
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One line about a run; ``top1`` and ``p50_ms`` are those of the recommended artifact."""
+
+    name: str
+    data: str
+    artifacts: int
+    recommended: str | None
+    top1: float | None
+    p50_ms: float | None
+    created: str
+
+    def cells(self) -> tuple[str, ...]:
+        """The fields as text."""
+        return (
+            self.name,
+            self.data,
+            str(self.artifacts),
+            self.recommended or "-",
+            "-" if self.top1 is None else f"{self.top1 * 100:.2f} %",
+            "-" if self.p50_ms is None else f"{self.p50_ms:.2f}",
+            self.created,
+        )
+
+
+def read_runs(store: Path) -> Iterator[RunSummary]:
+    """The runs of a store, by name; one whose report cannot be read is an error, not left out."""
+    for path in sorted(store.glob("*/report.json")):
+        report = report_of(store, path.parent.name)
+        chosen: dict[str, Any] = next((row for row in report["artifacts"] if row["name"] == report["recommended"]), {})
+        yield RunSummary(
+            name=path.parent.name,
+            data=report["data"]["name"],
+            artifacts=sum(row["path"] is not None for row in report["artifacts"]),
+            recommended=report["recommended"],
+            top1=chosen.get("top1"),
+            p50_ms=(chosen.get("latency_ms") or {}).get("p50"),
+            created=report["created"],
+        )
+
+
+def report_of(store: Path, run: str) -> dict[str, Any]:
+    """A run's report.
+
+    Raises:
+        UserError: there is no such run (the nearest is named), or its report is damaged.
+    """
+    path = store / run / "report.json"
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = sorted(found.parent.name for found in store.glob("*/report.json"))
+        near = difflib.get_close_matches(run, names, n=1)
+        known = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
+        raise UserError(f"no run {run!r} in {store}; {known}") from None
+    except ValueError:
+        raise UserError(f"{path} is damaged; run the model again to rebuild it") from None
+    return report
+
+
+def card_of(store: Path, name: str) -> str:
+    """The card of ``run/artifact`` as JSON text."""
+    folder = _artifact_folder(store, *name.split("/", 1))
+    return (folder / CARD_FILE).read_text(encoding="utf-8")
+
+
+def faults_of(store: Path, name: str) -> tuple[int, list[str]]:
+    """Check the artifacts and archives of a run, or of ``run/artifact``.
+
+    Returns:
+        How many were checked, and a line for each that is damaged.
+    """
+    run, _, only = name.partition("/")
+    report = report_of(store, run)
+    if only:
+        _artifact_folder(store, run, only)
+    checked = 0
+    faults = []
+    for row in report["artifacts"]:
+        if row["path"] is None or (only and row["name"] != only):
+            continue
+        folder = store / run / "artifacts" / row["name"]
+        archive = store / run / "archives" / f"{run}-{row['name']}.mar"
+        checked += 2
+        try:
+            load_card(folder)
+        except CardError as error:
+            faults.append(str(error))
+        if not archive.is_file():
+            faults.append(f"{archive}: missing")
+        elif sha256_file(archive) != row["archive_sha256"]:
+            faults.append(f"{archive}: its SHA-256 does not match the report's")
+    return checked, faults
+
+
+def _artifact_folder(store: Path, run: str, artifact: str) -> Path:
+    names = [row["name"] for row in report_of(store, run)["artifacts"] if row["path"] is not None]
+    if artifact not in names:
+        raise UserError(f"run {run!r} has no artifact {artifact!r}; it has {', '.join(names)}")
+    return store / run / "artifacts" / artifact

@@ -1,0 +1,176 @@
+"""The one training loop: for the baseline and for quantization-aware training.
+
+The best epoch is chosen on images held out of the training split, never on those that accuracy is
+reported on: choosing on them would flatter the result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from optimize.data import Loader, augment, loader
+from optimize.datasets import Split
+from optimize.errors import PassError
+from optimize.passes.base import Context, PassConfig
+from serve.runtime.images import normalise
+
+
+class TrainingConfig(PassConfig):
+    """Settings of a training run: SGD with Nesterov momentum, warm-up then cosine (one cycle)."""
+
+    epochs: int = Field(default=8, ge=1, description="passes over the training images")
+    batch_size: int = Field(default=64, ge=2, description="images per step")
+    learning_rate: float = Field(default=0.05, gt=0, description="peak learning rate, reached after the warm-up")
+    warm_up: float = Field(default=0.2, ge=0, lt=1, description="share of all steps in which the rate rises")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of SGD")
+    weight_decay: float = Field(default=5e-4, ge=0, description="of weights; norms and biases have none")
+    augment: bool = Field(default=True, description="random shifts (and flips where the data allows them)")
+    holdout: float = Field(
+        default=0.1, gt=0, lt=0.5, description="share of the training images that the best epoch is chosen on"
+    )
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch: mean training loss (nats) and top-1 on the held-out images (fraction)."""
+
+    loss: float
+    held_out_top1: float
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training run did; the module is left with the weights of epoch ``best``."""
+
+    epochs: tuple[Epoch, ...]
+    best: int
+    held_out_images: int
+
+
+def train(
+    module: nn.Module,
+    context: Context,
+    config: TrainingConfig,
+    *,
+    set_mode: Callable[[nn.Module, int, bool], None] | None = None,
+) -> TrainingResult:
+    """Train ``module`` in place on ``context.device`` and leave it there in eval mode, at its best epoch.
+
+    Args:
+        module: maps ``float32 (N, C, H, W)`` to logits ``(N, classes)``.
+        context: data, device and seed.
+        config: see `TrainingConfig`.
+        set_mode: called after the module was put into training mode (True) or eval mode (False), with the
+            epoch's number from 0, for modules with more modes than those two.
+
+    Raises:
+        PassError: the loss became NaN or infinite.
+    """
+    device = context.device
+    module.to(device)
+    fit, held = hold_out(context.data.train, config.holdout, context.seed)
+    batches = loader(
+        fit, context.preprocessing, batch_size=config.batch_size, device=device, shuffle=True, seed=context.seed
+    )
+    validation = loader(held, context.preprocessing, batch_size=256, device=device)
+    optimizer = torch.optim.SGD(
+        _groups(module, config.weight_decay),
+        lr=config.learning_rate,
+        momentum=config.momentum,
+        nesterov=config.momentum > 0,
+    )
+    steps = config.epochs * len(batches)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, config.learning_rate, total_steps=steps + 1, pct_start=config.warm_up, cycle_momentum=False
+    )
+    generator = torch.Generator().manual_seed(context.seed)
+    history: list[Epoch] = []
+    best_state: dict[str, torch.Tensor] = {}
+    best = -1
+    for number in range(config.epochs):
+        module.train()
+        if set_mode is not None:
+            set_mode(module, number, True)
+        total = torch.zeros((), device=device)
+        count = 0
+        for step, (pixels, labels) in enumerate(batches.epoch(number), start=1):
+            images = pixels.to(device, non_blocking=True)
+            if config.augment:
+                images = augment(images, context.data.augment, generator)
+            inputs = normalise(images, context.preprocessing, device, torch.float32)
+            loss = nn.functional.cross_entropy(module(inputs), labels.to(device, non_blocking=True))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            total += loss.detach() * len(labels)
+            count += len(labels)
+            context.progress((number * len(batches) + step) / steps, f"epoch {number + 1}/{config.epochs}")
+        mean = (total / count).item()
+        if not torch.isfinite(torch.tensor(mean)):
+            raise PassError(
+                f"training diverged: the loss is {mean} in epoch {number + 1}; "
+                f"lower learning_rate (it is {config.learning_rate:g})"
+            )
+        module.eval()
+        if set_mode is not None:
+            set_mode(module, number, False)
+        history.append(Epoch(mean, top1(module, validation, context)))
+        # The later of two equal epochs has seen more.
+        if best < 0 or history[-1].held_out_top1 >= history[best].held_out_top1:
+            best, best_state = number, copy.deepcopy(module.state_dict())
+    module.load_state_dict(best_state)
+    module.eval()
+    return TrainingResult(tuple(history), best, len(held))
+
+
+def top1(module: nn.Module, batches: Loader, context: Context) -> float:
+    """Share of images that ``module``, in eval mode, classifies right."""
+    right = count = 0
+    with torch.no_grad():
+        for images, labels in batches:
+            logits = module(normalise(images, context.preprocessing, context.device, torch.float32))
+            right += int((logits.argmax(1).cpu() == labels).sum())
+            count += len(labels)
+    return right / count
+
+
+# Pixels are cached by split: the baseline and qat must get the same two splits to share them.
+_held_out: WeakKeyDictionary[Split, dict[tuple[float, int], tuple[Split, Split]]] = WeakKeyDictionary()
+
+
+def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
+    """Split off ``share`` of each class (at least one image of it, if it has two), at random; the rest comes first."""
+    known = _held_out.setdefault(split, {})
+    if (share, seed) not in known:
+        generator = torch.Generator().manual_seed(seed)
+        kept: list[int] = []
+        held: list[int] = []
+        for label in torch.unique(split.labels).tolist():
+            members = (split.labels == label).nonzero().flatten()
+            members = members[torch.randperm(len(members), generator=generator)]
+            count = min(max(1, round(share * len(members))), len(members) - 1)
+            held += members[:count].tolist()
+            kept += members[count:].tolist()
+        known[share, seed] = (_part(split, sorted(kept)), _part(split, sorted(held)))
+    return known[share, seed]
+
+
+def _part(split: Split, indices: list[int]) -> Split:
+    return Split(tuple(split.sources[index] for index in indices), split.labels[indices])
+
+
+def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Weights with decay; vectors (norms, biases) without."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
