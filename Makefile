@@ -1,0 +1,71 @@
+# Everything runs in .venv, which is made on first use. `make help` lists the targets.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+MODEL ?= resnet18
+DATA ?= digits
+STORE ?= model_store
+DEVICE ?= auto
+CHECKPOINT ?=
+RECIPE ?=
+IMAGE_SIZE ?=
+# The run's name: that of the model, or of the factory in path/to/file.py:factory.
+RUN ?= $(lastword $(subst :, ,$(MODEL)))
+
+# The first Python 3.12 or 3.11 that really starts (a pyenv shim may exist and not).
+PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
+	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install optimize serve stop package test lint bench clean
+
+help: ## this list
+	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
+	@echo "                   [DEVICE=auto|cpu|cuda] [IMAGE_SIZE=pixels]"
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed ## the environment, with pinned versions
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found; name one with PYTHON=/path/to/python" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+optimize: $(VENV)/.installed ## build, measure and pack MODEL's artifacts
+	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' \
+		$(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(RECIPE),--recipe '$(RECIPE)') \
+		$(if $(IMAGE_SIZE),--image-size '$(IMAGE_SIZE)')
+
+bench: $(VENV)/.installed ## as optimize, and time the artifacts anew
+	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' --remeasure \
+		$(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(RECIPE),--recipe '$(RECIPE)') \
+		$(if $(IMAGE_SIZE),--image-size '$(IMAGE_SIZE)')
+
+package: $(VENV)/.installed ## pack the archives of a run again
+	@$(BIN)/python -m serve package '$(RUN)' --store '$(STORE)'
+
+serve: $(VENV)/.installed ## serve the run's archives over REST, on loopback
+	@$(BIN)/python -m serve start '$(RUN)' --store '$(STORE)' --device '$(DEVICE)'
+
+stop: $(VENV)/.installed ## stop the server
+	@$(BIN)/python -m serve stop --store '$(STORE)'
+
+lint: $(VENV)/.installed-dev ## ruff and mypy
+	$(BIN)/ruff check optimize serve tests
+	$(BIN)/ruff format --check optimize serve tests
+	$(BIN)/mypy
+
+test: $(VENV)/.installed-dev ## the tests, on this machine's cores
+	$(BIN)/python -m pytest
+
+clean: ## remove the environment and caches; runs in model_store stay
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find optimize serve tests -name __pycache__ -type d -prune -exec rm -rf {} +
