@@ -1,8 +1,74 @@
-"""A trained vision model becomes measured artifacts: passes, quantization, honest measurement."""
+"""A trained vision model becomes measured artifacts: passes, quantization, honest measurement.
 
+The names below are the Python API; they are imported when they are first used, so that the command line
+starts at once.
+"""
+
+from __future__ import annotations
+
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
-# Idle OpenMP threads that spin take the core from whoever works: on a busy machine an int8 ResNet-18 took
-# 30 times its time. The served workers wait passively too, so what is measured is what is served. libgomp
-# reads this when torch is imported.
+if TYPE_CHECKING:
+    from optimize.api import Comparison, Variant, apply, compare, load, package, save
+    from optimize.measure.latency import Timing
+    from optimize.passes.dynamic import Dynamic
+    from optimize.passes.fuse import Fuse
+    from optimize.passes.half import Half
+    from optimize.passes.onnx import Onnx
+    from optimize.passes.onnx_half import OnnxHalf
+    from optimize.passes.onnx_int8 import OnnxInt8
+    from optimize.passes.ptq import Ptq
+    from optimize.passes.qat import Qat
+    from optimize.training import TrainingConfig as Training
+
+__all__ = [
+    "Comparison",
+    "Dynamic",
+    "Fuse",
+    "Half",
+    "Onnx",
+    "OnnxHalf",
+    "OnnxInt8",
+    "Ptq",
+    "Qat",
+    "Timing",
+    "Training",
+    "Variant",
+    "apply",
+    "compare",
+    "load",
+    "package",
+    "save",
+]
+
+_HOMES = {
+    **dict.fromkeys(("Comparison", "Variant", "apply", "compare", "load", "package", "save"), "optimize.api"),
+    "Timing": "optimize.measure.latency",
+    "Dynamic": "optimize.passes.dynamic",
+    "Fuse": "optimize.passes.fuse",
+    "Half": "optimize.passes.half",
+    "Onnx": "optimize.passes.onnx",
+    "OnnxHalf": "optimize.passes.onnx_half",
+    "OnnxInt8": "optimize.passes.onnx_int8",
+    "Ptq": "optimize.passes.ptq",
+    "Qat": "optimize.passes.qat",
+    "Training": "optimize.training",
+}
+
+# Idle OpenMP threads that spin take the core from whoever works, which on a busy machine costs an int8
+# network many times its latency. The served workers wait passively too, so what is measured is what is
+# served. libgomp reads this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(_HOMES[name])
+    return getattr(home, "TrainingConfig" if name == "Training" else name)
+
+
+def __dir__() -> list[str]:
+    return __all__

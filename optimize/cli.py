@@ -52,6 +52,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     ] = None,
     name: Annotated[Optional[str], typer.Option(help="The run's name; the model's by default.")] = None,  # noqa: UP045
     seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Time everything anew.")] = False,
     trust_checkpoint: Annotated[
         bool, typer.Option("--trust-checkpoint", help="Let the checkpoint's pickle run code. Only for files you made.")
     ] = False,
@@ -60,15 +61,14 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     """Run a recipe on a model: build, measure, pack and report."""
     with _reported("interrupted; what was finished is kept, the same command goes on from there"):
         from optimize.display import Display
-        from optimize.pipeline import Job
+        from optimize.job import Job
         from optimize.pipeline import run as run_job
-        from optimize.recipe import DEFAULT_RECIPE
 
         job = Job(
             model=model,
             checkpoint=checkpoint,
             data=data,
-            recipe=recipe or DEFAULT_RECIPE,
+            recipe=recipe,
             store=store,
             device=device,
             image_size=image_size,
@@ -76,6 +76,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             run=name,
             trust_checkpoint=trust_checkpoint,
             seed=seed,
+            remeasure=remeasure,
         )
         with Display(Console(stderr=True)) as display:
             outcome = run_job(job, display)

@@ -44,7 +44,8 @@ def publish(
         store: where the archives are kept as objects.
         folder: the run's folder.
         artifacts: what was made, by name.
-        report: gets ``archive``, ``archive_bytes`` and ``archive_sha256`` in each artifact's row.
+        report: in each artifact's row ``path`` becomes that in the run's folder, and ``archive``,
+            ``archive_bytes`` and ``archive_sha256`` are set.
         sample: an encoded image to try the endpoint with.
 
     Returns:
@@ -60,7 +61,12 @@ def publish(
             published = _publish_artifact(store, artifact, folder / "artifacts" / artifact.name, measured)
             key = _publish_archive(store, published, folder)
             path = _archive(folder, artifact.name)
-            row |= {"archive": str(path), "archive_bytes": path.stat().st_size, "archive_sha256": sha256_file(path)}
+            row |= {
+                "path": str(published / artifact.card.file),
+                "archive": str(path),
+                "archive_bytes": path.stat().st_size,
+                "archive_sha256": sha256_file(path),
+            }
             keys += [artifact.key, key]
         _remove_stale(folder, artifacts)
         suffix = "jpg" if sample.startswith(b"\xff\xd8") else "png" if sample.startswith(b"\x89PNG") else "img"

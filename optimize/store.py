@@ -80,11 +80,15 @@ class Store:
             return None
         if fault(folder) is None:
             return folder
-        with contextlib.suppress(FileNotFoundError):  # another run may have noticed first
-            doomed = self._temporary / f"damaged-{uuid.uuid4().hex}"
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+        self.forget(key)
         return None
+
+    def forget(self, key: str) -> None:
+        """Remove an object, if it is there, so that it is made again."""
+        with contextlib.suppress(FileNotFoundError):  # another run may have noticed first
+            doomed = self._temporary / f"forgotten-{uuid.uuid4().hex}"
+            (self._objects / key).rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def obtain(
         self, key: str, build: Callable[[Path], None], waiting: Callable[[], None] | None = None

@@ -50,8 +50,7 @@ class ServingOptions(BaseModel):
         default=1,
         ge=1,
         description="How long the first request of a batch waits for others, idle workers or not. While a worker "
-        "is busy, batches form in the queue by themselves: INT8 ResNet-18 on 2 cores answered 75, 68 and 72 "
-        "requests/s to 8 clients with 1, 2 and 5 ms, and a lone client had 20, 20 and 22 ms.",
+        "is busy, batches form in the queue by themselves, so that a longer wait costs a lone client and buys little.",
     )
     response_timeout_s: int = Field(default=60, ge=1, description="A batch that takes longer has its worker restarted.")
     startup_timeout_s: int = Field(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,16 @@ class SpeedTable:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures on one machine, with one data set, through one store."""
+    """Measures on one machine, with one data set, through one store.
+
+    With ``remeasure`` speed is never taken from the store. ``log`` has the key and the object of every
+    measurement that was asked for, in order.
+    """
 
     store: Store
     context: Context
-    keys: list[str]
+    remeasure: bool = False
+    log: list[tuple[str, StoredObject]] = field(default_factory=list)
 
     def refuses(self, artifact: Artifact) -> str | None:
         """Why this artifact cannot be measured in this run; None if it can."""
@@ -124,6 +129,8 @@ class Bench:
             device=str(self.context.device),
             code=_digest(latency, references),
         )
+        if self.remeasure:
+            self.store.forget(key)
         stored = self._obtain(key, build)
         body = _read(stored.folder / _SPEED_FILE)
         speeds = {
@@ -164,8 +171,9 @@ class Bench:
         )
 
     def _obtain(self, key: str, build: Any) -> StoredObject:
-        self.keys.append(key)
-        return self.store.obtain(key, build)
+        stored = self.store.obtain(key, build)
+        self.log.append((key, stored))
+        return stored
 
 
 def _read(path: Path) -> dict[str, Any]:

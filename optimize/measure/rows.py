@@ -1,0 +1,159 @@
+"""From artifacts to the rows of a report: what was measured of each, and how it compares to parent and baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from optimize.artifact import Artifact
+from optimize.listener import Listener
+from optimize.measure import accuracy
+from optimize.measure.accuracy import Answers
+from optimize.measure.bench import Bench, SpeedTable
+from optimize.measure.latency import Timing, compare
+from optimize.session import Step
+
+_T = TypeVar("_T")
+
+#: Fields of a row that stay None where nothing was made or measured.
+_UNKNOWN = (
+    "format",
+    "precision",
+    "path",
+    "archive",
+    "key",
+    "bytes",
+    "top1",
+    "top1_delta",
+    "top1_delta_ci95",
+    "top5",
+    "discordant",
+    "images",
+    "latency_ms",
+    "best_batch",
+    "latency_samples",
+    "parity",
+    "vs_parent",
+    "speedup",
+    "memory_bytes",
+    "load_ms",
+    "provider",
+    "threads",
+)
+
+
+@dataclass
+class Entry:
+    """A stage and what became of it: ``step`` if it was made, ``skipped`` if it was not made or not measured.
+
+    ``failed`` marks a stage that should have worked and did not.
+    """
+
+    name: str
+    operation: str
+    parent: str | None
+    config: Mapping[str, Any]
+    step: Step | None = None
+    skipped: str | None = None
+    failed: bool = False
+
+    @property
+    def artifact(self) -> Artifact | None:
+        """What was made, or None."""
+        return self.step.artifact if self.step else None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The report's rows, one per entry, and the times behind them."""
+
+    rows: list[dict[str, Any]]
+    speed: SpeedTable
+
+
+def measure(entries: Sequence[Entry], bench: Bench, timing: Timing, listener: Listener) -> Measured:
+    """Measure what this machine can run; the others keep their row, with the reason and no number.
+
+    The first entry is the baseline that the others are compared with.
+
+    Args:
+        entries: unique names, parents before children; ``skipped`` is set for what cannot be measured.
+        bench: see `Bench`.
+        timing: how speed is measured.
+        listener: told of each measurement.
+    """
+    for entry in entries:
+        if entry.artifact is not None:
+            entry.skipped = bench.refuses(entry.artifact)
+    artifacts = [entry.artifact for entry in entries if entry.artifact is not None and entry.skipped is None]
+    batch = timing.batch_sizes[-1]
+    answers = _each("accuracy", artifacts, bench.answers, bench, listener)
+    footprints = _each("memory", artifacts, lambda artifact: bench.footprint(artifact, batch), bench, listener)
+    listener.started("speed")
+    speed = bench.speed(artifacts, timing)
+    listener.ended("speed", speed.seconds, cached=speed.cached, skipped=None)
+    baseline = entries[0].name
+    return Measured([_row(entry, baseline, answers, speed, footprints) for entry in entries], speed)
+
+
+def _each(
+    name: str, artifacts: Sequence[Artifact], measure_one: Callable[[Artifact], _T], bench: Bench, listener: Listener
+) -> dict[str, _T]:
+    """One kind of measurement, of every artifact."""
+    listener.started(name)
+    begun = len(bench.log)
+    found = {}
+    for done, artifact in enumerate(artifacts, start=1):
+        found[artifact.name] = measure_one(artifact)
+        listener.progressed(done / len(artifacts), artifact.name)
+    made = [stored for _, stored in bench.log[begun:]]
+    seconds = sum(stored.seconds for stored in made)
+    listener.ended(name, seconds, cached=all(stored.cached for stored in made), skipped=None)
+    return found
+
+
+def _row(
+    entry: Entry,
+    baseline: str,
+    answers: Mapping[str, Answers],
+    speed: SpeedTable,
+    footprints: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": entry.name,
+        "pass": entry.operation,
+        "config": dict(entry.config),
+        "parents": [entry.parent] if entry.parent else [],
+        "skipped": entry.skipped,
+        "cached": entry.step.cached if entry.step else False,
+        "seconds": entry.step.seconds if entry.step else None,
+        **dict.fromkeys(_UNKNOWN),
+        "throughput": {},
+        "notes": [],
+    }
+    artifact = entry.artifact
+    if artifact is None:
+        return row
+    row |= {
+        "format": artifact.card.format,
+        "precision": artifact.card.precision,
+        "path": str(artifact.path),
+        "key": artifact.key,
+        "bytes": artifact.path.stat().st_size,
+        "notes": list(artifact.card.notes),
+    }
+    if entry.name not in answers:
+        return row
+    own = speed.speeds[entry.name]
+    row |= {**own.fields(), **footprints[entry.name], **accuracy.fields(answers[entry.name])}
+    row |= accuracy.against_baseline(answers[baseline], answers[entry.name])
+    row["speedup"] = compare(speed.speeds[baseline], own)["speedup"]
+    row["provider"] = speed.providers[entry.name]
+    row["threads"] = torch.get_num_threads()
+    if entry.parent is not None and entry.parent in answers:
+        row["parity"] = accuracy.parity(answers[entry.parent], answers[entry.name], entry.parent)
+        row["vs_parent"] = compare(speed.speeds[entry.parent], own)
+    return row
