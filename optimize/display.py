@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 _SHOWN_AFTER = 0.05  # seconds between two updates of the bar
@@ -55,11 +56,14 @@ class Display:
             self._bar.remove_task(self._task)
             self._task = None
         if skipped is not None:
-            self._console.print(f"  [yellow]-[/yellow] {name:<16} skipped: {skipped}", highlight=False)
+            self._line(f"  [yellow]-[/yellow] {name:<16} skipped: {escape(skipped)}")
         else:
             took = f"from the cache (took {seconds:.1f} s when made)" if cached else f"{seconds:.1f} s"
-            self._console.print(f"  [green]+[/green] {name:<16} {took}", highlight=False)
+            self._line(f"  [green]+[/green] {name:<16} {took}")
 
     def said(self, message: str) -> None:
         """Something worth a line."""
-        self._console.print(message, highlight=False, markup=False)
+        self._line(escape(message))
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)  # a log's lines are not cut at 80 columns

@@ -7,23 +7,30 @@ starts from. Everything that can be wrong with it is found here, and said with t
 from __future__ import annotations
 
 import difflib
+import math
 import re
+import reprlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
+from optimize.artifact import one_line
 from optimize.errors import UserError
 from optimize.measure.latency import Timing
+from optimize.measure.references import REFERENCES
 from optimize.passes.base import Pass, PassConfig, find_pass, passes
 from optimize.training import TrainingConfig
 
 BASELINE = "baseline"
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "default.yaml"
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+_MOST_VALUES = 10_000  # a few lines of anchors within anchors can mean billions
 
 
 class Recommend(PassConfig):
@@ -58,10 +65,15 @@ class Recipe:
 
 
 class _Node:
-    """A YAML value that knows its line: ``value`` is a dict of nodes, a list of nodes, or a scalar."""
+    """A YAML value that knows its line: ``value`` is a dict of nodes, a list of nodes, or a scalar.
 
-    def __init__(self, node: yaml.Node, scalars: yaml.SafeLoader) -> None:
+    ``count`` numbers the values of the whole file.
+    """
+
+    def __init__(self, node: yaml.Node, scalars: yaml.SafeLoader, count: Iterator[int]) -> None:
         self.line = node.start_mark.line + 1
+        if next(count) > _MOST_VALUES:
+            raise _Fault(self.line, f"the recipe has more than {_MOST_VALUES} values")
         self.value: Any
         if isinstance(node, yaml.MappingNode):
             self.value = {}
@@ -69,12 +81,18 @@ class _Node:
                 name = str(scalars.construct_object(key, deep=True))
                 if name in self.value:
                     raise _Fault(key.start_mark.line + 1, f"{name!r} is given twice")
-                self.value[name] = _Node(entry, scalars)
+                self.value[name] = _Node(entry, scalars, count)
                 self.value[name].line = key.start_mark.line + 1
         elif isinstance(node, yaml.SequenceNode):
-            self.value = [_Node(entry, scalars) for entry in node.value]
+            self.value = [_Node(entry, scalars, count) for entry in node.value]
         else:
-            self.value = scalars.construct_object(node, deep=True)
+            try:
+                self.value = scalars.construct_object(node, deep=True)
+            except yaml.YAMLError:
+                raise
+            except Exception as error:  # noqa: BLE001 - PyYAML 6 stumbles in many ways: a date that does not exist is
+                # a ValueError, `!!bool x` a KeyError, `!!int ""` an IndexError
+                raise _Fault(self.line, f"not valid YAML: {one_line(error)}") from None
 
     def plain(self) -> Any:
         """The value without its lines."""
@@ -121,13 +139,13 @@ def _parse(text: str) -> Recipe:
     try:
         loader = yaml.SafeLoader(text)
         document = loader.get_single_node()
-        root = _Node(document, loader) if document is not None else None
+        root = _Node(document, loader, count()) if document is not None else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise _Fault(mark.line + 1 if mark else 1, f"not valid YAML: {problem}") from None
-    except (ValueError, RecursionError) as error:  # such as a date that does not exist, or an anchor in itself
-        raise _Fault(1, f"not valid YAML: {error}") from None
+    except RecursionError:  # such as an anchor in itself
+        raise _Fault(1, "not valid YAML: nested without end") from None
     if root is None:
         raise _Fault(1, "the recipe is empty; it needs a list of stages")
     fields = root.mapping("the recipe", ("stages", "baseline", "measure", "recommend"))
@@ -156,7 +174,11 @@ def _stages(node: _Node | None, line: int) -> tuple[Stage, ...]:
         name = _text(fields["name"], "name") if "name" in fields else step.name
         name_line = fields["name"].line if "name" in fields else entry.line
         if not _NAME.fullmatch(name):
-            raise _Fault(name_line, f"name {name!r} must be of a-z, 0-9, '-', '_' and '.', beginning with a-z or 0-9")
+            raise _Fault(
+                name_line, f"name {name!r} must be of a-z, 0-9, '-', '_' and '.', beginning with a-z or 0-9, at most 64"
+            )
+        if name in REFERENCES:
+            raise _Fault(name_line, f"{name!r} is what a reference measurement is called; give this stage another name")
         if name in kinds:
             raise _Fault(name_line, f"two artifacts are called {name!r}; give this stage another name")
         parent = _text(fields["from"], "from") if "from" in fields else previous
@@ -178,20 +200,29 @@ def _config(kind: type[Any], node: _Node | None, what: str, line: int = 1) -> An
     """Validate a mapping against a config type, with the line of the field that is wrong."""
     assert issubclass(kind, BaseModel)
     fields = node.mapping(f"the config of {what}", tuple(kind.model_fields)) if node is not None else {}
+    values = {name: entry.plain() for name, entry in fields.items()}
+    for name, value in values.items():
+        # YAML 1.1 reads yes and on as true, which pydantic would take for 1.
+        if isinstance(value, bool) and kind.model_fields[name].annotation is not bool:
+            raise _Fault(fields[name].line, f"{what}.{name}: must not be a truth value (it is {value})")
     try:
-        return kind.model_validate({name: entry.plain() for name, entry in fields.items()})
+        config = kind.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
         where = fields[name].line if name in fields else (node.line if node is not None else line)
         message = first["msg"].removeprefix("Value error, ")
-        given = f" (it is {first['input']!r})" if name else ""
+        given = f" (it is {reprlib.repr(first['input'])})" if name else ""
         raise _Fault(where, f"{what}{'.' + name if name else ''}: {message[0].lower() + message[1:]}{given}") from None
+    for name, value in config.model_dump().items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _Fault(fields[name].line, f"{what}.{name}: must be a finite number (it is {value})")
+    return config
 
 
 def _text(node: _Node, what: str) -> str:
     if not isinstance(node.value, str):
-        raise _Fault(node.line, f"{what} must be a word, not {node.plain()!r}")
+        raise _Fault(node.line, f"{what} must be a word, not {reprlib.repr(node.plain())}")
     return node.value
 
 

@@ -69,7 +69,9 @@ def report_of(store: Path, run: str) -> dict[str, Any]:
         known = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
         raise UserError(f"no run {run!r} in {store}; {known}") from None
     except ValueError:
-        raise UserError(f"{path} is damaged; run the model again to rebuild it") from None
+        report = {}
+    if not isinstance(report, dict) or not isinstance(report.get("artifacts"), list):
+        raise UserError(f"{path} is damaged; run the model again to rebuild it")
     return report
 
 

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optimize.data import loader
+from optimize.errors import PassError
 from optimize.measure.statistics import paired_difference, sqnr_db
 from optimize.passes.base import Context
 from serve.runtime.predictor import Predictor
 
-#: Logits are kept of this many images, for parity; of all images, the ranks.
+#: Logits are kept of this many images, spread over the split (which may be sorted by class), for parity.
 PARITY_IMAGES = 512
 
 _FILE = "answers.safetensors"
@@ -28,7 +29,7 @@ class Answers:
         first: ``bool (N,)``, whether the best class is the right one.
         five: ``bool (N,)``, whether the right one is among the best five.
         predicted: ``int64 (N,)``, the best class.
-        logits: ``float32 (min(N, 512), classes)``.
+        logits: ``float32 (min(N, 512), classes)``, of images at equal distances.
     """
 
     first: torch.Tensor
@@ -48,20 +49,28 @@ class Answers:
 
 
 def answer(predictor: Predictor, context: Context) -> Answers:
-    """Run ``predictor`` over the validation split."""
+    """Run ``predictor`` over the validation split.
+
+    Raises:
+        PassError: a logit is NaN or infinite.
+    """
+    count = len(context.data.val)
+    kept = torch.zeros(count, dtype=torch.bool)
+    kept[torch.arange(min(count, PARITY_IMAGES)) * count // min(count, PARITY_IMAGES)] = True
     batches = loader(context.data.val, context.preprocessing, batch_size=predictor.max_batch, device=predictor.device)
     first, five, predicted, logits = [], [], [], []
-    kept = 0
+    seen = 0
     for done, (images, labels) in enumerate(batches, start=1):
         scores = predictor.logits(images)
+        if not torch.isfinite(scores).all():
+            raise PassError("its logits are NaN or infinite on validation images")
         best = scores.topk(min(5, scores.shape[1]), dim=1).indices
         right = best == labels[:, None]
         first.append(right[:, 0])
         five.append(right.any(dim=1))
         predicted.append(best[:, 0])
-        if kept < PARITY_IMAGES:
-            logits.append(scores[: PARITY_IMAGES - kept])
-            kept += len(logits[-1])
+        logits.append(scores[kept[seen : seen + len(images)]])
+        seen += len(images)
         context.progress(done / len(batches), "accuracy")
     return Answers(torch.cat(first), torch.cat(five), torch.cat(predicted), torch.cat(logits))
 
@@ -87,16 +96,16 @@ def against_baseline(baseline: Answers, other: Answers) -> dict[str, Any]:
 
 
 def parity(reference: Answers, other: Answers, name: str) -> dict[str, Any]:
-    """How close two artifacts' logits are, on the first `PARITY_IMAGES` images, and how often they agree on all.
+    """How close two artifacts' logits are, on `PARITY_IMAGES` images, and how often they agree on all.
 
-    ``sqnr_db`` is None where the logits are equal to the last bit.
+    ``sqnr_db`` is None where the logits are equal to the last bit, or the reference's are all zero.
     """
     difference = (reference.logits - other.logits).abs()
     return {
         "reference": name,
         "max_abs": difference.max().item(),
         "mean_abs": difference.double().mean().item(),
-        "sqnr_db": sqnr_db(reference.logits.numpy(), other.logits.numpy()),
+        "sqnr_db": sqnr_db(reference.logits.numpy(), other.logits.numpy()) if reference.logits.any() else None,
         "top1_agreement": (reference.predicted == other.predicted).double().mean().item(),
         "images": len(reference.predicted),
         "logits_of": len(reference.logits),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +13,21 @@ from optimize.artifact import one_line
 from optimize.measure.latency import Call
 from serve.runtime.card import Preprocessing
 from serve.runtime.predictor import infer
+
+
+class Reference(NamedTuple):
+    """How an eager module is run."""
+
+    memory_format: torch.memory_format
+    compiled: bool
+
+
+#: The references by name.
+REFERENCES = {
+    "eager": Reference(torch.contiguous_format, compiled=False),
+    "eager channels-last": Reference(torch.channels_last, compiled=False),
+    "torch.compile": Reference(torch.contiguous_format, compiled=True),
+}
 
 
 class ModuleEngine:
@@ -43,12 +59,7 @@ def references(
         device: where to run.
         warm: runs a call at every batch size that will be timed.
     """
-    plain, channels_last = torch.contiguous_format, torch.channels_last
-    for name, memory_format, compiled in (
-        ("eager", plain, False),
-        ("eager channels-last", channels_last, False),
-        ("torch.compile", plain, True),
-    ):
+    for name, (memory_format, compiled) in REFERENCES.items():
         module = build().eval().to(memory_format=memory_format)
         try:
             with warnings.catch_warnings():
