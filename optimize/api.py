@@ -20,9 +20,10 @@ from optimize.job import Job, open_job
 from optimize.listener import Silent
 from optimize.measure.bench import Bench
 from optimize.measure.latency import Timing
-from optimize.measure.latency import compare as compare_speed
 from optimize.measure.rows import Entry, measure
 from optimize.passes.base import PassConfig, pass_of
+from optimize.recipe import Recommend
+from optimize.recommendation import Recommendation, recommend
 from optimize.report import table
 from optimize.session import Session, Step
 from optimize.training import TrainingConfig
@@ -64,15 +65,25 @@ class Variant:
 class Comparison:
     """Variants measured side by side; prints as a table.
 
-    ``rows`` has a dict per variant, with the fields of ``report.json``; ``baselines`` the eager references.
+    ``rows`` has a dict per variant, with the fields of ``report.json``; ``baselines`` the eager references;
+    ``recommendation`` which variant to take, by which rule.
     """
 
+    model: str
     rows: list[dict[str, Any]]
     baselines: list[dict[str, Any]]
+    recommendation: Recommendation
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
-        console.print(table({"artifacts": self.rows, "baselines": self.baselines}))
+        report = {
+            "run": self.model,
+            "artifacts": self.rows,
+            "baselines": self.baselines,
+            "recommended": self.recommendation.name,
+            "recommendation": {"rule": self.recommendation.rule},
+        }
+        console.print(table(report))
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
 
@@ -144,11 +155,16 @@ def apply(parent: Variant, config: PassConfig, name: str | None = None) -> Varia
     return Variant(parent.session, parent.session.apply(parent.artifact, config, name or _name(config)))
 
 
-def compare(*variants: Variant, timing: Timing | None = None) -> Comparison:
+def compare(*variants: Variant, timing: Timing | None = None, max_drop: float = Recommend().max_drop) -> Comparison:
     """Measure variants of one session side by side: accuracy, parity, speed, memory and size.
 
     Differences are to the first variant, which should be the float baseline; speed is measured in
     interleaved rounds, together with eager references of the first.
+
+    Args:
+        variants: what to compare.
+        timing: how speed is measured.
+        max_drop: loss of top-1, as a fraction, that an artifact's interval must exclude to be recommended.
 
     Raises:
         UserError: there are none, two share a name, or they come from different sessions.
@@ -163,18 +179,12 @@ def compare(*variants: Variant, timing: Timing | None = None) -> Comparison:
         raise UserError(f"two variants are called {twice[0]!r}; give one another name: apply(…, name=…)")
     entries = [_entry(variant) for variant in variants]
     measured = measure(entries, Bench(session.store, session.context), timing or Timing(), Silent())
-    speeds = measured.speed.speeds
-    baselines = [
-        {
-            "name": name,
-            "skipped": None,
-            "speedup": compare_speed(speeds[names[0]], speed)["speedup"],
-            **speed.fields(),
-        }
-        for name, speed in speeds.items()
-        if name not in measured.speed.providers
-    ]
-    return Comparison(measured.rows, baselines)
+    return Comparison(
+        session.source.name,
+        measured.rows,
+        measured.baselines,
+        recommend(measured.rows, measured.speed.speeds, max_drop),
+    )
 
 
 def save(variant: Variant, folder: str | Path) -> Path:

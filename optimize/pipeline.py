@@ -18,7 +18,6 @@ from optimize.files import write_json
 from optimize.job import Job, Opened, open_job
 from optimize.listener import Listener
 from optimize.measure.bench import Bench
-from optimize.measure.latency import compare
 from optimize.measure.machine import machine, versions
 from optimize.measure.rows import Entry, Measured, measure
 from optimize.passes.base import Context
@@ -119,19 +118,12 @@ def _run_stage(session: Session, planned: Stage, stage: Entry, parent: Entry) ->
 def _results(entries: Sequence[Entry], measured: Measured, recipe: Recipe) -> dict[str, Any]:
     """The part of the report that is about artifacts."""
     speed = measured.speed
-    reference = speed.speeds[BASELINE]
     recommendation = recommend(measured.rows, speed.speeds, recipe.recommend.max_drop)
-    ran = [
-        {"name": name, "skipped": None, "speedup": compare(reference, own)["speedup"], **own.fields()}
-        for name, own in speed.speeds.items()
-        if name not in speed.providers
-    ]
-    absent: dict[str, Any] = {"speedup": None, "latency_ms": None, "throughput": {}, "best_batch": None}
     return {
         "recommended": recommendation.name,
         "recommendation": {"rule": recommendation.rule, "rejected": recommendation.rejected},
         "artifacts": measured.rows,
-        "baselines": ran + [{"name": name, "skipped": reason, **absent} for name, reason in speed.skipped.items()],
+        "baselines": measured.baselines,
         "stages": [
             {
                 "name": entry.name,
@@ -147,7 +139,7 @@ def _results(entries: Sequence[Entry], measured: Measured, recipe: Recipe) -> di
             **recipe.measure.model_dump(mode="json"),
             "seconds": speed.seconds,
             "cached": speed.cached,
-            "latency_samples": reference.fields()["latency_samples"],
+            "latency_samples": speed.speeds[BASELINE].fields()["latency_samples"],
         },
     }
 

@@ -68,9 +68,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Measured:
-    """The report's rows, one per entry, and the times behind them."""
+    """The report's rows: one per entry, one per eager reference; and the times behind them."""
 
     rows: list[dict[str, Any]]
+    baselines: list[dict[str, Any]]
     speed: SpeedTable
 
 
@@ -96,7 +97,8 @@ def measure(entries: Sequence[Entry], bench: Bench, timing: Timing, listener: Li
     speed = bench.speed(artifacts, timing)
     listener.ended("speed", speed.seconds, cached=speed.cached, skipped=None)
     baseline = entries[0].name
-    return Measured([_row(entry, baseline, answers, speed, footprints) for entry in entries], speed)
+    rows = [_row(entry, baseline, answers, speed, footprints) for entry in entries]
+    return Measured(rows, _references(speed, baseline), speed)
 
 
 def _each(
@@ -157,3 +159,13 @@ def _row(
         row["parity"] = accuracy.parity(answers[entry.parent], answers[entry.name], entry.parent)
         row["vs_parent"] = compare(speed.speeds[entry.parent], own)
     return row
+
+
+def _references(speed: SpeedTable, baseline: str) -> list[dict[str, Any]]:
+    absent: dict[str, Any] = {"speedup": None, "latency_ms": None, "throughput": {}, "best_batch": None}
+    ran = [
+        {"name": name, "skipped": None, "speedup": compare(speed.speeds[baseline], own)["speedup"], **own.fields()}
+        for name, own in speed.speeds.items()
+        if name not in speed.providers
+    ]
+    return ran + [{"name": name, "skipped": reason, **absent} for name, reason in speed.skipped.items()]
