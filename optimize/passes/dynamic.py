@@ -43,7 +43,7 @@ def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) ->
     return Product(
         file,
         "torchscript",
-        precision="int8 weights of linear layers, float32 elsewhere",
+        precision="int8 linear layers",
         device="cpu",
         notes=(f"{len(names)} layers quantized: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",),
     )

@@ -1,0 +1,121 @@
+"""The Python API, as the README shows it, on a tiny network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import optimize as opt
+from optimize.data import decoded
+from optimize.errors import UserError
+from serve.archive import read_archived_card
+from serve.runtime.card import load_card
+
+MODEL = str(Path(__file__).parents[1] / "examples" / "tiny_cnn.py") + ":tiny"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def base(store: Path) -> opt.Variant:
+    return opt.load(MODEL, data="digits", store=store, training=opt.Training(epochs=2), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def fused(base: opt.Variant) -> opt.Variant:
+    return opt.apply(base, opt.Fuse())
+
+
+@pytest.fixture(scope="module")
+def quantized(fused: opt.Variant) -> opt.Variant:
+    return opt.apply(fused, opt.Ptq(observer="minmax", images=64))
+
+
+@pytest.fixture(scope="module")
+def comparison(base: opt.Variant, fused: opt.Variant, quantized: opt.Variant) -> opt.Comparison:
+    return opt.compare(base, fused, quantized, timing=opt.Timing(rounds=1, seconds=0.01, batch_sizes=(1, 4)))
+
+
+def test_every_exported_name_exists_and_is_documented() -> None:
+    for name in opt.__all__:
+        assert getattr(opt, name).__doc__, name
+    assert set(opt.__all__) <= set(dir(opt))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Prune'"):
+        _ = opt.Prune
+
+
+def test_a_variant_is_named_by_the_settings_that_were_given(fused: opt.Variant, quantized: opt.Variant) -> None:
+    assert fused.name == "fuse"
+    assert quantized.name == "ptq-observer-minmax-images-64"
+
+
+def test_a_variant_that_was_made_before_comes_from_the_cache(base: opt.Variant, fused: opt.Variant) -> None:
+    again = opt.apply(base, opt.Fuse())
+    assert again.step.cached
+    assert again.artifact.key == fused.artifact.key
+
+
+def test_comparison_counts_what_the_predictor_gets_right(quantized: opt.Variant, comparison: opt.Comparison) -> None:
+    context = quantized.session.context
+    pixels, labels = decoded(context.data.val, context.preprocessing), context.data.val.labels
+    predictor = quantized.predictor()
+    right = sum(
+        int(predictor.logits(pixels[index : index + 1]).argmax()) == int(labels[index]) for index in range(len(labels))
+    )
+    row = comparison.rows[2]
+    assert row["top1"] == pytest.approx(right / len(labels))
+    first = comparison.rows[0]["top1"]
+    assert row["top1_delta"] == pytest.approx(row["top1"] - first)
+    assert row["discordant"]["gained"] - row["discordant"]["lost"] == round((row["top1"] - first) * len(labels))
+
+
+def test_comparison_prints_as_a_table_and_converts_to_pandas(comparison: opt.Comparison) -> None:
+    text = str(comparison)
+    frame = comparison.to_pandas()
+    for name in ("baseline", "fuse", "ptq-observer-minmax-images-64"):
+        assert name in text
+        assert frame.loc[name, "latency_ms.p50"] > 0
+        assert frame.loc[name, "throughput.4"] > 0
+    assert "eager channels-last" in text
+    assert comparison.recommendation.name in frame.index
+
+
+def test_comparing_two_variants_of_one_name_is_refused(base: opt.Variant) -> None:
+    with pytest.raises(UserError, match="two variants are called 'baseline'"):
+        opt.compare(base, base)
+
+
+def test_comparing_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="at least one"):
+        opt.compare()
+
+
+def test_a_pass_that_cannot_follow_is_refused_with_the_reason(quantized: opt.Variant) -> None:
+    with pytest.raises(UserError, match=r"qat takes a float module, not a quantized \(int8\) module"):
+        opt.apply(quantized, opt.Qat())
+
+
+def test_a_saved_variant_is_a_whole_artifact(quantized: opt.Variant, tmp_path: Path) -> None:
+    folder = opt.save(quantized, tmp_path / "out" / "ptq")
+    card = load_card(folder)
+    assert card == quantized.artifact.card
+    module = torch.jit.load(str(folder / card.file))
+    assert module(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    with pytest.raises(UserError, match="exists already"):
+        opt.save(quantized, folder)
+
+
+def test_a_packaged_variant_is_an_archive_with_its_card(quantized: opt.Variant, tmp_path: Path) -> None:
+    archive = opt.package(quantized, tmp_path / "tiny-ptq.mar")
+    card = read_archived_card(archive)
+    assert card.name == quantized.name
+    assert card.lineage == quantized.artifact.card.lineage
+    assert set(card.files) == {card.file}
