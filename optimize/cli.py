@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from optimize.errors import PipelineError
+from optimize.errors import PipelineError, UserError
 
 app = typer.Typer(
     help="Turn a trained vision model into measured, deployable artifacts.",
@@ -60,6 +62,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
 ) -> None:
     """Run a recipe on a model: build, measure, pack and report."""
     with _reported("interrupted; what was finished is kept, the same command goes on from there"):
+        from optimize import noise
         from optimize.display import Display
         from optimize.job import Job
         from optimize.pipeline import run as run_job
@@ -78,14 +81,16 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             seed=seed,
             remeasure=remeasure,
         )
-        with Display(Console(stderr=True)) as display:
+        noise.silence()
+        # A model of the user's own may print; standard output is for the result alone.
+        with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
             outcome = run_job(job, display)
         if json:
             sys.stdout.write((outcome.folder / "report.json").read_text(encoding="utf-8"))
         else:
             _print_outcome(outcome.report, outcome.folder)
         if outcome.failed:
-            raise PipelineError(f"failed: {', '.join(outcome.failed)}; the reasons stand in the table")
+            raise PipelineError(f"failed: {', '.join(outcome.failed)}; the reasons stand in the report")
 
 
 @app.command("list")
@@ -96,8 +101,11 @@ def list_runs(store: _Store = _DEFAULT_STORE) -> None:
 
         table = Table("run", "data", "artifacts", "recommended", "top-1", "p50 ms", "created", box=None, pad_edge=False)
         for entry in read_runs(store):
-            table.add_row(*entry.cells())
-        Console().print(table if table.row_count else f"no runs in {store}")
+            table.add_row(*map(Text, entry.cells()))
+        if table.row_count:
+            Console().print(table)
+        else:
+            typer.echo(f"no runs in {store}")
 
 
 @app.command()
@@ -107,12 +115,12 @@ def show(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], s
         from optimize.report import table
         from optimize.runs import card_of, report_of
 
-        if "/" in name:
+        if "/" in name.rstrip("/"):
             Console().print_json(card_of(store, name))
         else:
-            report = report_of(store, name)
+            report = report_of(store, name.rstrip("/"))
             Console().print(table(report))
-            Console().print(store / name / "report.html", style="dim")
+            typer.echo(store / name / "report.html")
 
 
 @app.command()
@@ -137,6 +145,8 @@ def prune(store: _Store = _DEFAULT_STORE) -> None:
     with _reported():
         from optimize.store import Store
 
+        if not store.is_dir():
+            raise UserError(f"there is no store {store}")
         count, size = Store(store).prune()
         typer.echo(f"removed {count} objects, {size / 1e6:.1f} MB")
 
@@ -164,11 +174,10 @@ def main() -> None:
 def _print_outcome(report: dict[str, object], folder: Path) -> None:
     from optimize.report import table
 
-    console = Console()
-    console.print(table(report))
-    console.print(f"report: {folder / 'report.html'}   archives: {folder / 'archives'}", style="dim")
-    recommended = report["recommended"]
-    console.print(f"serve it: make serve MODEL={folder.name}" if recommended else "nothing could be measured here")
+    Console().print(table(report))
+    typer.echo(f"report: {folder / 'report.html'}   archives: {folder / 'archives'}")
+    store = "" if folder.parent == _DEFAULT_STORE else f" STORE={shlex.quote(str(folder.parent))}"
+    typer.echo(f"serve it: make serve MODEL={folder.name}{store}")
 
 
 @contextlib.contextmanager

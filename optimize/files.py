@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from pathlib import Path
 from typing import Any
 
+#: Names of the files that are written before they get their real name; a process that is killed leaves them.
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}")
+
+
+def temporary_for(path: Path) -> Path:
+    """A new name beside ``path``, to write to and then move to ``path``."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path``, whose folder must exist."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = temporary_for(path)
     try:
         temporary.write_bytes(data)
         temporary.replace(path)

@@ -13,7 +13,7 @@ from typing import Any
 
 from optimize.artifact import one_line
 from optimize.datasets import read_source
-from optimize.errors import NotApplicableError, PassError, PipelineError
+from optimize.errors import EngineError, NotApplicableError, PassError, PipelineError
 from optimize.files import write_json
 from optimize.job import Job, Opened, open_job
 from optimize.listener import Listener
@@ -70,11 +70,12 @@ def run(job: Job, listener: Listener) -> Outcome:
             **_results(entries, measured, recipe),
         }
         artifacts = {entry.name: entry.artifact for entry in entries if entry.artifact is not None}
-        keys = publish(session.store, folder, artifacts, report, read_source(context.data.val.sources[0]))
-        write_json(sorted({*keys, *(key for key, _ in bench.log)}), folder / "objects.json")
-        report["seconds"] = time.perf_counter() - started
-        write_json(report, folder / "report.json")
-        write_html(report, folder / "report.html")
+        with session.store.lock(f"run-{folder.name}"):  # or two runs of one name would mix their files
+            keys = publish(session.store, folder, artifacts, report, read_source(context.data.val.sources[0]))
+            write_json(sorted({*keys, *(key for key, _ in bench.log)}), folder / "objects.json")
+            report["seconds"] = time.perf_counter() - started
+            write_json(report, folder / "report.json")
+            write_html(report, folder / "report.html")
     return Outcome(report, folder, tuple(entry.name for entry in entries if entry.failed))
 
 
@@ -82,7 +83,14 @@ def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Entry]:
     """Run every stage; one that does not apply or fails is skipped, and so are its descendants."""
     listener.started(BASELINE)
     session = opened.session
-    step = session.baseline(recipe.baseline, opened.checkpoint, opened.origin)
+    try:
+        step = session.baseline(recipe.baseline, opened.checkpoint, opened.origin)
+    except (PipelineError, OSError):
+        raise
+    except Exception as error:
+        raise PipelineError(
+            f"the baseline cannot be made: {_explained(error, _error_log(session, BASELINE))}"
+        ) from error
     listener.ended(BASELINE, step.seconds, cached=step.cached, skipped=None)
     settings = dict(step.artifact.card.lineage[-1].config)
     stages = {BASELINE: Entry(BASELINE, BASELINE, None, settings, step)}
@@ -101,18 +109,29 @@ def _run_stage(session: Session, planned: Stage, stage: Entry, parent: Entry) ->
     if parent.artifact is None:
         stage.skipped = f"its parent {parent.name} was skipped"
         return
+    log = _error_log(session, planned.name)
+    log.unlink(missing_ok=True)
     try:
         stage.step = session.apply(parent.artifact, planned.config, planned.name)
-    except NotApplicableError as error:
+    except (NotApplicableError, EngineError) as error:  # the latter: no kernels for it on this machine
         stage.skipped = str(error)
     except PassError as error:
         stage.skipped, stage.failed = f"failed: {error}", True
     except (PipelineError, OSError):
         raise
     except Exception as error:  # noqa: BLE001 - a library's failure on one model must not cost the other artifacts
-        log = session.store.root / f"{session.source.name}-{planned.name}-error.txt"
-        log.write_text(traceback.format_exc(), encoding="utf-8")
-        stage.skipped, stage.failed = f"failed: {one_line(error)} (traceback in {log})", True
+        stage.skipped, stage.failed = f"failed: {_explained(error, log)}", True
+
+
+def _error_log(session: Session, name: str) -> Path:
+    return session.store.root / session.source.name / f"{name}-error.txt"
+
+
+def _explained(error: Exception, log: Path) -> str:
+    """An unforeseen exception in one line; its traceback goes to ``log``."""
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    return f"{one_line(error)} (traceback in {log})"
 
 
 def _results(entries: Sequence[Entry], measured: Measured, recipe: Recipe) -> dict[str, Any]:

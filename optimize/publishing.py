@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optimize.artifact import Artifact
-from optimize.files import write_atomically
+from optimize.files import TEMPORARY, write_atomically
 from optimize.store import Store, make_key
 from serve import archive, handler
 from serve.runtime.card import CARD_FILE, sha256_file, write_card
@@ -40,6 +40,8 @@ def publish(
 ) -> list[str]:
     """Write ``artifacts/``, ``archives/`` and ``sample.<ext>`` of a run, and remove what an earlier run left there.
 
+    The caller holds the lock of the run's name.
+
     Args:
         store: where the archives are kept as objects.
         folder: the run's folder.
@@ -52,25 +54,24 @@ def publish(
         Keys of the objects that the run now uses.
     """
     keys = []
-    with store.lock(f"run-{folder.name}"):
-        for row in report["artifacts"]:
-            artifact = artifacts.get(row["name"])
-            if artifact is None:
-                continue
-            measured = {name: row[name] for name in _MEASURED} | {"machine": report["machine"]}
-            published = _publish_artifact(store, artifact, folder / "artifacts" / artifact.name, measured)
-            key = _publish_archive(store, published, folder)
-            path = _archive(folder, artifact.name)
-            row |= {
-                "path": str(published / artifact.card.file),
-                "archive": str(path),
-                "archive_bytes": path.stat().st_size,
-                "archive_sha256": sha256_file(path),
-            }
-            keys += [artifact.key, key]
-        _remove_stale(folder, artifacts)
-        suffix = "jpg" if sample.startswith(b"\xff\xd8") else "png" if sample.startswith(b"\x89PNG") else "img"
-        write_atomically(folder / f"sample.{suffix}", sample)
+    for row in report["artifacts"]:
+        artifact = artifacts.get(row["name"])
+        if artifact is None:
+            continue
+        measured = {name: row[name] for name in _MEASURED} | {"machine": report["machine"]}
+        published = _publish_artifact(store, artifact, folder / "artifacts" / artifact.name, measured)
+        key = _publish_archive(store, published, folder)
+        path = _archive(folder, artifact.name)
+        row |= {
+            "path": str(published / artifact.card.file),
+            "archive": str(path),
+            "archive_bytes": path.stat().st_size,
+            "archive_sha256": sha256_file(path),
+        }
+        keys += [artifact.key, key]
+    suffix = "jpg" if sample.startswith(b"\xff\xd8") else "png" if sample.startswith(b"\x89PNG") else "img"
+    write_atomically(folder / f"sample.{suffix}", sample)
+    _remove_stale(folder, artifacts, f"sample.{suffix}")
     return keys
 
 
@@ -80,7 +81,7 @@ def _publish_artifact(store: Store, artifact: Artifact, folder: Path, measuremen
         store.link(artifact.folder / name, folder / name)
     for stray in folder.iterdir():
         if stray.name not in artifact.card.files and stray.name != CARD_FILE:
-            stray.unlink()
+            _remove(stray)
     write_card(folder, dataclasses.replace(artifact.card, measurements=measurements))
     return folder
 
@@ -102,14 +103,22 @@ def _archive(folder: Path, name: str) -> Path:
     return folder / "archives" / f"{folder.name}-{name}.mar"
 
 
-def _remove_stale(folder: Path, artifacts: Mapping[str, Artifact]) -> None:
-    """Remove what an earlier run of another recipe left under this run's name."""
-    for path in (folder / "artifacts").iterdir():
-        if path.name not in artifacts:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in (folder / "archives").iterdir():
-        if path not in {_archive(folder, name) for name in artifacts}:
-            path.unlink(missing_ok=True)
+def _remove_stale(folder: Path, artifacts: Mapping[str, Artifact], sample: str) -> None:
+    """Remove what an earlier run of another recipe or data set left under this run's name, or one that was killed."""
+    archives = {_archive(folder, name) for name in artifacts}
+    stale = [path for path in (folder / "artifacts").iterdir() if path.name not in artifacts]
+    stale += [path for path in (folder / "archives").iterdir() if path not in archives]
+    stale += [path for path in folder.glob("sample.*") if path.name != sample]
+    stale += [path for path in folder.glob(".*") if TEMPORARY.fullmatch(path.name)]
+    for path in stale:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @functools.cache

@@ -87,7 +87,7 @@ def faults_of(store: Path, name: str) -> tuple[int, list[str]]:
     Returns:
         How many were checked, and a line for each that is damaged.
     """
-    run, _, only = name.partition("/")
+    run, _, only = name.rstrip("/").partition("/")
     report = report_of(store, run)
     if only:
         _artifact_folder(store, run, only)

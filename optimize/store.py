@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optimize.errors import UserError
-from optimize.files import write_json
+from optimize.errors import NotApplicableError, UserError
+from optimize.files import temporary_for, write_json
 from serve.runtime.card import sha256_file
 
 _MANIFEST = "object.json"
@@ -68,24 +68,20 @@ class Store:
             raise UserError(f"no permission to write to the store {root}; name another one with --store") from None
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"the store {root} is not a folder; name another one with --store") from None
+        except OSError as error:  # a read-only or full disk
+            raise UserError(
+                f"the store {root} cannot be written ({error.strerror}); name another one with --store"
+            ) from None
         self._sweep()
 
     def get(self, key: str) -> Path | None:
-        """The folder of a whole object, every file checked; None if it is absent or was damaged.
-
-        A damaged object is moved out of the way, so that it is made again.
-        """
+        """The folder of a whole object, every file checked; None if it is absent or damaged."""
         folder = self._objects / key
-        if not folder.is_dir():
-            return None
-        if fault(folder) is None:
-            return folder
-        self.forget(key)
-        return None
+        return folder if folder.is_dir() and fault(folder) is None else None
 
     def forget(self, key: str) -> None:
         """Remove an object, if it is there, so that it is made again."""
-        with contextlib.suppress(FileNotFoundError):  # another run may have noticed first
+        with contextlib.suppress(FileNotFoundError):
             doomed = self._temporary / f"forgotten-{uuid.uuid4().hex}"
             (self._objects / key).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
@@ -107,20 +103,23 @@ class Store:
         with self.lock(key, waiting):
             if (folder := self.get(key)) is not None:
                 return StoredObject(folder, _seconds(folder), cached=True)
+            self.forget(key)  # what is left there is damaged; under the lock, so that nobody has just replaced it
             started = time.perf_counter()
             with self.workspace() as temporary:
                 content = temporary / "object"
                 content.mkdir()
                 try:
                     build(content)
+                    files = {path.name: sha256_file(path) for path in sorted(content.iterdir())}
+                    seconds = time.perf_counter() - started
+                    write_json({"key": key, "seconds": seconds, "files": files}, content / _MANIFEST)
+                except (NotApplicableError, UserError):
+                    raise
                 except Exception as error:
-                    # torch and safetensors report a full disk as RuntimeErrors of their own.
-                    if shutil.disk_usage(self.root).free < _FULL:
+                    # torch and safetensors report a full disk as exceptions of their own.
+                    if "No space left" in str(error) or shutil.disk_usage(self.root).free < _FULL:
                         raise UserError(no_space(self.root)) from error
                     raise
-                files = {path.name: sha256_file(path) for path in sorted(content.iterdir())}
-                seconds = time.perf_counter() - started
-                write_json({"key": key, "seconds": seconds, "files": files}, content / _MANIFEST)
                 content.rename(self._objects / key)
         return StoredObject(self._objects / key, seconds, cached=False)
 
@@ -160,7 +159,7 @@ class Store:
         if destination.exists() and destination.samefile(source):
             return
         destination.parent.mkdir(parents=True, exist_ok=True)
-        temporary = destination.with_name(f".{destination.name}.{uuid.uuid4().hex}")
+        temporary = temporary_for(destination)
         try:
             try:
                 os.link(source, temporary)
@@ -190,7 +189,7 @@ class Store:
             for path in self.root.glob("*/objects.json"):
                 try:
                     wanted.update(json.loads(path.read_text(encoding="utf-8")))
-                except ValueError:
+                except (ValueError, TypeError):
                     raise UserError(f"{path} cannot be read; run the model again or remove {path.parent}") from None
             for folder in self._objects.iterdir():
                 if folder.name not in wanted:
@@ -211,8 +210,10 @@ class Store:
                     with lock.open("r+") as handle:
                         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(folder, ignore_errors=True)
-                else:
+                elif folder.is_dir():
                     shutil.rmtree(folder, ignore_errors=True)
+                else:
+                    folder.unlink()
 
 
 def _seconds(folder: Path) -> float:

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+import serve.runtime
 from optimize.artifact import Artifact
 from optimize.data import loader
 from optimize.files import write_json
-from optimize.measure import footprint, latency, references
+from optimize.measure import accuracy, footprint, latency, references
 from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
+from optimize.measure.footprint import FootprintMeter
 from optimize.measure.latency import Call, Speed, Timing, measure_speed
 from optimize.measure.machine import machine, versions
 from optimize.passes.base import Context
@@ -80,18 +82,20 @@ class Bench:
         def build(folder: Path) -> None:
             save_answers(answer(self._open(artifact), self.context), folder)
 
-        key = self._key("answers", artifact, data=self.context.data.fingerprint)
+        key = self._key("answers", artifact, data=self.context.data.fingerprint, code=_digest(accuracy))
         return load_answers(self._obtain(key, build).folder)
 
-    def footprint(self, artifact: Artifact, batch: int) -> dict[str, Any]:
-        """Load time in ms and peak memory in bytes, see `footprint.measure_footprint`."""
+    def footprint_meter(self) -> FootprintMeter:
+        """What `footprint` measures with; to be used as a context."""
+        return FootprintMeter(str(self.context.device), torch.get_num_threads())
+
+    def footprint(self, artifact: Artifact, batch: int, meter: FootprintMeter) -> dict[str, Any]:
+        """Load time in ms and peak memory in bytes, see `FootprintMeter.measure`."""
 
         def build(folder: Path) -> None:
-            device, threads = str(self.context.device), torch.get_num_threads()
-            found = footprint.measure_footprint(artifact.folder, device, threads, batch)
-            write_json(found, folder / _FOOTPRINT_FILE)
+            write_json(meter.measure(artifact.folder, batch), folder / _FOOTPRINT_FILE)
 
-        key = self._key("footprint", artifact, batch=batch, machine=self._machine())
+        key = self._key("footprint", artifact, batch=batch, machine=self._machine(), code=_digest(footprint))
         return _read(self._obtain(key, build).folder / _FOOTPRINT_FILE)
 
     def speed(self, artifacts: Sequence[Artifact], timing: Timing) -> SpeedTable:
@@ -145,15 +149,17 @@ class Bench:
         """``size`` validation images, repeated if there are fewer, ``uint8 (size, C, H, W)``."""
         split = self.context.data.val
         count = min(size, len(split))
-        batches = loader(split, self.context.preprocessing, batch_size=count, device=torch.device("cpu"))
+        # Only so many are decoded: a large split would be read by worker processes.
+        batches = loader(split, self.context.preprocessing, batch_size=count, device=torch.device("cpu"), limit=count)
         images, _ = next(iter(batches))
         return images.repeat(-(-size // len(images)), 1, 1, 1)[:size].contiguous()
 
     def _warm(self, timing: Timing) -> Any:
         def warm(call: Call) -> None:
             for size in timing.batch_sizes:
+                images = self._batch(size)
                 for _ in range(3):
-                    call(self._batch(size))
+                    call(images)
 
         return warm
 
@@ -183,4 +189,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _digest(*modules: Any) -> str:
     """SHA-256 of source files: a changed method of measuring does not take an old figure from the cache."""
-    return hashlib.sha256(b"".join(Path(module.__file__).read_bytes() for module in modules)).hexdigest()
+    runtime = sorted(Path(serve.runtime.__file__).parent.glob("*.py"))
+    files = [*(Path(module.__file__) for module in modules), *runtime]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

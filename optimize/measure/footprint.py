@@ -1,58 +1,133 @@
-"""Load time and peak memory of an artifact, each in a fresh process: nothing else has warmed it or grown it.
+"""Load time and peak memory of artifacts, each in a process of its own: nothing else has warmed it or grown it.
 
-Run as ``python -m optimize.measure.footprint FOLDER DEVICE THREADS BATCH`` it prints one JSON line.
+Run as ``python -m optimize.measure.footprint DEVICE THREADS`` it imports the libraries once and forks for
+each request, because importing torch takes ten times as long as opening a small network.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from optimize.errors import PipelineError
 
 _TIMEOUT = 300.0  # seconds
 
 
-def measure_footprint(folder: Path, device: str, threads: int, batch: int) -> dict[str, Any]:
-    """Open the artifact in a new process and run it.
+class FootprintMeter:
+    """Measures artifacts one after the other; a context, whose process starts with the first of them.
 
     Args:
-        folder: the artifact's folder.
-        device: where to run it.
+        device: where to run them.
         threads: intra-op threads.
-        batch: images in the batch that the peak is taken with.
-
-    Returns:
-        ``load_ms`` (opening the verified folder, without importing the libraries), ``memory_bytes`` (peak
-        of the process above what it had with the libraries imported; on CUDA the peak that torch
-        allocated on the device).
-
-    Raises:
-        PipelineError: the process failed; its last line is in the message.
     """
-    command = [sys.executable, "-m", "optimize.measure.footprint", str(folder), device, str(threads), str(batch)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
-    if result.returncode != 0:
-        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-        raise PipelineError(f"measuring memory of {folder.name} failed: {last}")
-    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return found
+
+    def __init__(self, device: str, threads: int) -> None:
+        self._command = [sys.executable, "-m", "optimize.measure.footprint", device, str(threads)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the meter
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+        self._complaints.close()
+
+    def measure(self, folder: Path, batch: int) -> dict[str, Any]:
+        """Open the artifact in ``folder`` in a new process and run it.
+
+        Args:
+            folder: the artifact's folder.
+            batch: images in the batch that the peak is taken with.
+
+        Returns:
+            ``load_ms`` (opening the verified folder, without importing the libraries), ``memory_bytes`` (peak
+            of the process above what it had with the libraries imported; on CUDA the peak that torch
+            allocated on the device).
+
+        Raises:
+            PipelineError: it failed; the reason is in the message.
+        """
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._complaints,
+                start_new_session=True,  # Ctrl-C is for us, who end it
+            )
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps([str(folder.resolve()), batch]).encode() + b"\n")
+            process.stdin.flush()
+        if not select.select([process.stdout], [], [], _TIMEOUT)[0]:
+            self._stop()
+            raise PipelineError(f"no answer within {_TIMEOUT:.0f} s")
+        answer = process.stdout.readline()
+        if not answer:
+            self._stop()
+            self._complaints.seek(0)
+            last = (self._complaints.read().decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+            raise PipelineError(f"the measuring process ended: {last}")
+        found: dict[str, Any] = json.loads(answer)
+        if "error" in found:
+            raise PipelineError(found["error"])
+        return found
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
 
 
-def _main(folder: Path, device_name: str, threads: int, batch: int) -> None:
+def _serve(device: str, threads: int) -> None:
+    """Answer the requests on stdin, each ``[folder, batch]``, with one line of JSON, from a fork of this process."""
+    import onnxruntime  # noqa: F401 - so that its own size is in the idle process
+    import torch  # noqa: F401
+
+    from serve.runtime import predictor  # noqa: F401
+
+    answers = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    for line in sys.stdin:
+        folder, batch = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            try:
+                answer = _measure(Path(folder), device, threads, batch)
+            except BaseException as error:  # noqa: BLE001 - all that a library can raise is an answer here
+                answer = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+            os.write(answers, json.dumps(answer).encode() + b"\n")
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status != 0:
+            reason = f"the process was ended by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+            os.write(answers, json.dumps({"error": reason}).encode() + b"\n")
+
+
+def _measure(folder: Path, device_name: str, threads: int, batch: int) -> dict[str, Any]:
     import torch
 
-    from serve.runtime.card import read_card
     from serve.runtime.predictor import Predictor
 
     torch.set_num_threads(threads)
-    if read_card(folder).format == "onnx":
-        import onnxruntime  # noqa: F401 - so that its own size is in the idle process
-
     device = torch.device(device_name)
     if device.type == "cuda":
         torch.zeros(1, device=device)  # the CUDA context is not the artifact's
@@ -62,7 +137,7 @@ def _main(folder: Path, device_name: str, threads: int, batch: int) -> None:
     load_ms = (time.perf_counter() - start) * 1e3
     predictor.warm_up([1, batch])
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _memory() - idle
-    print(json.dumps({"load_ms": load_ms, "memory_bytes": peak}))
+    return {"load_ms": load_ms, "memory_bytes": peak}
 
 
 def _memory() -> int:
@@ -74,4 +149,4 @@ def _memory() -> int:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    _serve(sys.argv[1], int(sys.argv[2]))

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from optimize.artifact import Artifact
+from optimize.artifact import Artifact, one_line
+from optimize.errors import PipelineError, UserError
 from optimize.listener import Listener
 from optimize.measure import accuracy
 from optimize.measure.accuracy import Answers
@@ -89,27 +90,47 @@ def measure(entries: Sequence[Entry], bench: Bench, timing: Timing, listener: Li
     for entry in entries:
         if entry.artifact is not None:
             entry.skipped = bench.refuses(entry.artifact)
-    artifacts = [entry.artifact for entry in entries if entry.artifact is not None and entry.skipped is None]
+    answers = _each("accuracy", entries, bench.answers, bench, listener)
     batch = timing.batch_sizes[-1]
-    answers = _each("accuracy", artifacts, bench.answers, bench, listener)
-    footprints = _each("memory", artifacts, lambda artifact: bench.footprint(artifact, batch), bench, listener)
+    with bench.footprint_meter() as meter:
+        footprints = _each("memory", entries, lambda artifact: bench.footprint(artifact, batch, meter), bench, listener)
     listener.started("speed")
-    speed = bench.speed(artifacts, timing)
+    speed = bench.speed(_measurable(entries), timing)
     listener.ended("speed", speed.seconds, cached=speed.cached, skipped=None)
     baseline = entries[0].name
     rows = [_row(entry, baseline, answers, speed, footprints) for entry in entries]
     return Measured(rows, _references(speed, baseline), speed)
 
 
+def _measurable(entries: Sequence[Entry]) -> list[Artifact]:
+    return [entry.artifact for entry in entries if entry.artifact is not None and entry.skipped is None]
+
+
 def _each(
-    name: str, artifacts: Sequence[Artifact], measure_one: Callable[[Artifact], _T], bench: Bench, listener: Listener
+    name: str, entries: Sequence[Entry], measure_one: Callable[[Artifact], _T], bench: Bench, listener: Listener
 ) -> dict[str, _T]:
-    """One kind of measurement, of every artifact."""
+    """One kind of measurement, of every artifact; where it fails, the entry is skipped for that reason.
+
+    Raises:
+        PipelineError: it fails for the first entry, with which all others are compared.
+    """
     listener.started(name)
     begun = len(bench.log)
     found = {}
+    artifacts = _measurable(entries)
+    by_name = {entry.name: entry for entry in entries}
     for done, artifact in enumerate(artifacts, start=1):
-        found[artifact.name] = measure_one(artifact)
+        try:
+            found[artifact.name] = measure_one(artifact)
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # a library's failure on one file must not cost the other artifacts
+            reason = (
+                f"measuring its {name} failed: {str(error) if isinstance(error, PipelineError) else one_line(error)}"
+            )
+            if artifact.name == entries[0].name:
+                raise PipelineError(f"{artifact.name}: {reason}") from error
+            by_name[artifact.name].skipped, by_name[artifact.name].failed = reason, True
         listener.progressed(done / len(artifacts), artifact.name)
     made = [stored for _, stored in bench.log[begun:]]
     seconds = sum(stored.seconds for stored in made)
@@ -147,7 +168,7 @@ def _row(
         "bytes": artifact.path.stat().st_size,
         "notes": list(artifact.card.notes),
     }
-    if entry.name not in answers:
+    if entry.name not in speed.speeds:
         return row
     own = speed.speeds[entry.name]
     row |= {**own.fields(), **footprints[entry.name], **accuracy.fields(answers[entry.name])}
@@ -155,7 +176,7 @@ def _row(
     row["speedup"] = compare(speed.speeds[baseline], own)["speedup"]
     row["provider"] = speed.providers[entry.name]
     row["threads"] = torch.get_num_threads()
-    if entry.parent is not None and entry.parent in answers:
+    if entry.parent is not None and entry.parent in speed.speeds:
         row["parity"] = accuracy.parity(answers[entry.parent], answers[entry.name], entry.parent)
         row["vs_parent"] = compare(speed.speeds[entry.parent], own)
     return row

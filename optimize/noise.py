@@ -1,0 +1,25 @@
+"""Warnings of libraries that a user of this program can do nothing about, silenced one by one.
+
+For the command line only: a program that imports this project decides for itself what it hears.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+#: Category and beginning of each message. All are of torch 2.14: TorchScript and quantized tensors are deprecated
+#: there and still the only way to write and run torch.ao's int8 modules; see README, "Limits".
+_KNOWN: tuple[tuple[type[Warning], str], ...] = (
+    (FutureWarning, r"`torch\.jit\.\w+` is deprecated"),
+    (DeprecationWarning, r"`torch\.jit\.\w+` is deprecated"),
+    (UserWarning, r"torch\.quantize_per_tensor, torch\.quantize_per_channel and other quantized tensor"),
+    (DeprecationWarning, r"torch\.ao\.quantization is deprecated"),
+)
+
+
+def silence() -> None:
+    """Ignore the warnings above, and torch.compile's remark that a machine without a GPU has no CUDA runtime."""
+    for category, message in _KNOWN:
+        warnings.filterwarnings("ignore", message, category)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
