@@ -1,0 +1,54 @@
+"""A tiny network trained on the digits once, and its descendants, for all tests of passes and sessions."""
+
+from __future__ import annotations
+
+import pytest
+
+from optimize.artifact import Artifact
+from optimize.datasets import ImageData, open_data
+from optimize.model_source import resolve_model
+from optimize.passes.base import Context, find_pass
+from optimize.session import Session
+from optimize.store import Store
+from optimize.training import TrainingConfig
+
+from .workbench import CPU, GREY16, TINY_NET
+
+SHORT = TrainingConfig(epochs=3, batch_size=32, learning_rate=0.1, augment=False)
+
+
+@pytest.fixture(scope="session")
+def digits() -> ImageData:
+    return open_data("digits")
+
+
+@pytest.fixture(scope="session")
+def digits_context(digits) -> Context:
+    return Context(digits, GREY16, CPU)
+
+
+@pytest.fixture(scope="session")
+def session(tmp_path_factory, digits_context) -> Session:
+    return Session(Store(tmp_path_factory.mktemp("store")), resolve_model(f"{TINY_NET}:tiny"), digits_context)
+
+
+@pytest.fixture(scope="session")
+def trained(session) -> Artifact:
+    """The tiny network, trained on the digits."""
+    return session.baseline(SHORT).artifact
+
+
+@pytest.fixture(scope="session")
+def made(session, trained):
+    """``made("ptq")``, ``made("fuse", "ptq")``: the artifact of passes in a row on `trained`, made once."""
+
+    def make(*names: str, **config: object) -> Artifact:
+        artifact = trained
+        for name in names:
+            settings = config if name == names[-1] else {}
+            if name == "qat":
+                settings = {"epochs": 2, "freeze_observers_at": 1, "images": 64, "augment": False, **settings}
+            artifact = session.apply(artifact, find_pass(name).config(**settings)).artifact
+        return artifact
+
+    return make

@@ -1,0 +1,209 @@
+"""What ``fuse`` folds, what it must leave alone, and that the numbers stay the parent's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optimize.errors import PassError
+from optimize.passes.fuse import FUSE, Fuse, fuse_module
+
+from .workbench import noise_context, parent_of, run, with_running_statistics
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def norms_left(module: nn.Module) -> int:
+    return sum(isinstance(layer, NORMS) for layer in module.modules())
+
+
+def assert_same_function(fused: nn.Module, module: nn.Module, *shape: int) -> None:
+    """On other inputs than fuse saw, and of another batch size."""
+    batch = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        torch.testing.assert_close(fused(batch), module.eval()(batch), rtol=1e-4, atol=1e-4)
+
+
+FOLDED = {
+    "a convolution with bias": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), (3, 6, 6)),
+    "a convolution without bias": (nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)), (3, 6, 6)),
+    "a norm without weight": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)), (3, 6, 6)),
+    "a depthwise convolution": (
+        nn.Sequential(nn.Conv2d(6, 6, 3, groups=6, bias=False), nn.BatchNorm2d(6)),
+        (6, 6, 6),
+    ),
+    "a grouped convolution": (nn.Sequential(nn.Conv2d(6, 4, 3, groups=2), nn.BatchNorm2d(4)), (6, 6, 6)),
+    "a padded, strided, dilated one": (
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3, stride=2, padding=2, dilation=2, padding_mode="reflect"), nn.BatchNorm2d(4, eps=0.1)
+        ),
+        (3, 9, 9),
+    ),
+    "a transposed convolution": (
+        nn.Sequential(nn.ConvTranspose2d(3, 5, 3, stride=2, bias=False), nn.BatchNorm2d(5)),
+        (3, 4, 4),
+    ),
+    "a 1-D convolution": (nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)), (3, 8)),
+    "a linear layer on (N, features)": (nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), (5,)),
+    "a linear layer without bias": (nn.Sequential(nn.Linear(5, 4, bias=False), nn.BatchNorm1d(4)), (5,)),
+    "two norms in a row": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)), (3, 6, 6)),
+    "a norm behind dropout": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d(0.5), nn.BatchNorm2d(4)), (3, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("case", FOLDED, ids=lambda case: case.replace(" ", "-"))
+def test_a_norm_is_folded_into(case):
+    module, shape = FOLDED[case]
+    module = with_running_statistics(module)
+    fused = fuse_module(module, torch.randn(4, *shape))
+    assert norms_left(fused) == 0
+    assert_same_function(fused, module, 3, *shape)
+
+
+class Shared(nn.Module):
+    """One convolution called twice, each time before another norm; or two before one norm; or one norm twice."""
+
+    def __init__(self, convolutions: int, norms: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(convolutions))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(norms))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norms[0](self.convolutions[0](x))
+        return self.norms[-1](self.convolutions[-1](x))
+
+
+class SeenTwice(nn.Module):
+    """The convolution's output goes around the norm as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(x)
+        return x + self.norm(x)
+
+
+class NormFirst(nn.Module):
+    """A sum stands between the convolution and the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.convolution(x) + x)
+
+
+KEPT = {
+    "a shared convolution": (Shared(1, 2), 2),
+    "a shared norm": (Shared(2, 1), 1),
+    "both shared": (Shared(1, 1), 1),
+    "an output that is used twice": (SeenTwice(), 1),
+    "a sum in between": (NormFirst(), 1),
+    "an activation in between": (nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU(), nn.BatchNorm2d(3)), 1),
+    "no layer before it": (nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3)), 1),
+    "batch statistics": (nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3, track_running_stats=False)), 1),
+    "a grouped transposed convolution": (
+        nn.Sequential(nn.ConvTranspose2d(3, 6, 3, groups=3), nn.BatchNorm2d(6)),
+        1,
+    ),
+    "a computed weight": (
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 3)), nn.BatchNorm2d(3)),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.replace(" ", "-"))
+def test_a_norm_is_kept_with(case):
+    module, count = KEPT[case]
+    module = with_running_statistics(module)
+    fused = fuse_module(module, torch.randn(4, 3, 6, 6))
+    assert sum(isinstance(layer, NORMS) for name, layer in fused.named_modules()) == count
+    assert_same_function(fused, module, 5, 3, 6, 6)
+
+
+def test_a_norm_over_positions_is_not_folded_into_a_linear_layer():
+    # (N, L, C): BatchNorm1d(L) speaks of axis 1, the linear layer of axis 2. With L = C the sizes would fit.
+    module = with_running_statistics(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
+    fused = fuse_module(module, torch.randn(2, 4, 5))
+    assert norms_left(fused) == 1
+    assert_same_function(fused, module, 3, 4, 5)
+
+
+class Dropouts(nn.Module):
+    """Dropout as modules and as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.Dropout2d(0.5), nn.Flatten(), nn.Dropout(0.5), nn.Identity(), nn.Linear(64, 4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(self.layers(x), 0.5, training=self.training)
+
+
+def test_dropout_and_identity_are_removed_and_functional_dropout_stays_off():
+    module = Dropouts().train()
+    fused = fuse_module(module, torch.randn(2, 3, 6, 6))
+    kinds = {type(layer).__name__ for layer in fused.modules()}
+    assert not kinds & {"Dropout", "Dropout2d", "Identity"}
+    assert_same_function(fused, module, 3, 3, 6, 6)
+    fused.train()  # even then: what was traced computes what the parent computes in eval mode
+    batch = torch.ones(2, 3, 6, 6)
+    assert torch.equal(fused(batch), fused(batch))
+
+
+def test_the_parent_module_is_left_as_it_was():
+    module = with_running_statistics(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    fuse_module(module, torch.randn(2, 3, 6, 6))
+    assert before.keys() == module.state_dict().keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_a_model_that_cannot_be_traced_is_refused_in_one_line(tmp_path):
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean((1, 2, 3)) if x.sum() > 0 else x.sum((1, 2, 3))
+
+    context = noise_context()
+    with pytest.raises(PassError, match=r"torch\.fx cannot trace this model: TraceError.*") as caught:
+        FUSE.apply(parent_of(Branches(), context, tmp_path / "parent"), Fuse(), context, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fold_that_changes_the_numbers_is_refused(tmp_path, monkeypatch):
+    from optimize.passes import fuse
+
+    context = noise_context()
+    module = with_running_statistics(
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    )
+    monkeypatch.setattr(fuse, "_fold", lambda layer, norm: layer)  # drops the norm without folding it
+    with pytest.raises(PassError, match=r"logits differ from the parent's by .* more than the tolerance 0\.001"):
+        FUSE.apply(parent_of(module, context, tmp_path / "parent"), Fuse(), context, tmp_path)
+
+
+def test_the_trained_network_is_fused_whole_and_rebuilt_from_its_weights(trained, made, digits_context):
+    fused = made("fuse")
+    rebuilt = fused.module()
+    assert norms_left(trained.module()) == 4
+    assert norms_left(rebuilt) == 0
+    batch = digits_context.example(7)
+    expected = run(trained, batch)
+    torch.testing.assert_close(run(fused, batch), expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(rebuilt(batch), run(fused, batch), rtol=1e-5, atol=1e-5)
+        assert torch.equal(rebuilt(batch), fused.module()(batch))
+
+
+def test_a_fused_module_can_be_fused_again(made, session):
+    again = session.apply(made("fuse"), Fuse(), "again").artifact
+    batch = session.context.example(3)
+    torch.testing.assert_close(run(again, batch), run(made("fuse"), batch))

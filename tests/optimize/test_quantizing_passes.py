@@ -1,0 +1,393 @@
+"""``ptq`` and ``qat``: which images ranges come from, what they are, and that the result is really int8."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization import FakeQuantizeBase
+from torch.nn import functional
+from torchvision.ops import stochastic_depth
+
+from optimize.data import loader
+from optimize.datasets import Split
+from optimize.errors import NotApplicableError
+from optimize.passes import qat as qat_module
+from optimize.passes.base import Context
+from optimize.passes.ptq import PTQ, Ptq
+from optimize.passes.qat import QAT, Qat
+from optimize.quantization.targets import Target, x86_target
+from optimize.training import TrainingConfig
+from serve.runtime.engines import use_x86_kernels
+from serve.runtime.images import normalise
+
+from .workbench import (
+    CPU,
+    noise,
+    noise_context,
+    packed_weights,
+    parent_of,
+    png,
+    quantizers,
+    run,
+    with_running_statistics,
+)
+
+OBSERVERS = ("minmax", "moving_average", "histogram")
+
+
+def small() -> nn.Module:
+    torch.manual_seed(3)
+    return with_running_statistics(
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 14 * 14, 4)
+        )
+    )
+
+
+def ptq(module: nn.Module, context: Context, folder: Path, **config: object) -> Path:
+    """Run ``ptq`` on a module; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    PTQ.apply(parent_of(module, context, folder / "parent"), Ptq(**config), context, folder)
+    return folder
+
+
+def seen_inputs(context: Context, images: int) -> list[torch.Tensor]:
+    """The normalised calibration batches, of 32 images each, normalised here by the formula of the card."""
+    batches = loader(context.data.train, context.preprocessing, batch_size=32, device=CPU, seed=0, limit=images)
+    return [(batch.double() / 255 - 0.5) / 0.25 for batch, _ in batches]
+
+
+def affine(low: float, high: float, levels: int) -> tuple[float, int]:
+    """Scale and zero point of the range [low, high], widened to hold 0, in unsigned integers up to ``levels``."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = (high - low) / levels
+    return scale, max(0, min(levels, round(-low / scale)))
+
+
+def evaluate(artifact, context: Context) -> float:
+    batches = loader(context.data.val, context.preprocessing, batch_size=256, device=CPU)
+    right = sum(
+        int((run(artifact, normalise(images, context.preprocessing, CPU, torch.float32)).argmax(1) == labels).sum())
+        for images, labels in batches
+    )
+    return right / len(context.data.val)
+
+
+# --- ptq ---------------------------------------------------------------------------------------------------------
+
+
+def test_ptq_packs_its_weights_as_int8(made, session):
+    artifact = made("ptq")
+    assert artifact.card.precision == "int8"
+    assert artifact.card.format == "torchscript"
+    assert artifact.card.device == "cpu"
+    use_x86_kernels()
+    program = torch.jit.load(str(artifact.path))
+    code = program.inlined_graph
+    kernels = [n.kind() for n in code.nodes() if n.kind().startswith("quantized::")]
+    assert sum("conv2d" in kernel for kernel in kernels) == 4
+    assert sum("linear" in kernel for kernel in kernels) == 1
+    assert not [n for n in code.nodes() if n.kind() in ("aten::_convolution", "aten::conv2d", "aten::linear")]
+    float_bytes = sum(t.numel() * 4 for t in made().module().state_dict().values())
+    assert sum(weight.numel() for weight in packed_weights(artifact.folder)) * 4 > 0.9 * float_bytes
+    assert all(weight.dtype == torch.int8 for weight in packed_weights(artifact.folder))
+    # Nothing of the size of a weight is left in float.
+    left = [t for t in program.state_dict().values() if t.is_floating_point() and t.numel() > 64]
+    assert not left
+
+
+def test_ptq_is_near_the_float_network_on_images_it_has_not_seen(trained, made, digits_context):
+    before, after = evaluate(trained, digits_context), evaluate(made("ptq"), digits_context)
+    assert before > 0.9  # else the comparison says little
+    assert after > before - 0.015
+    batch = digits_context.example(8)
+    assert not torch.equal(run(made("ptq"), batch), run(trained, batch)), "int8 that changes no logit is not int8"
+
+
+def test_ptq_rounds_each_weight_to_the_nearest_of_its_channels_127_steps(tmp_path):
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 4)).eval()
+    context = noise_context()
+    ptq(module, context, tmp_path)
+    for layer, integers in zip((module[0], module[2]), packed_weights(tmp_path), strict=True):
+        weight = layer.weight.detach()
+        scale = weight.flatten(1).abs().amax(1) / 127
+        expected = torch.round(weight / scale.view(-1, *[1] * (weight.ndim - 1)))
+        assert integers.abs().flatten(1).amax(1).tolist() == [127] * 4
+        assert (integers - expected).abs().max() <= 1  # a tie may fall either way in float32
+        assert (integers == expected).float().mean() > 0.99
+
+
+def test_minmax_ranges_are_exactly_the_extremes_of_the_images_that_were_seen(tmp_path):
+    context, module = noise_context(), small()
+    folder = ptq(module, context, tmp_path, observer="minmax", images=40)
+    levels = x86_target().activation_max
+    batch = torch.cat(seen_inputs(context, 40))
+    assert len(batch) == 40
+    with torch.no_grad():
+        hidden = module[:3](batch.float())
+        logits = module(batch.float())
+    expected = [affine(t.min().item(), t.max().item(), levels) for t in (batch, hidden, logits)]
+    # Flattening keeps the numbers, and so their range: the reference form writes it twice.
+    found = list(dict.fromkeys(quantizers(folder)))
+    assert len(found) == 3
+    for (scale, zero_point), (found_scale, found_zero_point, low, high) in zip(expected, found, strict=True):
+        assert found_scale == pytest.approx(scale, rel=1e-4)
+        assert found_zero_point == zero_point
+        assert (low, high) == (0, levels)
+
+
+def test_moving_average_ranges_follow_each_batchs_extremes(tmp_path):
+    context = noise_context(train=noise(96, 5, 0, 180))
+    folder = ptq(small(), context, tmp_path, observer="moving_average", images=96)
+    first, *rest = seen_inputs(context, 96)
+    assert len(rest) == 2
+    low, high = first.min().item(), first.max().item()
+    for batch in rest:
+        low += 0.01 * (batch.min().item() - low)
+        high += 0.01 * (batch.max().item() - high)
+    scale, zero_point = affine(low, high, x86_target().activation_max)
+    assert quantizers(folder)[0][0] == pytest.approx(scale, rel=1e-4)
+    assert quantizers(folder)[0][1] == zero_point
+
+
+def test_a_histogram_gives_up_a_rare_tail_for_a_smaller_error_of_all(tmp_path):
+    pixels = (128 + np.random.default_rng(0).laplace(0, 9, (256, 16, 16))).clip(0, 255)
+    train = Split(tuple(png(image) for image in pixels), torch.arange(256) % 4)
+    context = noise_context(train=train)
+    inputs = torch.cat(seen_inputs(context, 256))
+    error = {}
+    for name in ("minmax", "histogram"):
+        scale, zero_point, low, high = quantizers(ptq(small(), context, tmp_path / name, observer=name))[0]
+        integers = (torch.round(inputs / scale) + zero_point).clamp(low, high)
+        error[name] = ((integers - zero_point) * scale - inputs).square().mean().item()
+    assert error["histogram"] < 0.98 * error["minmax"]
+
+
+def test_calibration_reads_only_as_many_training_images_as_it_was_told(tmp_path, monkeypatch):
+    seen = []
+    from optimize.passes import ptq as module
+
+    def spy(batch, *rest):
+        seen.append(len(batch))
+        return normalise(batch, *rest)
+
+    monkeypatch.setattr(module, "normalise", spy)
+    ptq(small(), noise_context(), tmp_path, images=40)
+    assert sum(seen) == 40
+
+
+def test_validation_images_do_not_move_any_range(tmp_path):
+    train = noise(64, 1, 100, 150)
+    calm = noise_context(train=train, val=noise(8, 2, 100, 150))
+    extreme = noise_context(train=train, val=noise(8, 2, 0, 256))
+    for observer in OBSERVERS:
+        folders = [
+            ptq(small(), context, tmp_path / f"{observer}{index}", observer=observer)
+            for index, context in enumerate((calm, extreme))
+        ]
+        assert quantizers(folders[0]) == quantizers(folders[1])
+    poisoned_training = noise_context(train=noise(64, 1, 0, 256), val=calm.data.val)
+    assert quantizers(ptq(small(), poisoned_training, tmp_path / "other")) != quantizers(folders[0])
+
+
+def test_the_same_seed_gives_the_same_integers_and_another_seed_other_images(tmp_path):
+    train = noise(200, 1)
+    runs = {
+        name: ptq(small(), noise_context(seed, train=train), tmp_path / name, images=8, observer="moving_average")
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    }
+    assert quantizers(runs["a"]) == quantizers(runs["b"])
+    assert all(torch.equal(x, y) for x, y in zip(packed_weights(runs["a"]), packed_weights(runs["b"]), strict=True))
+    assert quantizers(runs["a"]) != quantizers(runs["c"])
+
+
+def test_a_target_of_seven_bits_keeps_activations_within_127(tmp_path, monkeypatch):
+    from optimize.passes import ptq as module
+
+    monkeypatch.setattr(module, "x86_target", lambda: Target("x86", 127))
+    context = noise_context()
+    folder = ptq(small(), context, tmp_path, observer="minmax", images=64)
+    batch = torch.cat(seen_inputs(context, 64))
+    scale, zero_point = affine(batch.min().item(), batch.max().item(), 127)
+    found = quantizers(folder)
+    assert {entry[2:] for entry in found} == {(0, 127)}
+    assert found[0][0] == pytest.approx(scale, rel=1e-4)
+    assert found[0][1] == zero_point
+
+
+class Nothing(nn.Module):
+    """Has no layer with weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3)).expand(-1, 4).exp()
+
+
+def test_a_model_with_nothing_to_quantize_is_not_applicable(tmp_path):
+    with pytest.raises(NotApplicableError, match="no layer that it can quantize"):
+        ptq(Nothing(), noise_context(), tmp_path)
+
+
+def test_the_program_takes_any_batch_size_and_gives_each_image_the_same_answer(made, digits_context):
+    batch = digits_context.example(16)
+    for artifact in (made("ptq"), made("fuse", "ptq")):
+        whole = run(artifact, batch)
+        assert whole.shape == (16, 10)
+        assert torch.equal(
+            torch.cat([run(artifact, batch[:1]), run(artifact, batch[1:4]), run(artifact, batch[4:])]), whole
+        )
+
+
+# --- qat ---------------------------------------------------------------------------------------------------------
+
+
+def learnable(images: int = 96) -> Context:
+    """Images whose brightness is their class."""
+    parts = [noise(images // 4, seed, 20 + 60 * seed, 40 + 60 * seed) for seed in range(4)]
+    train = noise(images, 0)
+    sources = tuple(source for part in parts for source in part.sources)
+    labels = torch.arange(4).repeat_interleave(images // 4)
+    return noise_context(train=dataclasses.replace(train, sources=sources, labels=labels))
+
+
+@pytest.fixture
+def schedule(monkeypatch):
+    """Records norms' statistics and activation ranges around each half of each epoch of ``qat``'s training."""
+    snapshots: dict[tuple[int, bool], tuple[list, list]] = {}
+    original = qat_module.train
+
+    def recording(module, context, config, *, set_mode):
+        def wrapped(layer, epoch, training):
+            set_mode(layer, epoch, training)
+            norms = [
+                tensor.tolist() for name, tensor in layer.state_dict().items() if name.endswith(("running_mean", "var"))
+            ]
+            ranges = [
+                (fake.activation_post_process.min_val.tolist(), fake.activation_post_process.max_val.tolist())
+                for name, fake in layer.named_modules()
+                if isinstance(fake, FakeQuantizeBase) and "weight" not in name
+            ]
+            snapshots[epoch, training] = (norms, ranges)
+
+        return original(module, context, config, set_mode=wrapped)
+
+    monkeypatch.setattr(qat_module, "train", recording)
+    return snapshots
+
+
+class Loose(nn.Module):
+    """Norms that a convolution absorbs, that a linear layer absorbs, and that none absorbs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU())
+        self.loose = nn.BatchNorm2d(4)
+        self.middle = nn.Sequential(nn.Linear(4 * 49, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.middle(torch.flatten(torch.relu(self.loose(self.first(x))), 1))))
+
+
+def qat(module: nn.Module, context: Context, folder: Path, **config: object):
+    settings = {"epochs": 4, "freeze_norms_at": 1, "freeze_observers_at": 2, "images": 32, "batch_size": 16, **config}
+    folder.mkdir(parents=True, exist_ok=True)
+    return QAT.apply(parent_of(module, context, folder / "parent"), Qat(**settings), context, folder)
+
+
+def test_norms_and_ranges_freeze_on_schedule_and_held_out_images_move_nothing(tmp_path, schedule):
+    torch.manual_seed(0)
+    qat(Loose().eval(), learnable(), tmp_path, augment=False)
+    assert len(schedule) == 8
+    norms = {moment: taken[0] for moment, taken in schedule.items()}
+    ranges = {moment: taken[1] for moment, taken in schedule.items()}
+    assert len(norms[0, True]) == 6, "mean and variance of three norms"
+    for epoch in range(4):
+        begin, end = (epoch, True), (epoch, False)
+        for before, after in zip(norms[begin], norms[end], strict=True):
+            assert (before != after) == (epoch < 1)
+        assert (ranges[begin] != ranges[end]) == (epoch < 2)
+        if epoch < 3:  # between the end of one epoch and the begin of the next stands the held-out evaluation
+            assert norms[end] == norms[epoch + 1, True]
+            assert ranges[end] == ranges[epoch + 1, True]
+
+
+def test_the_ranges_start_from_calibration_not_from_the_first_step(tmp_path, schedule):
+    context = learnable()
+    qat(small(), context, tmp_path, images=96, epochs=1, freeze_observers_at=0)
+    batches = seen_inputs(context, 96)
+    low, high = batches[0].min().item(), batches[0].max().item()
+    for batch in batches[1:]:
+        low += 0.01 * (batch.min().item() - low)
+        high += 0.01 * (batch.max().item() - high)
+    (found_low,), (found_high,) = (torch.tensor(side).flatten().tolist() for side in schedule[0, True][1][0])
+    assert found_low == pytest.approx(low, rel=1e-4)
+    assert found_high == pytest.approx(high, rel=1e-4)
+
+
+def test_observers_that_never_freeze_move_in_every_epoch(tmp_path, schedule):
+    qat(small(), learnable(), tmp_path, epochs=2, freeze_observers_at=2)
+    assert schedule[1, True][1] != schedule[1, False][1]
+
+
+def test_freezing_after_the_last_epoch_is_refused_with_the_number_that_means_never():
+    with pytest.raises(ValueError, match=r"freeze_observers_at=5 comes after the last of 3 epochs; use 3 for never"):
+        Qat(epochs=3, freeze_observers_at=5)
+
+
+def test_qat_improves_a_network_that_was_not_trained_to_the_end(session, digits_context):
+    parent = session.baseline(TrainingConfig(epochs=1, learning_rate=0.01, augment=False)).artifact
+    artifact = session.apply(parent, Qat(epochs=2, learning_rate=0.05, images=32, augment=False)).artifact
+    assert evaluate(artifact, digits_context) > evaluate(parent, digits_context) + 0.03
+
+
+@pytest.mark.parametrize("parents", [(), ("fuse",)], ids=["float", "fused"])
+def test_qat_is_at_least_as_good_as_its_parent_and_really_int8(parents, made, digits_context):
+    parent, artifact = made(*parents), made(*parents, "qat")
+    assert evaluate(artifact, digits_context) >= evaluate(parent, digits_context) - 0.01
+    assert len(packed_weights(artifact.folder)) == 5
+    assert all(weight.dtype == torch.int8 for weight in packed_weights(artifact.folder))
+    trained_weights = packed_weights(made(*parents, "ptq").folder)
+    moved = [not torch.equal(x, y) for x, y in zip(packed_weights(artifact.folder), trained_weights, strict=True)]
+    assert all(moved), "weights that never move were not trained"
+
+
+class Random(nn.Module):
+    """Dropout and stochastic depth as functions of ``self.training``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, padding=1), nn.Linear(784, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        x = x + stochastic_depth(self.second(x), 0.9, "row", training=self.training)
+        x = functional.dropout(x, 0.9, training=self.training)
+        return self.head(torch.flatten(x, 1))
+
+
+@pytest.mark.parametrize("name", ["ptq", "qat"])
+def test_functional_dropout_and_stochastic_depth_are_not_baked_in_active(name, tmp_path):
+    torch.manual_seed(0)
+    module, context = Random().train(), noise_context()
+    if name == "ptq":
+        ptq(module, context, tmp_path)
+    else:
+        qat(module, context, tmp_path, epochs=2, learning_rate=1e-6)
+    use_x86_kernels()
+    program = torch.jit.load(str(tmp_path / "model.pt"))
+    batch = context.example(8)
+    with torch.no_grad():
+        first, second, expected = program(batch), program(batch), module.eval()(batch)
+    assert torch.equal(first, second)
+    # A dropout of 0.9 would change logits by several times their size.
+    assert (first - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_qat_notes_the_epoch_that_it_kept(tmp_path):
+    product = qat(small(), learnable(), tmp_path, epochs=2)
+    assert any("best of 2 epochs" in note and "held-out images" in note for note in product.notes)

@@ -1,0 +1,107 @@
+"""What the tests of the passes make their inputs with: images, parents without a session, and a look into results."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from optimize.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, write_weights
+from optimize.datasets import ImageData, Split
+from optimize.passes.base import Context
+from serve.runtime.card import Card, Preprocessing, sha256_file
+from serve.runtime.engines import open_engine
+
+CPU = torch.device("cpu")
+GREY16 = Preprocessing(16, (16, 16), mean=(0.5,), std=(0.25,))
+TINY_NET = Path(__file__).with_name("tiny_net.py")
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def noise(count: int, seed: int = 0, low: int = 0, high: int = 256, classes: int = 4) -> Split:
+    """Grey 16x16 noise with values in ``[low, high)``; the labels take turns."""
+    pixels = np.random.default_rng(seed).integers(low, high, (count, 16, 16))
+    return Split(tuple(png(image) for image in pixels), torch.arange(count) % classes)
+
+
+def image_data(train: Split, val: Split, classes: int = 4) -> ImageData:
+    digest = hashlib.sha256(b"".join(source for part in (train, val) for source in part.sources if source)).hexdigest()
+    return ImageData("noise", tuple("abcdefghij"[:classes]), train, val, digest, "content", "shift", (16, 16))
+
+
+def noise_context(seed: int = 0, *, train: Split | None = None, val: Split | None = None) -> Context:
+    data = image_data(train or noise(64, 1, 40, 200), val or noise(8, 2, 40, 200))
+    return Context(data, GREY16, CPU, seed=seed)
+
+
+def parent_of(module: nn.Module, context: Context, folder: Path) -> Artifact:
+    """An artifact of ``module``'s weights as they are, without the file of a program."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_weights(module, folder)
+    card = Card(
+        name="baseline",
+        model="test",
+        format="exported_program",
+        file=WEIGHTS_FILE,
+        precision="float32",
+        input_dtype="float32",
+        device="any",
+        preprocessing=context.preprocessing,
+        classes=context.data.classes,
+        files={WEIGHTS_FILE: sha256_file(folder / WEIGHTS_FILE)},
+    )
+    return Artifact("baseline", "module", "0" * 64, folder, card, build_module=lambda: copy.deepcopy(module))
+
+
+def with_running_statistics(module: nn.Module, *shape: int, seed: int = 0) -> nn.Module:
+    """Give the batch norms statistics and affine parameters far from their initial 0 and 1; in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            for tensor, low, high in (
+                (layer.running_mean, -1.0, 1.0),
+                (layer.running_var, 0.5, 2.0),
+                (layer.weight, 0.5, 1.5),
+                (layer.bias, -0.5, 0.5),
+            ):
+                if tensor is not None:
+                    tensor.data.uniform_(low, high, generator=generator)
+    return module.eval()
+
+
+def run(artifact: Artifact, batch: torch.Tensor) -> torch.Tensor:
+    """Logits of the artifact's file in the runtime's engine on the CPU."""
+    with torch.no_grad():
+        return open_engine(artifact.folder, artifact.card, CPU).run(batch)
+
+
+def quantizers(folder: Path) -> list[tuple[float, int, int, int]]:
+    """``(scale, zero point, low, high)`` of each activation quantizer of a ptq or qat artifact, in graph order."""
+    return [node.args[1:5] for node in _nodes(folder, "quantize_per_tensor")]
+
+
+def packed_weights(folder: Path) -> list[torch.Tensor]:
+    """The int8 weights of a ptq or qat artifact's reference program, in graph order."""
+    program = torch.export.load(folder / REFERENCE_FILE)
+    tensors = {**program.state_dict, **program.constants}
+    return [tensor for name, tensor in tensors.items() if "weight_int8" in name]
+
+
+def _nodes(folder: Path, operator: str) -> Iterator[torch.fx.Node]:
+    import torch.ao.quantization.fx._decomposed  # registers the operators of the program
+
+    for node in torch.export.load(folder / REFERENCE_FILE).graph.nodes:
+        if getattr(node.target, "_schema", None) is not None and node.target._schema.name.endswith(f"::{operator}"):
+            yield node
