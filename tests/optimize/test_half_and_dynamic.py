@@ -1,0 +1,244 @@
+"""``half`` is what its label says, ``dynamic`` is int8 where it says, and every file opens without the model's code."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optimize.artifact import write_program
+from optimize.errors import NotApplicableError, PassError
+from optimize.passes.dynamic import DYNAMIC, Dynamic
+from optimize.passes.half import HALF, Half
+from serve.runtime.engines import open_engine, use_x86_kernels
+from serve.runtime.errors import EngineError
+
+from .workbench import CPU, noise_context, parent_of, run
+
+NEEDS_BF16 = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no AVX-512 BF16")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+def stored_types(path: Path) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in torch.export.load(path).state_dict.values() if tensor.is_floating_point()}
+
+
+# --- half --------------------------------------------------------------------------------------------------------
+
+
+def test_fp16_is_stored_in_fp16_and_labelled_for_cuda(trained, made):
+    artifact = made("half")
+    assert stored_types(artifact.path) == {torch.float16}
+    card = artifact.card
+    assert (card.precision, card.input_dtype, card.device) == ("float16", "float16", "cuda")
+    with pytest.raises(EngineError, match="runs on cuda only"):
+        open_engine(artifact.folder, card, CPU)
+
+
+def test_the_fp16_program_holds_the_parents_weights_rounded(trained, made):
+    wanted = trained.module().state_dict()
+    for name, tensor in torch.export.load(made("half").path).state_dict.items():
+        if tensor.is_floating_point():
+            assert torch.equal(tensor, wanted[name].half()), name
+
+
+@NEEDS_BF16
+def test_bfloat16_is_stored_in_bfloat16_and_runs_here(session, trained, digits_context):
+    artifact = session.apply(trained, Half(dtype="bfloat16"), "bf16").artifact
+    assert stored_types(artifact.path) == {torch.bfloat16}
+    assert (artifact.card.precision, artifact.card.input_dtype, artifact.card.device) == ("bfloat16", "bfloat16", "any")
+    batch = digits_context.example(16)
+    logits = run(artifact, batch.bfloat16())
+    assert logits.dtype == torch.bfloat16
+    with torch.no_grad():
+        wanted = trained.module()(batch)
+    assert 0 < (logits.float() - wanted).abs().max() < 0.05 * wanted.abs().max()
+    assert run(artifact, batch[:1].bfloat16()).shape == (1, 10)
+
+
+def test_bfloat16_is_not_applicable_on_a_cpu_without_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    context = noise_context()
+    parent = parent_of(nn.Flatten(), context, tmp_path / "parent")
+    with pytest.raises(NotApplicableError, match="bfloat16 needs a CPU with AVX-512 BF16, or CUDA"):
+        HALF.apply(parent, Half(dtype="bfloat16"), context, tmp_path)
+
+
+@pytest.mark.parametrize("value", [1e6, -7e4, float("inf")])
+def test_a_weight_beyond_fp16_is_named(tmp_path, value):
+    module = nn.Sequential(nn.Flatten(), nn.Linear(256, 4)).eval()
+    module[1].bias.data[3] = value
+    context = noise_context()
+    with pytest.raises(NotApplicableError, match=r"weight 1\.bias holds"):
+        HALF.apply(parent_of(module, context, tmp_path / "parent"), Half(), context, tmp_path)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_half_program_agrees_with_its_parent_on_cuda(dtype, session, trained, digits_context):
+    cuda = torch.device("cuda")
+    on_cuda = dataclasses.replace(session, context=dataclasses.replace(digits_context, device=cuda))
+    artifact = on_cuda.apply(trained, Half(dtype=dtype), f"half-{dtype}").artifact
+    engine = open_engine(artifact.folder, artifact.card, cuda)
+    batch = digits_context.example(16)
+    with torch.no_grad():
+        logits = engine.run(batch.to(cuda, getattr(torch, dtype)))
+        wanted = trained.module()(batch)
+    assert logits.dtype == getattr(torch, dtype)
+    assert logits.device.type == "cuda"
+    bound = 0.02 if dtype == "float16" else 0.05
+    assert (logits.float().cpu() - wanted).abs().max() < bound * wanted.abs().max()
+    assert (logits.argmax(1).cpu() == wanted.argmax(1)).all()
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_the_fp16_graph_agrees_with_its_parent_on_cuda(trained, made, digits_context):
+    artifact = made("onnx-half")
+    engine = open_engine(artifact.folder, artifact.card, torch.device("cuda"))
+    batch = digits_context.example(16)
+    with torch.no_grad():
+        logits, wanted = engine.run(batch.cuda()).cpu(), trained.module()(batch)
+    assert engine.provider == "onnxruntime/CUDAExecutionProvider"
+    assert (logits - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+# --- dynamic -----------------------------------------------------------------------------------------------------
+
+
+def test_dynamic_quantizes_the_linear_layers_and_says_which(trained, made, digits_context):
+    artifact = made("dynamic")
+    use_x86_kernels()
+    nodes = list(torch.jit.load(str(artifact.path)).inlined_graph.nodes())
+    kinds = [node.kind() for node in nodes]
+    assert kinds.count("quantized::linear_dynamic") == 1
+    assert "aten::linear" not in kinds
+    assert "1 layers quantized: head" in artifact.card.notes[0]
+    assert "int8" in artifact.card.precision
+    assert "linear" in artifact.card.precision
+    assert artifact.card.device == "cpu"
+    batch = digits_context.example(16)
+    with torch.no_grad():
+        wanted = trained.module()(batch)
+    assert 0 < (run(artifact, batch) - wanted).abs().max() < 0.05 * wanted.abs().max()
+    for count in (1, 3):
+        assert run(artifact, batch[:count]).shape == (count, 10)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_dynamic_weights_have_a_scale_for_each_output_or_one_for_all(tmp_path, per_channel):
+    module = nn.Sequential(nn.Flatten(), nn.Linear(256, 4)).eval()
+    module[1].weight.data *= torch.tensor([1.0, 10.0, 100.0, 1000.0])[:, None]
+    context = noise_context()
+    parent = parent_of(module, context, tmp_path / "parent")
+    DYNAMIC.apply(parent, Dynamic(per_channel=per_channel), context, tmp_path)
+    batch = context.example(8)
+    use_x86_kernels()
+    with torch.no_grad():
+        logits, wanted = torch.jit.load(str(tmp_path / "model.pt"))(batch), module(batch)
+    error = (logits - wanted).abs().amax(0) / wanted.abs().amax(0)
+    # With one scale for all, the smallest row's 127 steps shrink to a fraction of one.
+    assert error[3] < 0.05
+    assert (error[0] < 0.05) == per_channel
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(16, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x[:, 0])[0][:, -1, :4]
+
+
+def test_dynamic_quantizes_recurrent_layers(tmp_path):
+    torch.manual_seed(0)
+    module, context = Recurrent().eval(), noise_context()
+    DYNAMIC.apply(parent_of(module, context, tmp_path / "parent"), Dynamic(), context, tmp_path)
+    batch = context.example(6)
+    use_x86_kernels()
+    program = torch.jit.load(str(tmp_path / "model.pt"))
+    assert "aten::quantized_lstm" in [node.kind() for node in program.inlined_graph.nodes()]
+    with torch.no_grad():
+        assert 0 < (program(batch) - module(batch)).abs().max() < 0.05
+        assert program(batch[:1]).shape == (1, 4)
+
+
+def test_dynamic_has_nothing_to_do_without_linear_layers(tmp_path):
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    context = noise_context()
+    with pytest.raises(NotApplicableError, match="no linear or recurrent layer"):
+        DYNAMIC.apply(parent_of(module, context, tmp_path / "parent"), Dynamic(), context, tmp_path)
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+OPEN = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+from pathlib import Path
+from serve.runtime.card import load_card
+from serve.runtime.engines import open_engine
+folder = Path({folder!r})
+card = load_card(folder)
+engine = open_engine(folder, card, torch.device("cpu"))
+batch = torch.load({batch!r}).to(getattr(torch, card.input_dtype))
+torch.save(engine.run(batch).detach().float(), {out!r})
+assert not [name for name in sys.modules if "tiny_net" in name or name.split(".")[0] in ("optimize", "tests")]
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [(), ("fuse",), ("dynamic",), ("ptq",), ("qat",), ("onnx",), ("onnx-half",), ("ptq", "onnx-int8")],
+    ids=lambda names: names[-1] if names else "baseline",
+)
+def test_the_file_opens_without_the_models_code(names, made, digits_context, tmp_path):
+    artifact, batch = made(*names), digits_context.example(5)
+    torch.save(batch, tmp_path / "batch.pt")
+    script = textwrap.dedent(OPEN).format(
+        root=str(Path(__file__).parents[2]),
+        folder=str(artifact.folder),
+        batch=str(tmp_path / "batch.pt"),
+        out=str(tmp_path / "logits.pt"),
+    )
+    (tmp_path / "open.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "open.py")], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), run(artifact, batch), rtol=1e-4, atol=1e-4)
+
+
+class NotExportable(nn.Module):
+    """Branches on a value, which torch.export refuses and tracing settles."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3)) if x.abs().sum().item() >= 0 else x.sum((2, 3))
+
+
+def test_a_model_that_cannot_be_exported_is_traced_instead(tmp_path):
+    batch = torch.randn(4, 3, 8, 8)
+    assert write_program(NotExportable().eval(), batch, tmp_path) == ("model.pt", "torchscript")
+    program = torch.jit.load(str(tmp_path / "model.pt"))
+    other = torch.randn(7, 3, 8, 8)
+    torch.testing.assert_close(program(other), other.mean((2, 3)))
+
+
+class Nowhere(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("the model's own complaint\nover two lines")
+
+
+def test_a_model_that_nothing_can_write_is_refused_in_one_line(tmp_path):
+    with pytest.raises(PassError, match=r"neither torch\.export nor torch\.jit\.trace can write this model") as caught:
+        write_program(Nowhere(), torch.randn(2, 3, 4, 4), tmp_path)
+    assert "\n" not in str(caught.value)

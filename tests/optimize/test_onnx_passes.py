@@ -1,0 +1,147 @@
+"""``onnx`` and ``onnx-half``: what is in the file, that it computes what its parent does, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+from torch import nn
+
+from optimize.errors import NotApplicableError, PassError
+from optimize.onnx_graph import check_against, export_onnx
+from optimize.passes.onnx import ONNX, Onnx
+from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
+
+from .test_qdq import infer
+from .workbench import noise_context, parent_of, run
+
+
+def types(model: onnx.ModelProto) -> tuple[int, int]:
+    """Element types of input and output."""
+    return (
+        model.graph.input[0].type.tensor_type.elem_type,
+        model.graph.output[0].type.tensor_type.elem_type,
+    )
+
+
+def test_the_float_graph_computes_what_its_parent_does_at_any_batch_size(trained, made, digits_context):
+    artifact = made("onnx")
+    module, batch = trained.module(), digits_context.example(16)
+    for count in (1, 3, 16):
+        with torch.no_grad():
+            torch.testing.assert_close(infer(artifact.path, batch[:count]), module(batch[:count]), rtol=1e-4, atol=1e-4)
+
+
+def test_the_float_graph_is_valid_and_names_its_ends_and_its_batch(made):
+    model = onnx.load(made("onnx").path)
+    onnx.checker.check_model(model, full_check=True)
+    (given,), (taken,) = model.graph.input, model.graph.output
+    assert (given.name, taken.name) == ("input", "logits")
+    first, *rest = given.type.tensor_type.shape.dim
+    assert first.dim_param == "batch"
+    assert [dimension.dim_value for dimension in rest] == [1, 16, 16]
+    assert [d.dim_param or d.dim_value for d in taken.type.tensor_type.shape.dim] == ["batch", 10]
+    assert types(model) == (TensorProto.FLOAT, TensorProto.FLOAT)
+    assert made("onnx").card.precision == "float32"
+
+
+def test_the_file_holds_its_weights_and_no_note_of_the_machine_that_built_it(made, trained):
+    for artifact in (made("onnx"), made("onnx-half")):
+        assert [path.name for path in artifact.folder.iterdir() if path.suffix == ".onnx"] == ["model.onnx"]
+        assert not list(artifact.folder.glob("*.data"))
+        model = onnx.load(artifact.path, load_external_data=False)
+        assert not model.metadata_props
+        assert not any(node.metadata_props or node.doc_string for node in model.graph.node)
+
+
+def test_the_half_graph_stores_every_weight_in_fp16(made):
+    model = onnx.load(made("onnx-half").path)
+    stored = {tensor.data_type for tensor in model.graph.initializer if numpy_helper.to_array(tensor).size > 1}
+    assert TensorProto.FLOAT16 in stored
+    assert TensorProto.FLOAT not in stored
+    assert made("onnx-half").path.stat().st_size < 0.65 * made("onnx").path.stat().st_size
+    assert made("onnx-half").card.precision == "float16"
+
+
+@pytest.mark.parametrize(
+    ("io", "expected"), [("float32", TensorProto.FLOAT), ("float16", TensorProto.FLOAT16)], ids=["float32", "float16"]
+)
+def test_the_ends_of_the_half_graph_are_as_asked(io, expected, session, trained, digits_context):
+    artifact = session.apply(trained, OnnxHalf(io=io), f"half-{io}").artifact
+    assert types(onnx.load(artifact.path)) == (expected, expected)
+    assert artifact.card.input_dtype == io
+    batch = digits_context.example(16)
+    logits = run(artifact, batch.to(getattr(torch, io)))
+    assert logits.dtype == getattr(torch, io)
+    with torch.no_grad():
+        wanted = trained.module()(batch)
+    assert (logits.float() - wanted).abs().max() < 0.02 * wanted.abs().max()
+    assert not torch.equal(logits.float(), wanted), "FP16 that rounds nothing is not FP16"
+    for count in (1, 3):
+        torch.testing.assert_close(
+            run(artifact, batch[:count].to(getattr(torch, io))), logits[:count], rtol=2e-2, atol=2e-2
+        )
+
+
+def classifier() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)).eval()
+
+
+def test_a_weight_that_fp16_cannot_hold_is_named(tmp_path):
+    context, module = noise_context(), classifier()
+    module[4].weight.data[2, 1] = -1e6
+    with pytest.raises(NotApplicableError, match=r"weight 4\.weight holds 1e\+06, more than FP16's 65504"):
+        ONNX_HALF.apply(parent_of(module, context, tmp_path / "parent"), OnnxHalf(), context, tmp_path)
+
+
+def test_a_tolerance_that_is_not_met_is_an_error_with_both_numbers(tmp_path):
+    context = noise_context()
+    parent = parent_of(classifier(), context, tmp_path / "parent")
+    with pytest.raises(PassError, match=r"differ from the parent's by .* more than the tolerance 1e-07"):
+        ONNX_HALF.apply(parent, OnnxHalf(tolerance=1e-7), context, tmp_path)
+
+
+def test_a_graph_of_other_weights_is_noticed(tmp_path):
+    context, module = noise_context(), classifier()
+    export_onnx(module, context.example(), tmp_path / "model.onnx")
+    check_against(tmp_path / "model.onnx", module, context.example(8), 1e-3)
+    module[4].weight.data += 0.1
+    with pytest.raises(PassError, match="differ from the parent's"):
+        check_against(tmp_path / "model.onnx", module, context.example(8), 1e-3)
+
+
+class TwoOutputs(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.mean((2, 3)), x.sum((2, 3))
+
+
+def test_a_graph_with_two_outputs_is_refused(tmp_path):
+    with pytest.raises(PassError, match="1 inputs and 2 outputs, expected one of each"):
+        export_onnx(TwoOutputs(), torch.randn(2, 1, 4, 4), tmp_path / "model.onnx")
+
+
+def test_exporting_twice_gives_the_same_bytes(tmp_path):
+    context, module = noise_context(), classifier()
+    parent = parent_of(module, context, tmp_path / "parent")
+    files = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        ONNX.apply(parent, Onnx(), context, tmp_path / name)
+        files.append((tmp_path / name / "model.onnx").read_bytes())
+    assert files[0] == files[1]
+
+
+def test_the_exporter_says_nothing_on_stdout(tmp_path, capfd):
+    export_onnx(classifier(), torch.randn(2, 1, 16, 16), tmp_path / "model.onnx")
+    assert capfd.readouterr().out == ""
+
+
+def test_the_fused_graph_has_no_batch_norm(made):
+    plain, fused = (onnx.load(made(*names).path) for names in (("onnx",), ("fuse", "onnx")))
+    assert "BatchNormalization" not in [node.op_type for node in fused.graph.node]
+    names = [tensor.name for tensor in plain.graph.initializer]
+    assert len(names) == len(set(names))
+    assert all(np.isfinite(numpy_helper.to_array(tensor)).all() for tensor in fused.graph.initializer)

@@ -1,0 +1,258 @@
+"""Steps through the store: what is in an artifact, when the cache is used, and when it must not be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from optimize.checkpoint import Checkpoint
+from optimize.errors import NotApplicableError, PassError, UserError
+from optimize.model_source import resolve_model
+from optimize.passes import fuse as fuse_file
+from optimize.passes.base import Context, Pass, PassConfig, find_pass, pass_of, passes
+from optimize.passes.dynamic import Dynamic
+from optimize.passes.fuse import Fuse
+from optimize.passes.onnx import Onnx
+from optimize.passes.onnx_int8 import OnnxInt8
+from optimize.passes.ptq import Ptq
+from optimize.session import Session
+from optimize.store import Store
+from optimize.training import TrainingConfig
+from serve.runtime.card import Preprocessing, load_card
+
+from .conftest import SHORT
+from .tiny_net import Tiny
+from .workbench import CPU, GREY16, TINY_NET, noise, noise_context, run
+
+
+@pytest.fixture
+def checkpoint() -> Checkpoint:
+    torch.manual_seed(0)
+    return Checkpoint(Tiny(4).eval().state_dict(), "c" * 64)
+
+
+@pytest.fixture
+def quick(tmp_path):
+    """``quick(context)``: a session on the store of this test, which trains nothing."""
+
+    def build(context: Context | None = None, model: str = "tiny") -> Session:
+        return Session(Store(tmp_path / "store"), resolve_model(f"{TINY_NET}:{model}"), context or noise_context())
+
+    return build
+
+
+def test_a_checkpoints_weights_are_the_baselines(quick, checkpoint):
+    artifact = quick().baseline(checkpoint=checkpoint).artifact
+    state = artifact.module().state_dict()
+    assert state.keys() == checkpoint.state.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in checkpoint.state.items())
+    expected = Tiny(4).eval()
+    expected.load_state_dict(dict(checkpoint.state))
+    batch = torch.randn(3, 1, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(run(artifact, batch), expected(batch), rtol=1e-4, atol=1e-5)
+    assert checkpoint.sha256 in artifact.card.notes[0]
+
+
+def test_a_second_run_takes_everything_from_the_cache(quick, checkpoint):
+    first = quick()
+    base = first.baseline(checkpoint=checkpoint)
+    fused = first.apply(base.artifact, Fuse())
+    assert not base.cached
+    assert not fused.cached
+    second = quick()  # another session, as in another process
+    again = second.baseline(checkpoint=checkpoint)
+    assert again.cached
+    assert again.artifact.key == base.artifact.key
+    assert second.apply(again.artifact, Fuse()).cached
+    assert second.apply(again.artifact, Fuse()).artifact.folder == fused.artifact.folder
+
+
+CHANGES = {
+    "the seed": lambda context: dataclasses.replace(context, seed=1),
+    "an image": lambda context: noise_context(train=noise(64, 77)),
+    "a validation image": lambda context: noise_context(val=noise(8, 78)),
+    "the mean": lambda context: dataclasses.replace(context, preprocessing=dataclasses.replace(GREY16, mean=(0.4,))),
+    "the interpolation": lambda context: dataclasses.replace(
+        context, preprocessing=dataclasses.replace(GREY16, interpolation="bicubic")
+    ),
+    "the resizing": lambda context: dataclasses.replace(
+        context, preprocessing=Preprocessing(20, (16, 16), (0.5,), (0.25,))
+    ),
+    "the classes' names": lambda context: dataclasses.replace(
+        context, data=dataclasses.replace(context.data, classes=("w", "x", "y", "z"))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.replace(" ", "-"))
+def test_other_surroundings_are_another_key(quick, checkpoint, change):
+    context = noise_context()
+    base = quick(context).baseline(checkpoint=checkpoint)
+    other = quick(CHANGES[change](context)).baseline(checkpoint=checkpoint)
+    assert not other.cached
+    assert other.artifact.key != base.artifact.key
+
+
+def test_another_checkpoint_is_another_key_and_reaches_the_children(quick, checkpoint):
+    state = {name: tensor.clone() for name, tensor in checkpoint.state.items()}
+    state["head.bias"] += 1
+    session = quick()
+    base, other = (session.baseline(checkpoint=c).artifact for c in (checkpoint, Checkpoint(state, "d" * 64)))
+    assert base.key != other.key
+    fused, refused = session.apply(base, Fuse()), session.apply(other, Fuse())
+    assert not refused.cached
+    assert fused.artifact.key != refused.artifact.key
+    assert not torch.equal(fused.artifact.module().state_dict()["head.bias"], state["head.bias"])
+    assert torch.equal(refused.artifact.module().state_dict()["head.bias"], state["head.bias"])
+
+
+def test_a_changed_config_reruns_its_stage_and_the_descendants_only(quick, checkpoint):
+    session = quick()
+    base = session.baseline(checkpoint=checkpoint).artifact
+    one = session.apply(base, Ptq(images=8, observer="minmax"))
+    int8 = session.apply(one.artifact, OnnxInt8())
+    session.apply(base, Onnx())
+    two = session.apply(base, Ptq(images=8, observer="moving_average"))
+    assert not two.cached
+    assert two.artifact.key != one.artifact.key
+    assert not session.apply(two.artifact, OnnxInt8()).cached
+    assert session.apply(one.artifact, OnnxInt8()).artifact.key == int8.artifact.key
+    assert session.apply(base, Onnx()).cached
+
+
+def test_a_changed_training_config_is_another_baseline(quick):
+    session = quick()
+    config = TrainingConfig(epochs=1, augment=False)
+    first = session.baseline(config)
+    assert session.baseline(config).cached
+    assert not session.baseline(TrainingConfig(epochs=1, augment=False, learning_rate=0.01)).cached
+    assert "trained here: best of 1 epochs" in first.artifact.card.notes[0]
+
+
+def test_changed_source_of_a_pass_takes_no_old_result(quick, checkpoint, monkeypatch):
+    session = quick()
+    base = session.baseline(checkpoint=checkpoint).artifact
+    session.apply(base, Fuse())
+    monkeypatch.setattr(Pass, "source_digest", lambda self: "e" * 64)
+    assert not session.apply(base, Fuse()).cached
+
+
+def test_a_corrupted_file_is_noticed_and_made_again(quick, checkpoint):
+    session = quick()
+    base = session.baseline(checkpoint=checkpoint).artifact
+    fused = session.apply(base, Fuse()).artifact
+    whole = fused.path.read_bytes()
+    fused.path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    again = session.apply(base, Fuse())
+    assert not again.cached
+    assert again.artifact.path.stat().st_size == pytest.approx(len(whole), abs=64)
+    assert run(again.artifact, torch.zeros(2, 1, 16, 16)).shape == (2, 4)
+
+
+def test_the_card_names_every_ancestor_with_its_config(made):
+    card = load_card(made("fuse", "ptq", "onnx-int8").folder)
+    assert [entry.name for entry in card.lineage] == ["baseline", "fuse", "ptq", "onnx-int8"]
+    assert [entry.operation for entry in card.lineage] == ["baseline", "fuse", "ptq", "onnx-int8"]
+    assert card.lineage[0].config["epochs"] == SHORT.epochs
+    assert card.lineage[2].config["observer"] == "histogram"
+    assert len({entry.key for entry in card.lineage}) == 4
+    assert card.classes == tuple("0123456789")
+    assert card.preprocessing == GREY16
+    assert card.versions["torch"] == torch.__version__.partition("+")[0]
+    assert set(card.files) == {path.name for path in made("fuse", "ptq", "onnx-int8").folder.iterdir()} - {
+        "card.json",
+        "object.json",
+    }
+
+
+def test_the_same_pass_twice_under_two_names_is_two_artifacts(quick, checkpoint):
+    session = quick()
+    base = session.baseline(checkpoint=checkpoint).artifact
+    one, two = session.apply(base, Fuse(), "one").artifact, session.apply(base, Fuse(), "two").artifact
+    assert (one.card.name, two.card.name) == ("one", "two")
+    assert one.folder != two.folder
+
+
+def test_a_pass_after_one_that_it_cannot_follow_is_refused(made, session):
+    with pytest.raises(UserError, match=r"ptq takes a float module, not a float ONNX graph"):
+        session.apply(made("onnx"), Ptq())
+    with pytest.raises(UserError, match=r"onnx-int8 takes a quantized \(int8\) module, not a float module"):
+        session.apply(made(), OnnxInt8())
+
+
+def test_only_float_modules_have_an_eager_module(made):
+    assert isinstance(made("fuse").module(), torch.nn.Module)
+    for names in (("ptq",), ("onnx",), ("half",)):
+        with pytest.raises(PassError, match="has no eager module"):
+            made(*names).module()
+
+
+def test_what_fails_leaves_nothing_behind(quick, checkpoint, monkeypatch):
+    session = quick()
+    base = session.baseline(checkpoint=checkpoint).artifact
+    objects = session.store.root / ".store" / "objects"
+    before = set(objects.iterdir())
+    monkeypatch.setattr(fuse_file, "write_program", lambda *a: (_ for _ in ()).throw(RuntimeError("half way")))
+    with pytest.raises(RuntimeError, match="half way"):
+        session.apply(base, Fuse())
+    without = quick(model="tiny_without_linear")
+    bare = without.baseline(checkpoint=Checkpoint(without.source.build(4).state_dict(), "f" * 64)).artifact
+    with pytest.raises(NotApplicableError):
+        without.apply(bare, Dynamic())
+    assert len(set(objects.iterdir()) - before) == 1  # the other model's baseline
+    assert not list((session.store.root / ".store" / "tmp").iterdir())
+    monkeypatch.undo()
+    assert not session.apply(base, Fuse()).cached
+
+
+def test_a_model_with_the_wrong_number_of_outputs_is_the_users_mistake(tmp_path):
+    (tmp_path / "wrong.py").write_text(
+        "from torch import nn\ndef fixed(): return nn.Sequential(nn.Flatten(), nn.Linear(256, 7))\n"
+    )
+    session = Session(Store(tmp_path / "store"), resolve_model(f"{tmp_path}/wrong.py:fixed"), noise_context())
+    state = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(256, 7)).state_dict()
+    with pytest.raises(UserError, match=r"gives \(4, 7\) for a batch of 4 images of 4 classes"):
+        session.baseline(checkpoint=Checkpoint(state, "a" * 64))
+
+
+def test_a_model_that_fails_on_its_input_is_the_users_mistake(tmp_path):
+    (tmp_path / "wrong.py").write_text(
+        "from torch import nn\ndef wrong(): return nn.Sequential(nn.Flatten(), nn.Linear(9, 4))\n"
+    )
+    session = Session(Store(tmp_path / "store"), resolve_model(f"{tmp_path}/wrong.py:wrong"), noise_context())
+    state = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(9, 4)).state_dict()
+    with pytest.raises(UserError, match=r"fails on an input of shape \(4, 1, 16, 16\): RuntimeError"):
+        session.baseline(checkpoint=Checkpoint(state, "a" * 64))
+
+
+def test_every_pass_of_the_issue_is_registered_once_with_its_config():
+    assert set(passes()) >= {"fuse", "half", "dynamic", "ptq", "qat", "onnx", "onnx-half", "onnx-int8"}
+    for name, entry in passes().items():
+        assert entry.name == name
+        assert pass_of(entry.config()) is entry
+        assert all(field.description for field in entry.config.model_fields.values()), name
+        assert entry.config.model_config["frozen"]
+        with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+            entry.config(no_such_field=1)
+
+
+def test_an_unknown_pass_names_the_nearest():
+    with pytest.raises(UserError, match=r"unknown pass 'onx': did you mean 'onnx'\?"):
+        find_pass("onx")
+    with pytest.raises(UserError, match="PassConfig is not the config of a pass"):
+        pass_of(PassConfig())
+
+
+def test_calibration_images_are_training_images_stratified_and_seeded():
+    context = noise_context()
+    labels = torch.cat([labels for _, labels in context.calibration(20)])
+    assert torch.bincount(labels).tolist() == [5, 5, 5, 5]
+    example = context.example(8)
+    assert example.shape == (8, 1, 16, 16)
+    assert example.dtype == torch.float32
+    assert torch.equal(example, noise_context().example(8))
+    assert not torch.equal(example, dataclasses.replace(context, seed=1).example(8))
+    assert context.device == CPU

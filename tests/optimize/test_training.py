@@ -1,0 +1,219 @@
+"""The training loop: that it learns, what it chooses the best epoch on, and that a seed fixes all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from optimize import training
+from optimize.data import loader
+from optimize.datasets import Split
+from optimize.errors import PassError
+from optimize.passes.base import Context
+from optimize.training import TrainingConfig, hold_out, top1, train
+from serve.runtime.images import normalise
+
+from .tiny_net import Tiny
+from .workbench import CPU, GREY16, noise, noise_context
+
+
+def numbered(labels: list[int]) -> Split:
+    """Sources that are their own names, for tests that decode nothing."""
+    return Split(tuple(str(index).encode() for index in range(len(labels))), torch.tensor(labels))
+
+
+def brightness(images: int = 96) -> Context:
+    """Images whose brightness is their class, which a linear layer can learn."""
+    parts = [noise(images // 4, seed, 20 + 60 * seed, 40 + 60 * seed) for seed in range(4)]
+    sources = tuple(source for part in parts for source in part.sources)
+    train_split = Split(sources, torch.arange(4).repeat_interleave(images // 4))
+    return noise_context(train=train_split)
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 49, 4))
+
+
+FAST = TrainingConfig(epochs=2, batch_size=16, learning_rate=0.02, augment=False)
+
+
+# --- what is held out --------------------------------------------------------------------------------------------
+
+
+def test_held_out_images_are_a_share_of_each_class_and_in_neither_part_twice():
+    split = numbered([0] * 50 + [1] * 30 + [2] * 10)
+    fit, held = hold_out(split, 0.2, 0)
+    assert torch.bincount(held.labels).tolist() == [10, 6, 2]
+    assert torch.bincount(fit.labels).tolist() == [40, 24, 8]
+    assert not set(fit.sources) & set(held.sources)
+    assert set(fit.sources) | set(held.sources) == set(split.sources)
+    labels = dict(zip(split.sources, split.labels.tolist(), strict=True))
+    for part in (fit, held):
+        assert [labels[source] for source in part.sources] == part.labels.tolist()
+
+
+def test_each_class_keeps_an_image_on_both_sides_as_long_as_it_has_two():
+    fit, held = hold_out(numbered([0] * 20 + [1, 1] + [2]), 0.1, 0)
+    assert torch.bincount(held.labels, minlength=3).tolist() == [2, 1, 0]
+    assert torch.bincount(fit.labels).tolist() == [18, 1, 1]
+
+
+def test_the_seed_decides_which_images_are_held_out():
+    split = numbered([0] * 50 + [1] * 50)
+    again = numbered([0] * 50 + [1] * 50)
+    assert hold_out(split, 0.2, 0)[1].sources == hold_out(again, 0.2, 0)[1].sources
+    assert hold_out(split, 0.2, 0)[1].sources != hold_out(split, 0.2, 1)[1].sources
+    assert hold_out(split, 0.2, 0)[1] is hold_out(split, 0.2, 0)[1], "the same object, so that its pixels are shared"
+
+
+# --- the loop ----------------------------------------------------------------------------------------------------
+
+
+def test_a_tiny_network_learns_the_digits(digits, digits_context):
+    torch.manual_seed(0)
+    module = Tiny(10)
+    batches = loader(digits.val, GREY16, batch_size=256, device=CPU)
+    assert top1(module.eval(), batches, digits_context) < 0.3
+    result = train(module, digits_context, TrainingConfig(epochs=2, batch_size=32, learning_rate=0.1, augment=False))
+    assert top1(module, batches, digits_context) > 0.85
+    assert result.epochs[1].loss < result.epochs[0].loss < 2.3
+    assert result.held_out_images == pytest.approx(0.1 * len(digits.train), abs=10)
+    assert not module.training
+
+
+def test_validation_images_are_never_looked_at(monkeypatch):
+    context = brightness()
+    seen = []
+    original = training.loader
+    monkeypatch.setattr(training, "loader", lambda split, *a, **k: seen.append(split) or original(split, *a, **k))
+    train(network(), context, FAST)
+    assert seen
+    assert not any(set(split.sources) & set(context.data.val.sources) for split in seen)
+    fit, held = seen
+    assert not set(fit.sources) & set(held.sources)
+
+
+def test_top1_is_the_share_of_right_answers():
+    context = brightness(16)
+
+    class AlwaysTwo(nn.Module):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return nn.functional.one_hot(torch.full((len(batch),), 2), 4).float()
+
+    split = dataclasses.replace(context.data.train, labels=torch.tensor([2] * 5 + [1] * 11))
+    assert top1(AlwaysTwo(), loader(split, GREY16, batch_size=6, device=CPU), context) == 5 / 16
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [([0.5, 0.9, 0.7], 1), ([0.2, 0.4, 0.4], 2), ([0.8, 0.1, 0.1], 0)],
+    ids=["middle", "tie", "first"],
+)
+def test_the_weights_of_the_best_epoch_are_kept(scores, best, monkeypatch):
+    module, states, remaining = network(), [], iter(scores)
+
+    def scripted(module, batches, context):
+        states.append({name: tensor.clone() for name, tensor in module.state_dict().items()})
+        return next(remaining)
+
+    monkeypatch.setattr(training, "top1", scripted)
+    result = train(module, brightness(), FAST.model_copy(update={"epochs": 3}))
+    assert result.best == best
+    assert [epoch.held_out_top1 for epoch in result.epochs] == scores
+    kept = module.state_dict()
+    for number, state in enumerate(states):
+        assert all(torch.equal(kept[name], state[name]) for name in kept) == (number == best)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not():
+    states = []
+    for seed in (0, 0, 1):
+        module = network()  # always the same start
+        train(module, dataclasses.replace(brightness(), seed=seed), FAST.model_copy(update={"augment": True}))
+        states.append(module.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["4.weight"], states[2]["4.weight"])
+
+
+def test_augmentation_changes_what_is_trained_on_and_can_be_switched_off(monkeypatch):
+    calls = []
+    original = training.augment
+    monkeypatch.setattr(training, "augment", lambda *a: calls.append(1) or original(*a))
+    train(network(), brightness(), FAST)
+    assert not calls
+    train(network(), brightness(), FAST.model_copy(update={"augment": True}))
+    assert calls
+
+
+def test_the_network_sees_the_served_pixels():
+    context, seen = brightness(), []
+
+    class Watching(nn.Sequential):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            seen.append(batch)
+            return super().forward(batch)
+
+    train(Watching(*network()), context, FAST.model_copy(update={"epochs": 1}))
+    ((everything, _),) = loader(context.data.train, GREY16, batch_size=96, device=CPU)
+    wanted = {image.numpy().tobytes() for image in normalise(everything, GREY16, CPU, torch.float32)}
+    assert {image.numpy().tobytes() for batch in seen for image in batch} == wanted
+
+
+def test_a_learning_rate_that_diverges_is_an_error_that_names_it():
+    with pytest.raises(
+        PassError, match=r"training diverged: the loss is (nan|inf) in epoch 1; lower learning_rate .*1e\+20"
+    ):
+        train(network(), brightness(), FAST.model_copy(update={"learning_rate": 1e20}))
+
+
+def test_weights_decay_and_norms_and_biases_do_not(monkeypatch):
+    captured = {}
+    original = torch.optim.SGD
+
+    def spy(groups, **options):
+        captured["groups"] = groups
+        return original(groups, **options)
+
+    monkeypatch.setattr(torch.optim, "SGD", spy)
+    module = network()
+    module[4].bias.requires_grad_(False)
+    train(module, brightness(), FAST.model_copy(update={"weight_decay": 0.25}))
+    by_decay = {group["weight_decay"]: {id(p) for p in group["params"]} for group in captured["groups"]}
+    assert by_decay == {
+        0.25: {id(module[0].weight), id(module[4].weight)},
+        0.0: {id(module[0].bias), id(module[1].weight), id(module[1].bias)},
+    }
+
+
+def test_the_rate_rises_to_its_peak_and_falls_to_almost_nothing(monkeypatch):
+    rates = []
+    original = torch.optim.SGD.step
+
+    def spy(self, *arguments, **options):
+        rates.append(self.param_groups[0]["lr"])
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", spy)
+    train(network(), brightness(), FAST.model_copy(update={"epochs": 5, "warm_up": 0.3}))
+    assert max(rates) == pytest.approx(0.02, rel=0.02)
+    peak = rates.index(max(rates))
+    assert 0.2 < peak / len(rates) < 0.4
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[0] < 0.1 * max(rates)
+    assert rates[-1] < 0.02 * max(rates)
+
+
+def test_progress_runs_from_the_first_step_to_the_last():
+    told = []
+    context = dataclasses.replace(brightness(), progress=lambda fraction, message: told.append((fraction, message)))
+    train(network(), context, FAST)
+    fractions = [fraction for fraction, _ in told]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert told[0][1] == "epoch 1/2"
+    assert told[-1][1] == "epoch 2/2"
