@@ -1,0 +1,136 @@
+"""One run of the whole pipeline on the smallest user's model, made once a session, and copies of it to change."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from optimize.job import Job
+from optimize.pipeline import Outcome, run
+
+ROOT = Path(__file__).parents[2]
+TINY = f"{ROOT / 'tests' / 'examples' / 'tiny_cnn.py'}:tiny"
+
+RECIPE: dict[str, Any] = {
+    "baseline": {"epochs": 3, "batch_size": 32, "learning_rate": 0.1, "augment": False},
+    "stages": [
+        {"pass": "fuse"},
+        {"pass": "half", "from": "fuse"},
+        {"pass": "half", "name": "half-bf16", "from": "fuse", "config": {"dtype": "bfloat16"}},
+        {"pass": "dynamic", "from": "fuse"},
+        {"pass": "ptq", "from": "fuse", "config": {"images": 64}},
+        {"pass": "qat", "from": "baseline", "config": {"epochs": 1, "freeze_observers_at": 1, "images": 32}},
+        {"pass": "onnx", "from": "fuse"},
+        {"pass": "onnx-half", "from": "fuse"},
+        {"pass": "onnx-int8", "from": "ptq"},
+        {"pass": "onnx-int8", "name": "onnx-int8-qat", "from": "qat"},
+    ],
+    "measure": {"rounds": 2, "batch_sizes": [1, 4], "seconds": 0.02},
+}
+
+
+@dataclass
+class Heard:
+    """A listener that remembers: ``steps`` has (name, cached, skipped) of every step that ended."""
+
+    steps: list[tuple[str, bool, str | None]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    fractions: list[float] = field(default_factory=list)
+
+    def started(self, name: str) -> None:
+        pass
+
+    def progressed(self, fraction: float, message: str) -> None:
+        self.fractions.append(fraction)
+
+    def ended(self, name: str, seconds: float, *, cached: bool, skipped: str | None) -> None:
+        self.steps.append((name, cached, skipped))
+
+    def said(self, message: str) -> None:
+        self.lines.append(message)
+
+    def made(self) -> set[str]:
+        """Steps that were neither in the cache nor skipped."""
+        return {name for name, cached, skipped in self.steps if not cached and skipped is None}
+
+
+def with_stages(*stages: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """The recipe with other stages, and the fastest measurement."""
+    measure = {"rounds": 1, "batch_sizes": [1], "seconds": 0.005}
+    return {**RECIPE, "measure": measure, **sections, "stages": list(stages)}
+
+
+def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def run_recipe(store: Path, recipe: dict[str, Any], **options: Any) -> tuple[Outcome, Heard]:
+    """Run in this process."""
+    heard = Heard()
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(model=TINY, recipe=write_recipe(Path(folder), recipe), store=store, device="cpu", **options)
+        return run(job, heard), heard
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "optimize", *map(str, words)]
+
+
+def start_run(store: Path, recipe: Path, *words: object) -> subprocess.Popen[str]:
+    """Run in another process, as a user does."""
+    return subprocess.Popen(
+        command("run", TINY, "--recipe", recipe, "--store", store, "--device", "cpu", *words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """The finished run: where it is, what was reported, what was heard."""
+
+    store: Path
+    folder: Path
+    report: dict[str, Any]
+    heard: Heard
+
+    def row(self, name: str) -> dict[str, Any]:
+        return next(row for row in self.report["artifacts"] if row["name"] == name)
+
+
+@functools.cache
+def _tiny_run(folder: Path) -> TinyRun:
+    store = folder / "tiny-run" / "model_store"
+    outcome, heard = run_recipe(store, RECIPE)
+    assert outcome.failed == ()
+    return TinyRun(store, outcome.folder, json.loads((outcome.folder / "report.json").read_text()), heard)
+
+
+@pytest.fixture
+def tiny_run(tmp_path_factory) -> TinyRun:
+    """Made once a session, whichever module asks first; to be looked at, not changed."""
+    return _tiny_run(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def copied_store(tiny_run, tmp_path) -> Path:
+    """A copy of the run's store, to change."""
+    store = tmp_path / "model_store"
+    shutil.copytree(tiny_run.store, store)
+    return store

@@ -1,0 +1,457 @@
+"""The whole pipeline on the smallest model: what it reports, what it leaves, and what it makes again."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import signal
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torchvision.transforms.v2 import functional
+
+from optimize.artifact import WEIGHTS_FILE
+from optimize.datasets import open_data
+from optimize.errors import PipelineError, UserError
+from optimize.measure.bench import Bench
+from optimize.passes import onnx as onnx_pass
+from optimize.pipeline import Outcome
+from optimize.runs import faults_of
+from optimize.store import Store, fault
+from serve.runtime.card import load_card
+
+from .runs_fixtures import (
+    RECIPE,
+    TinyRun,
+    copied_store,
+    run_recipe,
+    start_run,
+    tiny_run,
+    with_stages,
+    write_recipe,
+)
+
+__all__ = ["copied_store", "tiny_run"]  # fixtures
+pytestmark = pytest.mark.slow
+
+FUSE = {"pass": "fuse"}
+STAGES = [stage.get("name", stage["pass"]) for stage in RECIPE["stages"]]
+MEASUREMENTS = {"accuracy", "memory", "speed"}
+MEASURED = ["top1", "top1_delta", "top1_delta_ci95", "top5", "latency_ms", "parity", "memory_bytes", "load_ms"]
+
+
+def measured_rows(run: TinyRun) -> list[dict[str, Any]]:
+    return [row for row in run.report["artifacts"] if row["skipped"] is None]
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# --- what is reported
+
+
+def test_the_report_has_the_fields_of_its_schema(tiny_run: TinyRun) -> None:
+    report = tiny_run.report
+    assert {"schema", "run", "model", "data", "machine", "versions", "recommended", "artifacts"} <= report.keys()
+    assert report["run"] == "tiny"
+    assert report["data"]["name"] == "digits"
+    assert (report["data"]["classes"], report["data"]["train"] + report["data"]["val"]) == (10, 1797)
+    assert report["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert report["versions"]["torch"] == torch.__version__.split("+")[0] or report["versions"]["torch"]
+    assert [row["name"] for row in report["artifacts"]] == ["baseline", *STAGES]
+    for row in report["artifacts"]:
+        assert {
+            "name", "format", "path", "archive", "parents", "bytes", "top1", "top1_delta", "top1_delta_ci95", "top5",
+            "latency_ms", "throughput", "parity", "skipped",
+        } <= row.keys()  # fmt: skip
+    for row in measured_rows(tiny_run):
+        assert set(row["latency_ms"]) == {"p50", "p95", "p99"}
+        assert list(row["throughput"]) == ["1", "4"]
+        low, high = row["top1_delta_ci95"]
+        assert low <= row["top1_delta"] <= high
+        assert row["latency_ms"]["p50"] > 0
+        assert row["latency_ms"]["p95"] <= row["latency_ms"]["p99"]
+        assert row["top1"] <= row["top5"] <= 1
+        assert row["memory_bytes"] > 0
+        assert row["load_ms"] > 0
+    assert report["recommended"] in [row["name"] for row in measured_rows(tiny_run)]
+
+
+def test_parents_are_those_of_the_recipe(tiny_run: TinyRun) -> None:
+    parents = {row["name"]: row["parents"] for row in tiny_run.report["artifacts"]}
+    assert parents["baseline"] == []
+    assert parents["fuse"] == parents["qat"] == ["baseline"]
+    assert parents["onnx-int8"] == ["ptq"]
+    assert parents["onnx-int8-qat"] == ["qat"]
+
+
+def test_formats_and_precisions_are_what_the_files_are(tiny_run: TinyRun) -> None:
+    formats = {row["name"]: (row["format"], row["precision"]) for row in measured_rows(tiny_run)}
+    assert formats["baseline"] == formats["fuse"] == ("exported_program", "float32")
+    assert formats["ptq"] == formats["qat"] == ("torchscript", "int8")
+    assert formats["dynamic"][0] == "torchscript"
+    assert formats["onnx"] == ("onnx", "float32")
+    assert formats["onnx-half"] == ("onnx", "float16")
+    assert formats["onnx-int8"] == formats["onnx-int8-qat"] == ("onnx", "int8")
+
+
+def test_fp16_is_made_and_has_no_number_where_there_is_no_gpu(tiny_run: TinyRun) -> None:
+    row = tiny_run.row("half")
+    assert "CUDA" in row["skipped"]
+    assert [row[name] for name in MEASURED] == [None] * len(MEASURED)
+    assert row["throughput"] == {}
+    assert Path(row["path"]).is_file()
+    assert Path(row["archive"]).is_file()
+    card = load_card(tiny_run.folder / "artifacts" / "half")
+    assert "CUDA" in card.measurements["skipped"]
+    assert card.measurements["latency_ms"] is None
+
+
+def test_bytes_are_the_files(tiny_run: TinyRun) -> None:
+    for row in tiny_run.report["artifacts"]:
+        if row["path"] is not None:
+            assert row["bytes"] == Path(row["path"]).stat().st_size
+            assert row["archive_bytes"] == Path(row["archive"]).stat().st_size
+            assert row["archive_sha256"] == sha256(Path(row["archive"]))
+
+
+def independent_logits(row: dict[str, Any], pixels: torch.Tensor) -> torch.Tensor:
+    """The file opened with its library alone, in batches of 64: dynamic quantization takes its scale from the batch."""
+    images = functional.resize(pixels, [32, 32], antialias=True).float() / 255
+    batches = ((images - 0.5) / 0.25).split(64)
+    path = row["path"]
+    if row["format"] == "onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return torch.cat([torch.from_numpy(session.run(None, {"input": b.numpy()})[0]).float() for b in batches])
+    module = torch.export.load(path).module() if row["format"] == "exported_program" else torch.jit.load(path)
+    dtype = torch.bfloat16 if row["precision"] == "bfloat16" else torch.float32
+    with torch.no_grad():
+        return torch.cat([module(batch.to(dtype)).float() for batch in batches])
+
+
+def test_accuracy_and_parity_are_those_of_the_files_opened_with_their_libraries(tiny_run: TinyRun) -> None:
+    val = open_data("digits").val
+    pictures = [np.asarray(Image.open(io.BytesIO(source)).convert("RGB")) for source in val.sources]
+    pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)
+    logits = {row["name"]: independent_logits(row, pixels) for row in measured_rows(tiny_run)}
+    one_image = 1 / len(val)
+    base = logits["baseline"].argmax(1) == val.labels
+    for row in measured_rows(tiny_run):
+        own = logits[row["name"]]
+        right = own.argmax(1) == val.labels
+        five = ((-own).argsort(stable=True).argsort()[range(len(val)), val.labels]) < 5
+        # The last bit of a normalised pixel decides a few integers of an int8 network, and so a few near ties.
+        close = (0.5 if row["precision"] == "float32" else 4.5) * one_image
+        assert row["top1"] == pytest.approx(right.double().mean().item(), abs=close)
+        assert row["top5"] == pytest.approx(five.double().mean().item(), abs=close)
+        delta = right.double().mean() - base.double().mean()
+        assert row["top1_delta"] == pytest.approx(delta.item(), abs=close)
+        counts = row["discordant"]
+        assert (counts["gained"] - counts["lost"]) / row["images"] == pytest.approx(row["top1_delta"])
+        assert row["images"] == len(val) == 359
+        if row["parents"]:
+            parent = logits[row["parents"][0]]
+            parity = row["parity"]
+            assert parity["max_abs"] == pytest.approx(
+                (own - parent).abs().max().item(), rel=0.2, abs=0.2 if row["precision"] == "int8" else 0.02
+            )
+            assert parity["top1_agreement"] == pytest.approx(
+                (own.argmax(1) == parent.argmax(1)).double().mean().item(), abs=2 * close
+            )
+            if row["precision"] == "int8" and row["name"] in ("ptq", "qat"):
+                noise = 10 * torch.log10((parent**2).sum() / ((own - parent) ** 2).sum()).item()
+                assert parity["sqnr_db"] == pytest.approx(noise, abs=0.5)
+
+
+def test_the_model_has_learnt_and_int8_keeps_it(tiny_run: TinyRun) -> None:
+    assert tiny_run.row("baseline")["top1"] > 0.6
+    assert tiny_run.row("fuse")["parity"]["top1_agreement"] == 1
+    assert tiny_run.row("onnx")["parity"]["max_abs"] < 1e-3
+    assert tiny_run.row("ptq")["parity"]["sqnr_db"] > 10
+    assert tiny_run.row("ptq")["parity"]["max_abs"] > 0
+    assert tiny_run.row("qat")["top1"] > 0.6
+
+
+def test_throughput_agrees_with_latency_at_batch_1(tiny_run: TinyRun) -> None:
+    for row in measured_rows(tiny_run):
+        assert row["throughput"]["1"] == pytest.approx(1e3 / row["latency_ms"]["p50"], rel=0.8)
+        assert row["best_batch"] == max((1, 4), key=lambda size, row=row: row["throughput"][str(size)])
+
+
+def test_the_references_stand_in_the_same_table(tiny_run: TinyRun) -> None:
+    names = [row["name"] for row in tiny_run.report["baselines"]]
+    assert names == ["eager", "eager channels-last", "torch.compile"]
+    for row in tiny_run.report["baselines"]:
+        assert (row["skipped"] is None) == (row["latency_ms"] is not None)
+    assert tiny_run.report["baselines"][0]["latency_ms"]["p50"] > 0
+
+
+# --- what is left on disk
+
+
+def test_the_run_folder_holds_what_the_report_names_and_nothing_else(tiny_run: TinyRun) -> None:
+    made = {row["name"] for row in tiny_run.report["artifacts"] if row["path"]}
+    assert made >= {"baseline", *STAGES} - {"half-bf16"}
+    assert {path.name for path in tiny_run.folder.iterdir()} == {
+        "artifacts", "archives", "objects.json", "report.json", "report.html", "sample.png",
+    }  # fmt: skip
+    assert {path.name for path in (tiny_run.folder / "artifacts").iterdir()} == made
+    assert {path.name for path in (tiny_run.folder / "archives").iterdir()} == {f"tiny-{name}.mar" for name in made}
+    assert faults_of(tiny_run.store, "tiny") == (2 * len(made), [])
+    assert list((tiny_run.store / ".store" / "tmp").iterdir()) == []
+
+
+def test_archives_hold_the_artifacts_file_and_the_measured_card(tiny_run: TinyRun) -> None:
+    for row in measured_rows(tiny_run):
+        with zipfile.ZipFile(row["archive"]) as archive:
+            assert archive.read(Path(row["path"]).name) == Path(row["path"]).read_bytes()
+            card = json.loads(archive.read("card.json"))
+            assert card["measurements"]["top1"] == row["top1"]
+            assert card["measurements"]["latency_ms"] == row["latency_ms"]
+            assert [entry["name"] for entry in card["lineage"]][-1] == row["name"]
+            assert {"handler.py", "index_to_name.json", "model-config.yaml"} <= set(archive.namelist())
+
+
+def test_the_page_names_every_artifact_and_refers_to_nothing_outside(tiny_run: TinyRun) -> None:
+    page = (tiny_run.folder / "report.html").read_text()
+    for name in STAGES:
+        assert name in page
+    assert "<script src" not in page
+    assert 'href="http' not in page
+
+
+def test_prune_keeps_all_that_the_run_uses(copied_store: Path) -> None:
+    outcome, _ = run_recipe(copied_store, with_stages(FUSE), run="other")
+    assert outcome.failed == ()
+    store = Store(copied_store)
+    assert store.prune() == (0, 0)
+    _, heard = run_recipe(copied_store, RECIPE)
+    assert heard.made() == set()
+
+
+# --- what is made again
+
+
+def keys(outcome: Outcome) -> dict[str, str]:
+    return {row["name"]: row["key"] for row in outcome.report["artifacts"]}
+
+
+def changed(stage: str, **config: Any) -> dict[str, Any]:
+    stages = [{**s, "config": {**s.get("config", {}), **config}} if s["pass"] == stage else s for s in RECIPE["stages"]]
+    return {**RECIPE, "stages": stages}
+
+
+def test_a_second_run_takes_everything_from_the_cache(tiny_run: TinyRun, copied_store: Path) -> None:
+    started = time.perf_counter()
+    outcome, heard = run_recipe(copied_store, RECIPE)
+    assert time.perf_counter() - started < 10
+    assert heard.made() == set()
+    assert {name for name, cached, _ in heard.steps if cached} >= MEASUREMENTS
+    assert keys(outcome) == {row["name"]: row["key"] for row in tiny_run.report["artifacts"]}
+    for mine, first in zip(outcome.report["artifacts"], tiny_run.report["artifacts"], strict=True):
+        assert {name: mine[name] for name in (*MEASURED, "throughput", "archive_sha256")} == {
+            name: first[name] for name in (*MEASURED, "throughput", "archive_sha256")
+        }
+
+
+def test_a_changed_stage_is_made_again_with_its_descendants_and_nothing_else(
+    tiny_run: TinyRun, copied_store: Path
+) -> None:
+    outcome, heard = run_recipe(copied_store, changed("ptq", images=48))
+    assert heard.made() == {"ptq", "onnx-int8", *MEASUREMENTS}
+    before = {row["name"]: row["key"] for row in tiny_run.report["artifacts"]}
+    assert {name for name, key in keys(outcome).items() if key != before[name]} == {"ptq", "onnx-int8"}
+
+
+def test_a_checkpoint_is_the_baseline_and_another_one_makes_everything_anew(
+    tiny_run: TinyRun, copied_store: Path, tmp_path: Path
+) -> None:
+    weights = load_file(tiny_run.folder / "artifacts" / "baseline" / WEIGHTS_FILE)
+    save_file(weights, tmp_path / "same.safetensors")
+    outcome, heard = run_recipe(copied_store, with_stages(FUSE), run="c", checkpoint=tmp_path / "same.safetensors")
+    assert heard.made() >= {"baseline", "fuse"}
+    assert outcome.report["artifacts"][0]["top1"] == tiny_run.row("baseline")["top1"]
+    weights["12.bias"] = weights["12.bias"] + torch.eye(10)[3] * 100
+    save_file(weights, tmp_path / "other.safetensors")
+    outcome, heard = run_recipe(copied_store, with_stages(FUSE), run="c", checkpoint=tmp_path / "other.safetensors")
+    assert heard.made() == {"baseline", "fuse", *MEASUREMENTS}
+    assert outcome.report["artifacts"][0]["top1"] < 0.2  # it says 3 to everything
+
+
+def flip_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 255
+    path.write_bytes(data)
+
+
+def test_damage_is_noticed_and_repaired(tiny_run: TinyRun, copied_store: Path) -> None:
+    folder = copied_store / "tiny"
+    victim = copied_store / ".store" / "objects" / tiny_run.row("ptq")["key"] / "model.pt"
+    flip_last_byte(victim)
+    flip_last_byte(folder / "artifacts" / "fuse" / "model.pt2")
+    flip_last_byte(folder / "archives" / "tiny-onnx.mar")
+    (folder / "artifacts" / "onnx" / "card.json").write_text("{}")
+    (folder / "artifacts" / "qat" / "model.pt").unlink()
+    (folder / "artifacts" / "qat" / "stray").mkdir()
+    (folder / f".report.json.{'0' * 32}").write_text("of a process that was killed")
+    (folder / "sample.jpg").write_text("of other data")
+    _, faults = faults_of(copied_store, "tiny")
+    assert len(faults) == 4  # the object in the store is not the run's copy here
+    outcome, heard = run_recipe(copied_store, RECIPE)
+    assert "ptq" in heard.made()
+    # A rebuilt TorchScript file may differ in its mangled names, and then its child is made again too.
+    assert heard.made() - MEASUREMENTS <= {"ptq", "onnx-int8"}
+    assert faults_of(copied_store, "tiny")[1] == []
+    assert [row["top1"] for row in outcome.report["artifacts"]] == [row["top1"] for row in tiny_run.report["artifacts"]]
+    assert {path.name for path in folder.iterdir()} == {path.name for path in tiny_run.folder.iterdir()}
+    assert not (folder / "artifacts" / "qat" / "stray").exists()
+    with zipfile.ZipFile(folder / "archives" / "tiny-onnx.mar") as archive:
+        assert archive.testzip() is None
+
+
+def test_what_another_recipe_left_under_the_name_is_removed(copied_store: Path) -> None:
+    outcome, _ = run_recipe(copied_store, with_stages(FUSE))
+    folder = copied_store / "tiny"
+    assert [row["name"] for row in outcome.report["artifacts"]] == ["baseline", "fuse"]
+    assert sorted(path.name for path in (folder / "artifacts").iterdir()) == ["baseline", "fuse"]
+    assert sorted(path.name for path in (folder / "archives").iterdir()) == ["tiny-baseline.mar", "tiny-fuse.mar"]
+
+
+# --- what fails
+
+
+def test_a_stage_that_fails_costs_only_its_descendants(copied_store: Path, monkeypatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr(onnx_pass, "export_onnx", broken)
+    recipe = with_stages(
+        {"pass": "fuse", "name": "strict", "config": {"tolerance": 1e-30}},
+        {"pass": "ptq", "from": "strict"},
+        {"pass": "onnx-int8", "from": "ptq"},
+        {"pass": "onnx", "from": "baseline", "config": {"tolerance": 0.5}},
+        {"pass": "dynamic", "from": "baseline"},
+    )
+    outcome, heard = run_recipe(copied_store, recipe)
+    assert outcome.failed == ("strict", "onnx")
+    skipped = {row["name"]: row["skipped"] for row in outcome.report["artifacts"]}
+    assert skipped["strict"].startswith("failed: fuse: logits differ")
+    assert skipped["ptq"] == "its parent strict was skipped"
+    assert skipped["onnx-int8"] == "its parent ptq was skipped"
+    assert skipped["onnx"].startswith("failed: RuntimeError: first line (traceback in ")
+    log = copied_store / "tiny" / "onnx-error.txt"
+    assert str(log) in skipped["onnx"]
+    assert "second line" in log.read_text()
+    assert skipped["dynamic"] is None
+    assert outcome.report["artifacts"][-1]["latency_ms"]["p50"] > 0
+    assert {name for name, _, reason in heard.steps if reason} == {"strict", "ptq", "onnx-int8", "onnx"}
+    monkeypatch.undo()
+    assert run_recipe(copied_store, with_stages({"pass": "onnx"}))[0].failed == ()
+    assert not log.exists()
+
+
+def test_an_artifact_that_cannot_be_measured_costs_only_itself(copied_store: Path, monkeypatch) -> None:
+    real = Bench.answers
+
+    def answers(self: Bench, artifact: Any) -> Any:
+        if artifact.name == "fuse":
+            raise RuntimeError("the file does not open\nat all")
+        return real(self, artifact)
+
+    monkeypatch.setattr(Bench, "answers", answers)
+    outcome, _ = run_recipe(copied_store, with_stages(FUSE, {"pass": "dynamic"}))
+    rows = {row["name"]: row for row in outcome.report["artifacts"]}
+    assert outcome.failed == ("fuse",)
+    assert rows["fuse"]["skipped"] == "measuring its accuracy failed: RuntimeError: the file does not open"
+    assert [rows["fuse"][name] for name in MEASURED] == [None] * len(MEASURED)
+    assert rows["dynamic"]["latency_ms"]["p50"] > 0
+    assert rows["dynamic"]["parity"] is None
+    assert outcome.report["recommended"] in ("baseline", "dynamic")
+
+
+def test_a_checkpoint_that_answers_nan_is_refused_in_one_line(
+    tiny_run: TinyRun, copied_store: Path, tmp_path: Path
+) -> None:
+    weights = load_file(tiny_run.folder / "artifacts" / "baseline" / WEIGHTS_FILE)
+    weights["12.bias"] = torch.full((10,), float("nan"))
+    save_file(weights, tmp_path / "nan.safetensors")
+    with pytest.raises(PipelineError, match="NaN") as caught:
+        run_recipe(copied_store, with_stages(FUSE), checkpoint=tmp_path / "nan.safetensors", run="nan")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_cannot_be_trained_ends_in_one_line(tmp_path: Path, monkeypatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("CUDA out of memory\nTried to allocate")
+
+    monkeypatch.setattr("optimize.session.train", broken)
+    with pytest.raises(PipelineError, match="the baseline cannot be made: RuntimeError: CUDA out of memory") as caught:
+        run_recipe(tmp_path / "store", with_stages(FUSE))
+    assert "\n" not in str(caught.value)
+    assert not isinstance(caught.value, UserError)
+
+
+# --- what is interrupted, and what runs beside it
+
+ENDLESS = with_stages(FUSE, {"pass": "qat", "from": "baseline", "config": {"epochs": 5000}})
+
+
+def interrupt_in_training(store: Path, folder: Path, number: signal.Signals) -> tuple[int, list[str]]:
+    """Start a run whose third stage trains for hours, end it there, and return its exit code and last lines."""
+    process = start_run(store, write_recipe(folder, ENDLESS))
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line.strip())
+        if "+ fuse" in line:
+            break
+    time.sleep(1.5)
+    process.send_signal(number)
+    _, rest = process.communicate(timeout=60)
+    return process.returncode, rest.splitlines()
+
+
+def test_ctrl_c_ends_in_one_line_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    code, last = interrupt_in_training(store, tmp_path, signal.SIGINT)
+    assert code == 130
+    assert last == ["interrupted; what was finished is kept, the same command goes on from there"]
+    assert list((store / ".store" / "tmp").iterdir()) == []
+    _, heard = run_recipe(store, with_stages(FUSE))
+    assert heard.made() == MEASUREMENTS
+
+
+def test_after_sigkill_nothing_half_written_is_used_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    code, _ = interrupt_in_training(store, tmp_path, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    whole = list((store / ".store" / "objects").iterdir())
+    assert len(whole) == 2
+    assert [fault(folder) for folder in whole] == [None, None]
+    _, heard = run_recipe(store, with_stages(FUSE))
+    assert heard.made() == MEASUREMENTS
+    assert faults_of(store, "tiny")[1] == []
+
+
+def test_two_runs_at_once_share_one_store_and_build_each_object_once(tmp_path: Path) -> None:
+    store, recipe = tmp_path / "store", write_recipe(tmp_path, with_stages(FUSE))
+    processes = [start_run(store, recipe, "--json") for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    reports = [json.loads(out) for out, _ in outputs]
+    for position in range(2):
+        first, second = (report["artifacts"][position] for report in reports)
+        assert first["key"] == second["key"]
+        assert sorted((first["cached"], second["cached"])) == [False, True]
+    assert faults_of(store, "tiny")[1] == []
