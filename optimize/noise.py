@@ -20,6 +20,11 @@ _KNOWN: tuple[tuple[type[Warning], str], ...] = (
 
 def silence() -> None:
     """Ignore the warnings above, and torch.compile's remark that a machine without a GPU has no CUDA runtime."""
+    import torch
+
     for category, message in _KNOWN:
         warnings.filterwarnings("ignore", message, category)
+    # Said once a process. Where a TorchScript file is the first to make a quantized tensor, it is said by a thread
+    # of C++ that no filter hears; so it is said here.
+    torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -1,0 +1,294 @@
+"""The command line as a user meets it: a mistake is one line on stderr, and the exit code says whose it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from optimize import cli, noise
+from optimize.display import Display
+from optimize.errors import PipelineError
+from optimize.store import Store
+
+from .runs_fixtures import (
+    RECIPE,
+    ROOT,
+    TINY,
+    TinyRun,
+    command,
+    copied_store,
+    start_run,
+    tiny_run,
+    with_stages,
+    write_recipe,
+)
+
+__all__ = ["copied_store", "tiny_run"]  # fixtures
+
+
+def invoke(*words: object):
+    return CliRunner().invoke(cli.app, [str(word) for word in words], env={"COLUMNS": "200"})
+
+
+def refused(*words: object) -> str:
+    """The one line of a user's mistake."""
+    result = invoke(*words)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.fixture
+def folders(tmp_path) -> Path:
+    """``two/`` is a usable image folder, ``one/`` has one class, ``broken/`` holds no images."""
+    from PIL import Image
+
+    for name in ("two/a", "two/b", "one/a", "broken/a", "broken/b"):
+        (tmp_path / name).mkdir(parents=True)
+        for number in range(4):
+            path = tmp_path / name / f"{number}.png"
+            if name.startswith("broken"):
+                path.write_text("I am no image")
+            else:
+                Image.new("RGB", (32, 32), (number, 0, 0)).save(path)
+    return tmp_path
+
+
+def test_mistakes_in_words_are_named_with_what_is_nearest(tmp_path) -> None:
+    store = ("--store", tmp_path / "store")
+    assert "did you mean resnet18" in refused("run", "resnet8", *store)
+    assert "absent.py" in refused("run", "absent.py:tiny", *store)
+    assert "tiny" in refused("run", TINY + "y", *store)
+    assert "did you mean cifar10" in refused("run", TINY, "--data", "cifra10", *store)
+    assert "auto, cpu, cuda" in refused("run", TINY, "--device", "gpu", *store)
+    assert "one of them only" in refused("run", "resnet18", "--checkpoint", "a.pt", "--weights", "DEFAULT", *store)
+    assert "run name" in refused("run", TINY, "--name", "../up", *store)
+    assert "run name" in refused("run", TINY, "--name", "größe", *store)
+    assert not (tmp_path / "store").exists()
+
+
+def test_files_that_are_missing_or_of_no_use_are_named(folders, tmp_path) -> None:
+    store = ("--store", tmp_path / "store")
+    assert "absent.pt" in refused("run", TINY, "--checkpoint", tmp_path / "absent.pt", *store)
+    (tmp_path / "text.pt").write_text("I am no checkpoint")
+    assert "text.pt" in refused("run", TINY, "--checkpoint", tmp_path / "text.pt", *store)
+    assert "absent.yaml" in refused("run", TINY, "--recipe", tmp_path / "absent.yaml", *store)
+    assert "absent: there is no such folder" in refused("run", TINY, "--data", f"imagefolder:{tmp_path}/absent", *store)
+    assert "only one class" in refused("run", TINY, "--data", f"imagefolder:{folders}/one", *store)
+    assert "broken/a/0.png" in refused("run", TINY, "--data", f"imagefolder:{folders}/broken", *store)
+    recipe = write_recipe(tmp_path, with_stages({"pass": "fuse"}, {"pass": "fusion"}))
+    assert f"{recipe}:" in refused("run", TINY, "--recipe", recipe, *store)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_image_folder_is_named(folders, tmp_path) -> None:
+    (folders / "two" / "a").chmod(0)
+    try:
+        refused("run", TINY, "--data", f"imagefolder:{folders}/two", "--store", tmp_path / "store")
+    finally:
+        (folders / "two" / "a").chmod(0o700)
+
+
+def test_an_image_size_that_the_model_cannot_take_is_refused_with_a_legal_one(tmp_path) -> None:
+    message = refused("run", "vit_b_16", "--image-size", 100, "--store", tmp_path / "store")
+    assert "100x100" in message
+    assert "112" in message
+
+
+def test_a_checkpoint_that_does_not_fit_names_its_keys(tmp_path) -> None:
+    import torch
+
+    torch.save({"state_dict": {"module.other.weight": torch.zeros(3)}}, tmp_path / "other.pt")
+    result = invoke("run", TINY, "--checkpoint", tmp_path / "other.pt", "--store", tmp_path / "store")
+    assert result.exit_code == 2
+    assert "other.weight" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.output
+
+
+def test_cuda_without_a_gpu_is_the_users_mistake(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert "0 CUDA devices" in refused("run", TINY, "--device", "cuda", "--store", tmp_path / "store")
+
+
+def test_a_store_that_cannot_be_written_is_named(tmp_path) -> None:
+    (tmp_path / "file").write_text("I am a file")
+    assert f"{tmp_path / 'file'} is not a folder" in refused("run", TINY, "--store", tmp_path / "file")
+    assert f"there is no store {tmp_path / 'absent'}" in refused("prune", "--store", tmp_path / "absent")
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_full_disk_and_ctrl_c_are_one_line(tmp_path, monkeypatch) -> None:
+    import errno
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "model_store/x")
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("optimize.pipeline.run", full)
+    assert "model_store/x: No space left on device; free some, or name another --store" in refused("run", TINY)
+    monkeypatch.setattr("optimize.pipeline.run", interrupt)
+    result = invoke("run", TINY)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "interrupted; what was finished is kept, the same command goes on from there\n"
+
+
+def test_a_failure_that_is_not_the_users_has_exit_code_1(tmp_path, monkeypatch) -> None:
+    def broken(*args: object) -> None:
+        raise PipelineError("the machine is broken")
+
+    monkeypatch.setattr("optimize.pipeline.run", broken)
+    result = invoke("run", TINY)
+    assert (result.exit_code, result.stderr) == (1, "error: the machine is broken\n")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("run", "--help"), ("list",)])
+def test_words_that_need_no_torch_do_not_wait_for_it(words, tmp_path) -> None:
+    code = (
+        "import sys; from optimize import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'torchvision', 'onnxruntime', 'sklearn', 'matplotlib', 'pandas'} & set(sys.modules)\n"
+        "print('heavy:', sorted(heavy), file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path, check=True, timeout=60
+    )
+    assert result.stderr.splitlines()[-1] == "heavy: []"
+    assert result.stdout
+
+
+def test_passes_lists_every_pass_with_its_settings() -> None:
+    output = invoke("passes").stdout
+    for name in ("fuse", "half", "dynamic", "ptq", "qat", "onnx", "onnx-half", "onnx-int8"):
+        assert f"{name}: " in output
+    assert "images = 256" in output
+
+
+def test_silence_covers_the_known_warnings_and_no_other(recwarn) -> None:
+    import logging
+    import warnings
+
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            noise.silence()
+            warnings.warn("`torch.jit.load` is deprecated. Please switch to `torch.export`.", FutureWarning, 1)
+            warnings.warn("your data is deprecated", FutureWarning, 1)
+        assert [str(warning.message) for warning in heard] == ["your data is deprecated"]
+    finally:
+        logger.setLevel(level)
+
+
+def test_a_reason_in_brackets_is_shown_as_it_is(capsys) -> None:
+    from rich.console import Console
+
+    with Display(Console(stderr=True)) as display:
+        display.started("ptq")
+        display.ended("ptq", 0.0, cached=False, skipped="KeyError: [/red] of [bold]")
+        display.said("a " * 60 + "end")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("skipped: KeyError: [/red] of [bold]")
+    assert lines[1] == "a " * 60 + "end"
+
+
+# --- with a finished run
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_listed_shown_and_verified(tiny_run: TinyRun) -> None:
+    store = ("--store", tiny_run.store)
+    listed = invoke("list", *store).stdout
+    assert "tiny" in listed
+    assert tiny_run.report["recommended"] in listed
+    shown = invoke("show", "tiny", *store).stdout
+    for row in tiny_run.report["artifacts"]:
+        assert row["name"] in shown
+    assert "skipped, runs on CUDA only" in shown
+    assert str(tiny_run.folder / "report.html") in shown
+    assert json.loads(invoke("show", "tiny/ptq", *store).stdout)["name"] == "ptq"
+    assert invoke("verify", "tiny/", *store).stdout == "22 artifacts and archives are whole\n"
+    assert invoke("verify", "tiny/ptq", *store).stdout == "2 artifacts and archives are whole\n"
+    assert "did you mean 'tiny'" in refused("show", "tinny", *store)
+    assert "has no artifact 'pqt'" in refused("show", "tiny/pqt", *store)
+    assert invoke("list", "--store", tiny_run.store / "nothing").stdout.startswith("no runs in")
+
+
+@pytest.mark.slow
+def test_verify_names_what_is_damaged_and_exits_with_1(copied_store: Path) -> None:
+    path = copied_store / "tiny" / "artifacts" / "onnx" / "model.onnx"
+    path.write_bytes(path.read_bytes()[:-1])
+    (copied_store / "tiny" / "archives" / "tiny-fuse.mar").unlink()
+    result = invoke("verify", "tiny", "--store", copied_store)
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()
+    assert len(lines) == 3
+    assert any("model.onnx: corrupted" in line for line in lines)
+    assert any("tiny-fuse.mar: missing" in line for line in lines)
+    assert lines[-1] == "error: 2 of 22 are damaged; run the model again to rebuild them"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"artifacts": 3}'])
+def test_a_damaged_report_is_one_line(copied_store: Path, content: str) -> None:
+    (copied_store / "tiny" / "report.json").write_text(content)
+    for words in (("list",), ("show", "tiny"), ("verify", "tiny")):
+        assert "is damaged; run the model again" in refused(*words, "--store", copied_store)
+
+
+@pytest.mark.slow
+def test_prune_frees_what_only_removed_runs_used(copied_store: Path) -> None:
+    assert invoke("prune", "--store", copied_store).stdout == "removed 0 objects, 0.0 MB\n"
+    with Store(copied_store).in_use():
+        assert "a run is using the store" in refused("prune", "--store", copied_store)
+    shutil.rmtree(copied_store / "tiny")
+    assert invoke("prune", "--store", copied_store).stdout.startswith("removed ")
+    assert list((copied_store / ".store" / "objects").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_json_is_all_of_standard_output_and_nothing_of_torch_reaches_the_terminal(
+    copied_store: Path, tmp_path: Path
+) -> None:
+    """A model that prints must not spoil it, and everything but the speed is in the cache."""
+    recipe = write_recipe(tmp_path, {**RECIPE, "measure": {"rounds": 1, "batch_sizes": [1], "seconds": 0.001}})
+    process = start_run(copied_store, recipe, "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    report = json.loads(out)
+    assert report["measurement"]["rounds"] == 1
+    assert "Warning" not in err
+    assert "CUDA runtime" not in err
+    steps = [line.split()[1] for line in err.splitlines() if line.startswith("  ")]
+    assert steps == ["baseline", *(s.get("name", s["pass"]) for s in RECIPE["stages"]), "accuracy", "memory", "speed"]
+    assert all("from the cache" in line for line in err.splitlines() if line.startswith("  + onnx"))
+
+
+@pytest.mark.slow
+def test_a_model_that_prints_does_not_spoil_the_json_and_a_failed_stage_has_exit_code_1(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(
+        Path(TINY.rpartition(":")[0])
+        .read_text()
+        .replace("    layers: list", '    print("building!")\n    layers: list')
+    )
+    recipe = write_recipe(tmp_path, with_stages({"pass": "fuse", "config": {"tolerance": 1e-30}}))
+    words = ("run", f"{tmp_path / 'loud.py'}:tiny", "--recipe", recipe, "--store", tmp_path / "store", "--json")
+    result = subprocess.run(command(*words), capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["artifacts"][1]["skipped"].startswith("failed: fuse: logits differ")
+    assert result.stderr.splitlines()[-1] == "error: failed: fuse; the reasons stand in the report"
+    assert "building!" in result.stderr
