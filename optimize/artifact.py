@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +81,10 @@ class Artifact:
         if self.build_module is None:
             raise PassError(f"{self.name} is {KIND_NAMES[self.kind]} and has no eager module")
         module = self.build_module()
-        module.load_state_dict(load_file(self.folder / WEIGHTS_FILE))
+        state = OrderedDict(load_file(self.folder / WEIGHTS_FILE))
+        # MNASNet refuses a state dict without the versions that nn.Module.state_dict notes beside it.
+        state._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+        module.load_state_dict(state)
         return module.eval()
 
 
@@ -114,11 +118,21 @@ def write_program(module: nn.Module, example: torch.Tensor, folder: Path, *, ste
             raise PassError(
                 f"neither torch.export nor torch.jit.trace can write this model: {one_line(error)}"
             ) from None
+    file = f"{stem}.pt2"
+    save_program(program, folder / file)
+    return file, "exported_program"
+
+
+def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write an exported program without what does not belong into an artifact.
+
+    ``torch.export.save`` (2.11 to 2.14) also writes the example inputs: images of the user's data, which at
+    224x224 pixels would be 600 kB each.
+    """
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # names the builder's source paths
-    file = f"{stem}.pt2"
-    torch.export.save(program, folder / file)
-    return file, "exported_program"
+    program.example_inputs = None
+    torch.export.save(program, path)
 
 
 def write_script(module: nn.Module, example: torch.Tensor, folder: Path, *, stem: str = "model") -> str:

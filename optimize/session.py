@@ -93,7 +93,8 @@ class Session:
         key = make_key(
             operation=BASELINE,
             config=settings,
-            model=self.source.fingerprint,
+            # One file may hold many factories.
+            model=[self.source.name, self.source.fingerprint],
             code=_source_digest(),
             **self._environment("training", ("torch", "torchvision")),
         )

@@ -17,7 +17,7 @@ from torch import nn
 
 from optimize.data import Loader, augment, loader
 from optimize.datasets import Split
-from optimize.errors import PassError
+from optimize.errors import PassError, UserError
 from optimize.passes.base import Context, PassConfig
 from serve.runtime.images import normalise
 
@@ -72,10 +72,16 @@ def train(
 
     Raises:
         PassError: the loss became NaN or infinite.
+        UserError: no class has two training images.
     """
     device = context.device
     module.to(device)
     fit, held = hold_out(context.data.train, config.holdout, context.seed)
+    if not len(held):
+        raise UserError(
+            f"{context.data.name}: has one training image a class, so that none can be held out to choose the best "
+            "epoch on; training needs a class with at least two"
+        )
     batches = loader(
         fit, context.preprocessing, batch_size=config.batch_size, device=device, shuffle=True, seed=context.seed
     )
@@ -87,8 +93,10 @@ def train(
         nesterov=config.momentum > 0,
     )
     steps = config.epochs * len(batches)
+    # A rise of exactly one step is divided by its length of 0 in OneCycleLR (torch 2.11 to 2.14).
+    warm_up = config.warm_up if config.warm_up * (steps + 1) != 1 else 0.0
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.learning_rate, total_steps=steps + 1, pct_start=config.warm_up, cycle_momentum=False
+        optimizer, config.learning_rate, total_steps=steps + 1, pct_start=warm_up, cycle_momentum=False
     )
     generator = torch.Generator().manual_seed(context.seed)
     history: list[Epoch] = []

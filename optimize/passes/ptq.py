@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch.ao.quantization.quantize_fx import prepare_fx
 
-from optimize.artifact import Artifact, Product, trace
+from optimize.artifact import Artifact, Product
 from optimize.passes.base import Context, Pass, PassConfig, register
-from optimize.quantization.fx_quantized import write_quantized
+from optimize.quantization.fx_quantized import trace_calls, write_quantized
 from optimize.quantization.targets import Observer, x86_target
 from serve.runtime.images import normalise
 
@@ -32,7 +32,7 @@ def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Pro
     target = x86_target()
     example = context.example()
     prepared = prepare_fx(
-        trace(parent.module()),
+        trace_calls(parent.module()),
         target.post_training(config.observer),
         (example,),
         backend_config=target.backend_config(),

@@ -16,9 +16,9 @@ from torch.ao.nn.intrinsic.qat import freeze_bn_stats
 from torch.ao.quantization import disable_observer, enable_observer
 from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
-from optimize.artifact import Artifact, Product, trace
+from optimize.artifact import Artifact, Product
 from optimize.passes.base import Context, Pass, register
-from optimize.quantization.fx_quantized import write_quantized
+from optimize.quantization.fx_quantized import trace_calls, write_quantized
 from optimize.quantization.targets import x86_target
 from optimize.training import TrainingConfig, train
 from serve.runtime.images import normalise
@@ -50,7 +50,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
     example = context.example()
     # Traced in eval mode and trained afterwards: see `trace`.
     prepared = prepare_qat_fx(
-        trace(parent.module()).train(),
+        trace_calls(parent.module()).train(),
         target.quantization_aware(),
         (example,),
         backend_config=target.backend_config(),

@@ -7,13 +7,36 @@ from pathlib import Path
 
 import torch
 from torch import fx, nn
+from torch.ao.nn.quantized.modules.linear import LinearPackedParams
 from torch.ao.quantization.quantize_fx import convert_fx
 
-from optimize.artifact import REFERENCE_FILE, Product, write_script
+from optimize.artifact import REFERENCE_FILE, Product, save_program, trace, write_script
 from optimize.errors import NotApplicableError
 from optimize.quantization.qdq import reference_program
 from optimize.quantization.targets import Target
 from serve.runtime.engines import use_x86_kernels
+
+
+def trace_calls(module: nn.Module) -> fx.GraphModule:
+    """Trace a module for quantization: a layer with weights that is called twice becomes two, with equal weights.
+
+    torch.ao (2.11 to 2.14) gives a shared layer the output scale of one of its calls for all of them.
+
+    Raises:
+        PassError: as `trace`.
+    """
+    graph_module = trace(module)
+    called: set[int] = set()
+    for number, node in enumerate(graph_module.graph.nodes):
+        if node.op != "call_module":
+            continue
+        layer = graph_module.get_submodule(str(node.target))
+        if id(layer) in called and next(layer.parameters(), None) is not None:
+            node.target = f"{node.target}_call{number}"
+            graph_module.add_submodule(node.target, copy.deepcopy(layer))
+        called.add(id(layer))
+    graph_module.recompile()
+    return graph_module
 
 
 def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path) -> Product:
@@ -38,7 +61,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     if not layers:
         raise NotApplicableError("torch.ao.quantization found no layer that it can quantize in this model")
     program = reference_program(prepared, example, backend_config)
-    torch.export.save(program, folder / REFERENCE_FILE)
+    save_program(program, folder / REFERENCE_FILE)
     file = write_script(converted, example, folder)
     return Product(
         file,
@@ -52,6 +75,8 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
 def quantized_layers(module: nn.Module) -> int:
     """How many submodules of a converted model hold packed int8 weights."""
     return sum(
-        type(layer).__module__.startswith("torch.ao.nn") and callable(getattr(layer, "_weight_bias", None))
+        type(layer).__module__.startswith("torch.ao.nn")
+        and callable(getattr(layer, "_weight_bias", None))
+        and not isinstance(layer, LinearPackedParams)  # the inside of a quantized linear layer
         for layer in module.modules()
     )

@@ -79,7 +79,7 @@ def lower(program: torch.export.ExportedProgram, example: torch.Tensor, path: Pa
     return lint(
         onnx.load(path),
         activations=expected["quantize_per_tensor"],
-        weights=expected["dequantize_per_channel"],
+        weights=len(_distinct_weights(module)),
         clamps=clamps,
     )
 
@@ -90,7 +90,7 @@ def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: int 
     Args:
         model: the graph, with its initializers.
         activations: how many activation tensors torch quantizes.
-        weights: how many weights torch quantizes per channel.
+        weights: how many different weights torch quantizes per channel; the exporter writes equal ones once.
         clamps: how many activation ranges are narrower than their integer type.
 
     Raises:
@@ -99,18 +99,23 @@ def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: int 
     """
     graph = model.graph
     initializers = {tensor.name: tensor for tensor in graph.initializer}
+    constants = initializers | {
+        node.output[0]: node.attribute[0].t
+        for node in graph.node
+        if node.op_type == "Constant" and node.attribute[0].name == "value"
+    }
     producers = {output: node for node in graph.node for output in node.output}
     quantizers = [node for node in graph.node if node.op_type == "QuantizeLinear"]
     if folded := [node.input[0] for node in quantizers if node.input[0] in initializers]:
         raise PassError(f"QDQ graph: weight {folded[0]} is stored in float behind a QuantizeLinear, not as int8")
-    folded_weights = 0
+    folded_weights: set[bytes] = set()
     for node in graph.node:
         if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
             continue
-        if node.input[1] not in initializers and producers[node.input[1]].op_type != "Constant":
+        scale = constants.get(node.input[1])
+        if scale is None:
             raise PassError(f"QDQ graph: the scale of {node.name or node.op_type} is computed, not a constant")
-        scale = initializers.get(node.input[1])
-        if scale is not None and not (onnx.numpy_helper.to_array(scale) > 0).all():
+        if not (onnx.numpy_helper.to_array(scale) > 0).all():
             raise PassError(f"QDQ graph: the scale of {node.name or node.op_type} is not positive")
         if node.op_type == "DequantizeLinear" and node.input[0] in initializers:
             kind = initializers[node.input[0]].data_type
@@ -118,11 +123,12 @@ def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: int 
                 raise PassError(
                     f"QDQ graph: weight {node.input[0]} is {onnx.TensorProto.DataType.Name(kind)}, not INT8"
                 )
-            folded_weights += 1
-    if len(quantizers) != activations or folded_weights != weights:
+            values = (initializers[node.input[0]], scale)
+            folded_weights.add(b"".join(onnx.numpy_helper.to_array(value).tobytes() for value in values))
+    if len(quantizers) != activations or len(folded_weights) != weights:
         raise PassError(
-            f"QDQ graph: {len(quantizers)} activation and {folded_weights} weight quantizers came out of the export, "
-            f"torch has {activations} and {weights}"
+            f"QDQ graph: {len(quantizers)} activation and {len(folded_weights)} weight quantizers came out of the "
+            f"export, torch has {activations} and {weights}"
         )
     clamped = [node for node in quantizers if node.input[0] in producers and producers[node.input[0]].op_type == "Clip"]
     if len(clamped) < clamps:
@@ -134,7 +140,7 @@ def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: int 
         for tensor in graph.initializer
         if tensor.data_type == onnx.TensorProto.FLOAT
     )
-    return QdqSummary(activations=len(quantizers), weights=folded_weights, float_bytes=left)
+    return QdqSummary(activations=len(quantizers), weights=len(folded_weights), float_bytes=left)
 
 
 def _export(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
@@ -154,23 +160,47 @@ def _quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:
 
 
 def _fold_weights(module: fx.GraphModule) -> None:
-    """Replace quantize(weight) by the int8 tensor that torch computes for it, stored as a buffer."""
+    """Replace quantize(weight) by the int8 tensor that torch computes, and other quantized constants by floats."""
     for index, node in enumerate(_quantizers(module, "quantize_per_channel")):
         arguments = [_constant(module, argument) for argument in node.args]
         if any(argument is None for argument in arguments):
             raise PassError(f"cannot fold the weight behind {node.name}: its value or scale is not a constant")
         assert callable(node.target)
-        name = f"weight_int8_{index}"
         with torch.no_grad():
-            module.register_buffer(name, node.target(*arguments))
-        with module.graph.inserting_before(node):
-            folded = module.graph.get_attr(name)
-        node.replace_all_uses_with(folded)
-        module.graph.erase_node(node)
+            _replace(module, node, f"weight_int8_{index}", node.target(*arguments))
+    # What torch quantizes per tensor although it is constant: the factors by which ConvNeXt scales its layers,
+    # the positions of a ViT. As rounded floats they are the same numbers without a quantizer.
+    for index, node in enumerate(_quantizers(module, "quantize_per_tensor")):
+        arguments = [_constant(module, argument) for argument in node.args]
+        if any(argument is None for argument in arguments):
+            continue
+        assert callable(node.target)
+        for number, user in enumerate(list(node.users)):
+            assert callable(user.target)
+            parameters = [_constant(module, argument) for argument in user.args[1:]]
+            with torch.no_grad():
+                _replace(module, user, f"rounded_{index}_{number}", user.target(node.target(*arguments), *parameters))
     module.graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
     module.recompile()
     _drop_unused_tensors(module)
+
+
+def _distinct_weights(module: fx.GraphModule) -> set[bytes]:
+    """Integers and scales of each int8 weight; those of a layer that is called twice are one."""
+    found = set()
+    for node in _quantizers(module, "dequantize_per_channel"):
+        values = [_constant(module, argument) for argument in node.args[:2]]
+        found.add(b"".join(value.detach().numpy().tobytes() for value in values))
+    return found
+
+
+def _replace(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tensor) -> None:
+    """Put the constant ``value``, as a buffer called ``name``, in the place of ``node``."""
+    module.register_buffer(name, value)
+    with module.graph.inserting_before(node):
+        node.replace_all_uses_with(module.graph.get_attr(name))
+    module.graph.erase_node(node)
 
 
 def _clamp_narrow_ranges(module: fx.GraphModule) -> int:

@@ -22,6 +22,10 @@ from torch.ao.quantization.observer import (
     ObserverBase,
     PerChannelMinMaxObserver,
 )
+from torch.ao.quantization.qconfig import default_reuse_input_qconfig
+
+_TRANSPOSED = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
+_DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 
 Observer = Literal["histogram", "minmax", "moving_average"]
 
@@ -82,7 +86,15 @@ class Target:
     def _mapping(mapping: QConfigMapping, activation: object, weight: object) -> QConfigMapping:
         # The default mapping carries what some operators need (fixed ranges of sigmoid and softmax,
         # per-tensor weights of transposed convolutions); only the general case is ours.
-        return mapping.set_global(QConfig(activation=activation, weight=weight))  # type: ignore[no-untyped-call]
+        mapping = mapping.set_global(QConfig(activation=activation, weight=weight))  # type: ignore[no-untyped-call]
+        # Served, dropout does nothing, and torch's packed form lets its input through; a range of its own
+        # would be trained and exported (a second rounding and clipping) and then not be served.
+        for dropout in (*_DROPOUTS, torch.nn.functional.dropout):
+            mapping = mapping.set_object_type(dropout, default_reuse_input_qconfig)
+        # torch's x86 kernels of these give other numbers than its reference form (2.14: 70 steps off, seen).
+        for transposed in _TRANSPOSED:
+            mapping = mapping.set_object_type(transposed, None)
+        return mapping
 
 
 def x86_target() -> Target:

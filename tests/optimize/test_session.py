@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from optimize.artifact import REFERENCE_FILE
 from optimize.checkpoint import Checkpoint
 from optimize.errors import NotApplicableError, PassError, UserError
 from optimize.model_source import resolve_model
@@ -107,6 +108,40 @@ def test_another_checkpoint_is_another_key_and_reaches_the_children(quick, check
     assert fused.artifact.key != refused.artifact.key
     assert not torch.equal(fused.artifact.module().state_dict()["head.bias"], state["head.bias"])
     assert torch.equal(refused.artifact.module().state_dict()["head.bias"], state["head.bias"])
+
+
+def test_two_factories_of_one_file_are_two_baselines(tmp_path):
+    (tmp_path / "pair.py").write_text(
+        "from torch import nn\n"
+        "def one(): return nn.Sequential(nn.Flatten(), nn.Linear(256, 4))\n"
+        "def two(): return nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(256, 4))\n"
+    )
+    store, config = Store(tmp_path / "store"), TrainingConfig(epochs=1, augment=False)
+    one, two = (
+        Session(store, resolve_model(f"{tmp_path}/pair.py:{name}"), noise_context()).baseline(config)
+        for name in ("one", "two")
+    )
+    assert one.artifact.key != two.artifact.key
+    assert not two.cached
+    assert {name.partition(".")[0] for name in two.artifact.module().state_dict()} == {"2"}
+
+
+def test_a_module_that_refuses_a_state_dict_without_versions_is_rebuilt(tmp_path):
+    session = Session(
+        Store(tmp_path / "store"),
+        resolve_model("mnasnet0_5"),
+        dataclasses.replace(noise_context(), preprocessing=Preprocessing(32, (32, 32))),
+    )
+    artifact = session.baseline(checkpoint=Checkpoint(session.source.build(4).state_dict(), "b" * 64)).artifact
+    assert artifact.module()(torch.zeros(1, 3, 32, 32)).shape == (1, 4)
+
+
+def test_no_image_of_the_data_travels_in_a_program(quick, checkpoint):
+    session = quick()
+    base = session.baseline(checkpoint=checkpoint).artifact
+    quantized = session.apply(base, Ptq(images=8)).artifact
+    for path in (base.path, session.apply(base, Fuse()).artifact.path, quantized.folder / REFERENCE_FILE):
+        assert torch.export.load(path).example_inputs is None
 
 
 def test_a_changed_config_reruns_its_stage_and_the_descendants_only(quick, checkpoint):

@@ -11,7 +11,7 @@ from torch import nn
 from optimize import training
 from optimize.data import loader
 from optimize.datasets import Split
-from optimize.errors import PassError
+from optimize.errors import PassError, UserError
 from optimize.passes.base import Context
 from optimize.training import TrainingConfig, hold_out, top1, train
 from serve.runtime.images import normalise
@@ -206,6 +206,18 @@ def test_the_rate_rises_to_its_peak_and_falls_to_almost_nothing(monkeypatch):
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert rates[0] < 0.1 * max(rates)
     assert rates[-1] < 0.02 * max(rates)
+
+
+def test_a_warm_up_of_exactly_one_step_is_taken():
+    # Four steps: a fifth of 4 + 1 is one step, a rise whose length torch's schedule takes for zero.
+    config = FAST.model_copy(update={"epochs": 1, "batch_size": 22, "warm_up": 0.2})
+    assert len(train(network(), brightness(), config).epochs) == 1
+
+
+def test_one_image_a_class_is_too_few_to_hold_any_out():
+    split = dataclasses.replace(noise(4), labels=torch.arange(4))
+    with pytest.raises(UserError, match="has one training image a class"):
+        train(network(), noise_context(train=split), FAST)
 
 
 def test_progress_runs_from_the_first_step_to_the_last():

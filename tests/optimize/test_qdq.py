@@ -1,0 +1,402 @@
+"""The int8 ONNX graph: what the linter refuses, and that torch's own integers arrive in ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from optimize.artifact import REFERENCE_FILE
+from optimize.errors import PassError
+from optimize.passes import onnx_int8, ptq
+from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
+from optimize.passes.ptq import PTQ, Ptq
+from optimize.quantization.qdq import lint
+from optimize.quantization.targets import Target
+from serve.runtime.engines import use_x86_kernels
+
+from .workbench import noise_context, packed_weights, parent_of, quantizers, run, with_running_statistics
+
+
+def infer(path: Path, batch: torch.Tensor) -> torch.Tensor:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    opened = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    (logits,) = opened.run(None, {opened.get_inputs()[0].name: batch.numpy()})
+    return torch.from_numpy(logits)
+
+
+# --- the linter, on graphs made by hand --------------------------------------------------------------------------
+
+
+def graph(
+    *,
+    weight: str = "int8",
+    scale: float = 0.1,
+    clip: bool = False,
+    quantized: bool = True,
+    computed_scale: bool = False,
+    as_constant: bool = False,
+) -> onnx.ModelProto:
+    """``input`` → (Clip) → Q → DQ → MatMul with a dequantized weight → ``logits``."""
+    nodes, initializers = (
+        [],
+        [
+            numpy_helper.from_array(np.array(0.5, np.float32), "weight_scale"),
+            numpy_helper.from_array(np.array(0, np.int8), "weight_zero"),
+            numpy_helper.from_array(np.array(128, np.uint8), "zero"),
+            numpy_helper.from_array(np.array(0.0, np.float32), "low"),
+            numpy_helper.from_array(np.array(1.0, np.float32), "high"),
+        ],
+    )
+    if as_constant:
+        nodes.append(helper.make_node("Constant", [], ["scale"], value=numpy_helper.from_array(np.float32(scale), "")))
+    elif computed_scale:
+        initializers.append(numpy_helper.from_array(np.array(scale, np.float32), "raw_scale"))
+        nodes.append(helper.make_node("Abs", ["raw_scale"], ["scale"]))
+    else:
+        initializers.append(numpy_helper.from_array(np.array(scale, np.float32), "scale"))
+    value = "input"
+    if clip:
+        nodes.append(helper.make_node("Clip", [value, "low", "high"], ["clipped"]))
+        value = "clipped"
+    if quantized:
+        nodes.append(helper.make_node("QuantizeLinear", [value, "scale", "zero"], ["q"]))
+        nodes.append(helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["dq"]))
+        value = "dq"
+    matrix = np.arange(6).reshape(3, 2)
+    if weight == "int8":
+        initializers.append(numpy_helper.from_array(matrix.astype(np.int8), "weight"))
+        nodes.append(helper.make_node("DequantizeLinear", ["weight", "weight_scale", "weight_zero"], ["w"]))
+    elif weight == "uint8":
+        initializers.append(numpy_helper.from_array(matrix.astype(np.uint8), "weight"))
+        nodes.append(helper.make_node("DequantizeLinear", ["weight", "weight_scale", "zero"], ["w"]))
+    elif weight == "float behind Q":
+        initializers.append(numpy_helper.from_array(matrix.astype(np.float32), "weight"))
+        nodes.append(helper.make_node("QuantizeLinear", ["weight", "weight_scale", "weight_zero"], ["wq"]))
+        nodes.append(helper.make_node("DequantizeLinear", ["wq", "weight_scale", "weight_zero"], ["w"]))
+    else:
+        initializers.append(numpy_helper.from_array(matrix.astype(np.float32), "w"))
+    nodes.append(helper.make_node("MatMul", [value, "w"], ["logits"]))
+    return helper.make_model(
+        helper.make_graph(
+            nodes,
+            "test",
+            [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", 3])],
+            [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 2])],
+            initializers,
+        ),
+        opset_imports=[helper.make_opsetid("", 20)],
+    )
+
+
+def test_a_whole_graph_is_counted():
+    summary = lint(graph(), activations=1, weights=1)
+    assert (summary.activations, summary.weights) == (1, 1)
+    assert summary.float_bytes == 4 * 4, "four float scalars: two scales and two bounds"
+
+
+def test_a_clamp_that_is_there_is_accepted():
+    assert lint(graph(clip=True), activations=1, weights=1, clamps=1).activations == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "expected", "complaint"),
+    [
+        (graph(quantized=False, weight="float"), (1, 1, 0), "0 activation and 0 weight quantizers .* has 1 and 1"),
+        (graph(quantized=False, weight="float"), (0, 0, 0), "nothing is quantized, this is a float graph"),
+        (graph(weight="float"), (1, 0, 0), "nothing is quantized"),
+        (graph(weight="float behind Q"), (1, 1, 0), "weight weight is stored in float behind a QuantizeLinear"),
+        (graph(weight="uint8"), (1, 1, 0), "weight weight is UINT8, not INT8"),
+        (graph(), (2, 1, 0), "1 activation and 1 weight quantizers came out of the export, torch has 2 and 1"),
+        (graph(), (1, 2, 0), "torch has 1 and 2"),
+        (graph(), (1, 1, 1), "1 activation ranges need a clamp, only 0 have one"),
+        (graph(scale=0.0), (1, 1, 0), "not positive"),
+        (graph(scale=-0.1), (1, 1, 0), "not positive"),
+        (graph(scale=float("nan")), (1, 1, 0), "not positive"),
+        (graph(scale=0.0, as_constant=True), (1, 1, 0), "not positive"),
+        (graph(computed_scale=True), (1, 1, 0), "is computed, not a constant"),
+    ],
+)
+def test_a_graph_that_is_not_what_torch_meant_is_refused(model, expected, complaint):
+    onnx.checker.check_model(model, full_check=True)  # ONNX itself has nothing against it
+    activations, weights, clamps = expected
+    with pytest.raises(PassError, match=complaint):
+        lint(model, activations=activations, weights=weights, clamps=clamps)
+
+
+# --- from torch.ao to ONNX Runtime -------------------------------------------------------------------------------
+
+
+def lowered(module: nn.Module, folder: Path, monkeypatch=None, levels: int | None = None) -> tuple[Path, Path]:
+    """``ptq`` with min-max ranges, then ``onnx-int8``; returns the folder of the first and the file of the second."""
+    if levels is not None:
+        monkeypatch.setattr(ptq, "x86_target", lambda: Target("test", levels))
+    context = noise_context()
+    parent = parent_of(module, context, folder / "parent")
+    (folder / "ptq").mkdir()
+    PTQ.apply(parent, Ptq(observer="minmax"), context, folder / "ptq")
+    artifact = type(parent)("ptq", "quantized", "1" * 64, folder / "ptq", parent.card, parent)
+    (folder / "onnx").mkdir()
+    ONNX_INT8.apply(artifact, OnnxInt8(), context, folder / "onnx")
+    return folder / "ptq", folder / "onnx" / "model.onnx"
+
+
+def integer_weights(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each int8 weight of a graph with its scales."""
+    model = onnx.load(path)
+    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    return [
+        (torch.from_numpy(values[node.input[0]].copy()), torch.from_numpy(values[node.input[1]].copy()))
+        for node in model.graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] in values
+    ]
+
+
+def packed_in_torchscript(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each packed weight of torch's own int8 program: integers and scales."""
+    use_x86_kernels()
+    found = []
+    for node in torch.jit.load(str(path)).inlined_graph.nodes():
+        if node.kind().startswith(("quantized::conv", "quantized::linear")):
+            constant = list(node.inputs())[1].node()
+            weight, _ = _unpack(constant)
+            found.append((weight.int_repr(), weight.q_per_channel_scales().float()))
+    return found
+
+
+def _unpack(constant: torch._C.Node) -> tuple[torch.Tensor, torch.Tensor | None]:
+    packed = constant.output().toIValue()
+    unpack = (
+        torch.ops.quantized.conv2d_unpack
+        if "Conv" in str(constant.output().type())
+        else torch.ops.quantized.linear_unpack
+    )
+    return unpack(packed)
+
+
+@pytest.mark.parametrize("name", ["ptq", "qat"])
+def test_weights_and_scales_are_torchs_own(name, made):
+    quantized, graph_ = made(name), made(name, "onnx-int8")
+    expected, found = packed_in_torchscript(quantized.path), integer_weights(graph_.path)
+    assert len(expected) == len(found) == 5
+    assert quantized.card.notes[0].startswith("5 quantized layers")
+    for weight, scale in expected:
+        ((integers, scales),) = [
+            (w, s) for w, s in found if w.shape == weight.shape and torch.equal(s.flatten(), scale)
+        ]
+        assert scales.dtype == torch.float32
+        # torch's packed and decomposed forms may round one tie in thousands differently after QAT (2.14).
+        different = integers.int() - weight.int()
+        assert different.abs().max() <= (1 if name == "qat" else 0)
+        assert different.count_nonzero() <= 2
+
+
+def test_the_graph_has_nothing_left_in_float_but_scales_and_biases(made):
+    model = onnx.load(made("ptq", "onnx-int8").path)
+    floats = [tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT]
+    assert max(numpy_helper.to_array(tensor).size for tensor in floats) <= 32  # the widest layer has 32 channels
+    kinds = [node.op_type for node in model.graph.node]
+    assert kinds.count("QuantizeLinear") == len(quantizers(made("ptq").folder)) > 5
+    assert kinds.count("Conv") == 4
+
+
+def test_the_file_says_nothing_of_where_it_was_built(made):
+    data = made("ptq", "onnx-int8").path.read_bytes() + made("onnx").path.read_bytes()
+    for word in (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[2]), "site-packages", "tiny_net"):
+        assert word.encode() not in data, word
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_any_batch_size_gives_each_image_the_same_logits(made, digits_context, count):
+    batch = digits_context.example(16)
+    artifact = made("ptq", "onnx-int8")
+    assert torch.equal(infer(artifact.path, batch[:count]), infer(artifact.path, batch)[:count])
+
+
+def test_the_graph_classifies_as_torchs_program_does(made, digits):
+    from optimize.data import loader
+    from serve.runtime.images import normalise
+
+    from .workbench import CPU, GREY16
+
+    ((images, _),) = loader(digits.val, GREY16, batch_size=len(digits.val), device=CPU)
+    batch = normalise(images, GREY16, CPU, torch.float32)
+    for parents in (("ptq",), ("qat",), ("fuse", "ptq")):
+        expected, found = run(made(*parents), batch), run(made(*parents, "onnx-int8"), batch)
+        assert (expected.argmax(1) == found.argmax(1)).float().mean() > 0.99, parents
+        # Ties of rounding that spread through five layers; more than that is another network.
+        step = quantizers(made(*parents).folder)[-1][0]
+        assert (expected - found).abs().max() <= 2.01 * step, parents
+
+
+LAYERS = {
+    "conv": nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Flatten()),
+    "conv-relu": nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten()),
+    "conv-bn-relu": nn.Sequential(nn.Conv2d(1, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()),
+    "linear": nn.Sequential(nn.Flatten(), nn.Linear(256, 8)),
+    "pool": nn.Sequential(nn.Conv2d(1, 8, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_on_equal_integers_each_layer_agrees_with_torch_to_a_step(name, tmp_path):
+    torch.manual_seed(0)
+    folder, path = lowered(with_running_statistics(LAYERS[name]), tmp_path)
+    scale, zero_point, low, high = quantizers(folder)[0]
+    integers = torch.randint(low, high + 1, (4, 1, 16, 16), generator=torch.Generator().manual_seed(5))
+    batch = (integers - zero_point) * scale  # on the grid: both sides quantize it to the same integers
+    use_x86_kernels()
+    with torch.no_grad():
+        expected = torch.jit.load(str(folder / "model.pt"))(batch)
+    found = infer(path, batch)
+    step = quantizers(folder)[-1][0]
+    difference = ((found - expected) / step).round().abs()
+    assert difference.max() <= 1
+    assert (difference == 0).float().mean() > 0.995
+    assert expected.unique().numel() > 8
+
+
+def test_a_range_narrower_than_the_type_keeps_its_clamp(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(784, 4)).eval()
+    folder, path = lowered(module, tmp_path, monkeypatch, levels=127)
+    assert {entry[2:] for entry in quantizers(folder)} == {(0, 127)}
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    assert kinds.count("Clip") >= kinds.count("QuantizeLinear") == len(quantizers(folder))
+    # Far outside of what calibration saw, where without the clamp integers above 127 would appear.
+    scale, zero_point, _, _ = quantizers(folder)[0]
+    integers = torch.randint(-500, 600, (8, 1, 16, 16), generator=torch.Generator().manual_seed(1))
+    batch = (integers - zero_point) * scale
+    # torch's packed kernels write all 8 bits whatever the range; its reference form is what keeps to 0–127.
+    reference = torch.export.load(folder / REFERENCE_FILE).module()
+    with torch.no_grad():
+        expected = reference(batch)
+        clamped = reference((integers.clamp(0, 127) - zero_point) * scale)
+    assert torch.equal(expected, clamped)
+    step = quantizers(folder)[-1][0]
+    assert ((infer(path, batch) - expected) / step).abs().max() <= 1.01
+
+
+class Scaled(nn.Module):
+    """ConvNeXt's layer scale: a parameter that torch quantizes as if it were an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.scale = nn.Parameter(torch.tensor([0.1, -0.2, 0.3, 1.0]).view(4, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        return torch.flatten(x + self.scale * self.second(x), 1)
+
+
+class Upsampling(nn.Module):
+    """A transposed convolution, which torch's x86 kernels get wrong (2.14), so that it stays in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.ConvTranspose2d(4, 2, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.flatten(self.second(torch.relu(self.first(x))), 1)
+
+
+class Twice(nn.Module):
+    """One convolution called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.flatten(self.shared(torch.relu(self.shared(torch.relu(self.first(x))))), 1)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Upsampling, Twice])
+def test_unusual_constants_are_lowered_too(kind, tmp_path):
+    torch.manual_seed(0)
+    module = kind().eval()
+    folder, path = lowered(module, tmp_path)
+    batch = noise_context().example(8)
+    use_x86_kernels()
+    with torch.no_grad():
+        expected = torch.jit.load(str(folder / "model.pt"))(batch)
+        in_float = module(batch)
+    step = quantizers(folder)[-1][0]
+    difference = ((infer(path, batch) - expected) / step).abs()
+    assert difference.max() <= 2.01
+    assert difference.mean() < 0.2
+    assert ((expected - in_float) / step).abs().max() < 4, "what is served has lost the network's numbers"
+
+
+def test_a_full_range_has_no_clamp(tmp_path, monkeypatch):
+    _, path = lowered(LAYERS["linear"].eval(), tmp_path, monkeypatch, levels=255)
+    assert "Clip" not in [node.op_type for node in onnx.load(path).graph.node]
+
+
+def test_a_lost_clamp_is_noticed(tmp_path, monkeypatch):
+    from optimize.quantization import qdq
+
+    original = qdq.export_onnx
+
+    def losing(module, example, path):
+        for node in list(module.graph.nodes):
+            if node.target is torch.ops.aten.clamp.default:
+                node.replace_all_uses_with(node.args[0])
+        module.recompile()
+        return original(module, example, path)
+
+    monkeypatch.setattr(qdq, "export_onnx", losing)
+    with pytest.raises(PassError, match="need a clamp, only 0 have one"):
+        lowered(LAYERS["linear"].eval(), tmp_path, monkeypatch, levels=127)
+
+
+def test_lowering_twice_gives_the_same_bytes(tmp_path, made, digits_context):
+    files = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        ONNX_INT8.apply(made("ptq"), OnnxInt8(), digits_context, tmp_path / name)
+        files.append((tmp_path / name / "model.onnx").read_bytes())
+    assert files[0] == files[1] == made("ptq", "onnx-int8").path.read_bytes()
+
+
+def test_a_file_with_its_weights_in_float_is_refused_for_its_size(tmp_path, monkeypatch, made, digits_context):
+    monkeypatch.setattr(onnx_int8, "_STRUCTURE_BYTES", 0)
+    with pytest.raises(PassError, match=r"the file has \d+ bytes, more than 0\.001 of the \d+ bytes"):
+        ONNX_INT8.apply(made("ptq"), OnnxInt8(max_size_ratio=0.001), digits_context, tmp_path)
+
+
+@pytest.mark.slow
+def test_resnet18_has_at_most_three_tenths_of_the_float_graphs_bytes(tmp_path):
+    import dataclasses
+
+    from torchvision.models import resnet18
+
+    from optimize.passes.onnx import ONNX, Onnx
+    from serve.runtime.card import Preprocessing
+
+    torch.manual_seed(0)
+    module = resnet18(num_classes=4).eval()
+    context = dataclasses.replace(noise_context(), preprocessing=Preprocessing(32, (32, 32)))
+    parent = parent_of(module, context, tmp_path / "parent")
+    for name in ("ptq", "onnx-int8", "onnx"):
+        (tmp_path / name).mkdir()
+    PTQ.apply(parent, Ptq(images=8), context, tmp_path / "ptq")
+    artifact = type(parent)("ptq", "quantized", "1" * 64, tmp_path / "ptq", parent.card, parent)
+    product = ONNX_INT8.apply(artifact, OnnxInt8(), context, tmp_path / "onnx-int8")
+    ONNX.apply(parent, Onnx(), context, tmp_path / "onnx")
+    size, floats = ((tmp_path / name / "model.onnx").stat().st_size for name in ("onnx-int8", "onnx"))
+    assert floats > 44e6
+    assert size <= 0.3 * floats
+    assert "21 int8 weights" in product.notes[0]
+    weights = packed_weights(tmp_path / "ptq")
+    assert sum(weight.numel() for weight in weights) == sum(
+        layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Conv2d | nn.Linear)
+    )
