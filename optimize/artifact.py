@@ -131,6 +131,7 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
     """
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # names the builder's source paths
+        node.meta.pop("from_node", None)  # and addresses in its memory, which differ from run to run
     program.example_inputs = None
     torch.export.save(program, path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +52,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Opened:
-    """A job whose parts were found and fit: the session, and the weights to begin with if there are any."""
+    """A job whose parts were found and fit: the session, the run's name, and the weights if there are any."""
 
     session: Session
+    run: str
     checkpoint: Checkpoint | None
     origin: Path | None
 
@@ -68,12 +68,10 @@ def open_job(job: Job, listener: Listener) -> Opened:
     """
     device = resolve_device(job.device)
     source = resolve_model(job.model)
-    if job.run is not None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", job.run):
-            raise UserError(
-                f"run name {job.run!r}: use letters, digits, '-', '_' and '.', beginning with a letter or digit"
-            )
-        source = dataclasses.replace(source, name=job.run)
+    if job.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", job.run):
+        raise UserError(
+            f"run name {job.run!r}: use letters, digits, '-', '_' and '.', beginning with a letter or digit"
+        )
     if job.checkpoint is not None and job.weights is not None:
         raise UserError("--checkpoint and --weights are both given; the weights can come from one of them only")
     checkpoint, origin = _checkpoint(job, source)
@@ -86,7 +84,7 @@ def open_job(job: Job, listener: Listener) -> Opened:
         f"{len(data.val)} validation images, input {'x'.join(map(str, preprocessing.shape))}, {device}"
     )
     session = Session(store, source, context, lambda name: listener.said(f"{name}: another run is making it"))
-    return Opened(session, checkpoint, origin)
+    return Opened(session, job.run or source.name, checkpoint, origin)
 
 
 def _checkpoint(job: Job, source: ModelSource) -> tuple[Checkpoint | None, Path | None]:

@@ -25,7 +25,6 @@ from optimize.publishing import publish
 from optimize.recipe import BASELINE, DEFAULT_RECIPE, Recipe, Stage, load_recipe
 from optimize.recommendation import recommend
 from optimize.report import write_html
-from optimize.session import Session
 
 #: Version of ``report.json``.
 SCHEMA = 1
@@ -53,14 +52,14 @@ def run(job: Job, listener: Listener) -> Outcome:
     recipe = load_recipe(job.recipe or DEFAULT_RECIPE)
     opened = open_job(job, listener)
     session, context = opened.session, opened.session.context
-    folder = job.store / session.source.name
+    folder = job.store / opened.run
     with session.store.in_use():
         entries = _build(opened, recipe, listener)
         bench = Bench(session.store, context, remeasure=job.remeasure)
         measured = measure(entries, bench, recipe.measure, listener)
         report = {
             "schema": SCHEMA,
-            "run": session.source.name,
+            "run": opened.run,
             "model": job.model,
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "data": _describe(context),
@@ -89,7 +88,7 @@ def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Entry]:
         raise
     except Exception as error:
         raise PipelineError(
-            f"the baseline cannot be made: {_explained(error, _error_log(session, BASELINE))}"
+            f"the baseline cannot be made: {_explained(error, _error_log(opened, BASELINE))}"
         ) from error
     listener.ended(BASELINE, step.seconds, cached=step.cached, skipped=None)
     settings = dict(step.artifact.card.lineage[-1].config)
@@ -99,20 +98,20 @@ def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Entry]:
         stage = Entry(planned.name, planned.step.name, planned.parent, config)
         stages[planned.name] = stage
         listener.started(planned.name)
-        _run_stage(session, planned, stage, stages[planned.parent])
+        _run_stage(opened, planned, stage, stages[planned.parent])
         seconds, cached = (stage.step.seconds, stage.step.cached) if stage.step else (0.0, False)
         listener.ended(planned.name, seconds, cached=cached, skipped=stage.skipped)
     return list(stages.values())
 
 
-def _run_stage(session: Session, planned: Stage, stage: Entry, parent: Entry) -> None:
+def _run_stage(opened: Opened, planned: Stage, stage: Entry, parent: Entry) -> None:
     if parent.artifact is None:
         stage.skipped = f"its parent {parent.name} was skipped"
         return
-    log = _error_log(session, planned.name)
+    log = _error_log(opened, planned.name)
     log.unlink(missing_ok=True)
     try:
-        stage.step = session.apply(parent.artifact, planned.config, planned.name)
+        stage.step = opened.session.apply(parent.artifact, planned.config, planned.name)
     except (NotApplicableError, EngineError) as error:  # the latter: no kernels for it on this machine
         stage.skipped = str(error)
     except PassError as error:
@@ -123,8 +122,8 @@ def _run_stage(session: Session, planned: Stage, stage: Entry, parent: Entry) ->
         stage.skipped, stage.failed = f"failed: {_explained(error, log)}", True
 
 
-def _error_log(session: Session, name: str) -> Path:
-    return session.store.root / session.source.name / f"{name}-error.txt"
+def _error_log(opened: Opened, name: str) -> Path:
+    return opened.session.store.root / opened.run / f"{name}-error.txt"
 
 
 def _explained(error: Exception, log: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from pydantic import Field
 from torch import nn
 from torch.ao.quantization import default_dynamic_qconfig, per_channel_dynamic_qconfig, quantize_dynamic
@@ -27,10 +28,26 @@ class Dynamic(PassConfig):
     )
 
 
+def _called_layers(module: nn.Module, example: torch.Tensor) -> list[str]:
+    """Names of the linear and recurrent layers that ``module`` calls, in its order.
+
+    Left out are those whose weight it reads instead, as Swin's attention and `nn.MultiheadAttention` do:
+    that of a quantized layer is packed, and torch fails on it.
+    """
+    called: set[nn.Module] = set()
+    # The exact type: a subclass such as torch's NonDynamicallyQuantizableLinear has its reasons.
+    layers = {name: layer for name, layer in module.named_modules() if type(layer) in (nn.Linear, *_RECURRENT)}
+    handles = [layer.register_forward_pre_hook(lambda layer, _: called.add(layer)) for layer in layers.values()]
+    with torch.no_grad():
+        module(example)
+    for handle in handles:
+        handle.remove()
+    return [name for name, layer in layers.items() if layer in called]
+
+
 def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) -> Product:
     module = parent.module()
-    # The exact type: MultiheadAttention's own output projection is a subclass that reads its weight directly.
-    names = [name for name, layer in module.named_modules() if type(layer) in (nn.Linear, *_RECURRENT)]
+    names = _called_layers(module, context.example())
     if not names:
         raise NotApplicableError("the model has no linear or recurrent layer")
     use_x86_kernels()
