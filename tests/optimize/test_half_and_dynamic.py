@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from optimize.artifact import write_program
 from optimize.errors import NotApplicableError, PassError
@@ -169,6 +170,28 @@ def test_dynamic_quantizes_recurrent_layers(tmp_path):
     with torch.no_grad():
         assert 0 < (program(batch) - module(batch)).abs().max() < 0.05
         assert program(batch[:1]).shape == (1, 4)
+
+
+class Reads(nn.Module):
+    """Calls one linear layer and reads the weight of another, as Swin's attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(256, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(functional.linear(torch.flatten(x, 1), self.read.weight, self.read.bias))
+
+
+def test_dynamic_leaves_alone_what_is_not_called(tmp_path):
+    module, context = Reads().eval(), noise_context()
+    product = DYNAMIC.apply(parent_of(module, context, tmp_path / "parent"), Dynamic(), context, tmp_path)
+    assert product.notes == ("1 layers quantized: called",)
+    batch = context.example(8)
+    use_x86_kernels()
+    with torch.no_grad():
+        difference = torch.jit.load(str(tmp_path / "model.pt"))(batch) - module(batch)
+    assert 0 < difference.abs().max() < 0.05 * module(batch).abs().max()
 
 
 def test_dynamic_has_nothing_to_do_without_linear_layers(tmp_path):
