@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from optimize.artifact import Artifact
+from optimize.config import Config
 from optimize.errors import UserError
 from optimize.job import Job, open_job
 from optimize.listener import Silent
 from optimize.measure.bench import Bench
 from optimize.measure.latency import Timing
-from optimize.measure.rows import Entry, measure
-from optimize.passes.base import PassConfig, pass_of
+from optimize.passes.base import pass_of
 from optimize.recipe import Recommend
 from optimize.recommendation import Recommendation, recommend
 from optimize.report import table
+from optimize.results import Entry, measure
 from optimize.session import Session, Step
 from optimize.training import TrainingConfig
 from serve.archive import ServingOptions, build_archive
@@ -139,7 +140,7 @@ def load(
     return Variant(opened.session, opened.session.baseline(training, opened.checkpoint, opened.origin))
 
 
-def apply(parent: Variant, config: PassConfig, name: str | None = None) -> Variant:
+def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
     """Run the pass that ``config`` belongs to.
 
     Args:
@@ -230,7 +231,7 @@ def _entry(variant: Variant) -> Entry:
     return Entry(artifact.name, last.operation, parent, last.config, variant.step)
 
 
-def _name(config: PassConfig) -> str:
+def _name(config: Config) -> str:
     """The pass's name and the settings that were given: ``ptq-observer-minmax``."""
     given = config.model_dump(mode="json", exclude_defaults=True)
     return "-".join([pass_of(config).name, *(f"{name}-{value}".replace("_", "") for name, value in given.items())])

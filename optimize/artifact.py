@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import fx, nn
 
-from optimize.errors import PassError
+from optimize.errors import NotApplicableError, PassError
 from serve.runtime.card import Card, Device, FloatType, Format
 
 #: What an artifact is, as far as the passes that may follow it care.
@@ -29,6 +29,8 @@ KIND_NAMES: dict[Kind, str] = {
     "onnx-half": "an FP16 ONNX graph",
     "onnx-int8": "an int8 ONNX graph",
 }
+
+_FP16_MAX = 65504.0
 
 WEIGHTS_FILE = "weights.safetensors"
 REFERENCE_FILE = "reference.pt2"
@@ -148,6 +150,17 @@ def write_script(module: nn.Module, example: torch.Tensor, folder: Path, *, stem
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(torch.jit.freeze(traced), str(folder / file))
     return file
+
+
+def check_fp16_range(module: nn.Module) -> None:
+    """Refuse weights that FP16 cannot hold.
+
+    Raises:
+        NotApplicableError: one is larger than 65504 in magnitude, named.
+    """
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point() and tensor.numel() and tensor.abs().max() > _FP16_MAX:
+            raise NotApplicableError(f"weight {name} holds {tensor.abs().max():.3g}, more than FP16's {_FP16_MAX:.0f}")
 
 
 def trace(module: nn.Module) -> fx.GraphModule:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimize.checkpoint import Checkpoint, download_weights, read_checkpoint, resolve_model
+from optimize.context import Context
 from optimize.data import default_preprocessing, open_data
 from optimize.errors import UserError
 from optimize.listener import Listener
 from optimize.measure.machine import resolve_device
 from optimize.model_source import ModelSource
-from optimize.passes.base import Context
 from optimize.session import Session
 from optimize.store import Store
 

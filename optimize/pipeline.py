@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optimize.artifact import one_line
+from optimize.context import Context
 from optimize.datasets import read_source
 from optimize.errors import EngineError, NotApplicableError, PassError, PipelineError
 from optimize.files import write_json
@@ -19,12 +20,11 @@ from optimize.job import Job, Opened, open_job
 from optimize.listener import Listener
 from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
-from optimize.measure.rows import Entry, Measured, measure
-from optimize.passes.base import Context
 from optimize.publishing import publish
 from optimize.recipe import BASELINE, DEFAULT_RECIPE, Recipe, Stage, load_recipe
 from optimize.recommendation import recommend
 from optimize.report import write_html
+from optimize.results import Entry, Measured, measure
 
 #: Version of ``report.json``.
 SCHEMA = 1

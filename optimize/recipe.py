@@ -20,10 +20,11 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from optimize.artifact import one_line
+from optimize.config import Config
 from optimize.errors import UserError
 from optimize.measure.latency import Timing
 from optimize.measure.references import REFERENCES
-from optimize.passes.base import Pass, PassConfig, find_pass, passes
+from optimize.passes.base import Pass, find_pass, passes
 from optimize.training import TrainingConfig
 
 BASELINE = "baseline"
@@ -33,7 +34,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _MOST_VALUES = 10_000  # a few lines of anchors within anchors can mean billions
 
 
-class Recommend(PassConfig):
+class Recommend(Config):
     """How the recommended artifact is chosen."""
 
     max_drop: float = Field(
@@ -50,7 +51,7 @@ class Stage:
 
     name: str
     step: Pass[Any]
-    config: PassConfig
+    config: Config
     parent: str
 
 

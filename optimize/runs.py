@@ -34,7 +34,7 @@ class RunSummary:
             self.recommended or "-",
             "-" if self.top1 is None else f"{self.top1 * 100:.2f} %",
             "-" if self.p50_ms is None else f"{self.p50_ms:.2f}",
-            self.created,
+            self.created[:16].replace("T", " "),  # to the minute
         )
 
 

@@ -13,10 +13,12 @@ import torch
 
 from optimize.artifact import Artifact, Kind, Product, one_line, write_program, write_weights
 from optimize.checkpoint import Checkpoint, load_into
+from optimize.config import Config
+from optimize.context import Context
 from optimize.errors import UserError
 from optimize.measure.machine import machine, versions
 from optimize.model_source import ModelSource
-from optimize.passes.base import Context, Pass, PassConfig, pass_of
+from optimize.passes.base import Pass, pass_of
 from optimize.quantization.targets import x86_target
 from optimize.store import Store, make_key
 from optimize.training import TrainingConfig, train
@@ -100,7 +102,7 @@ class Session:
         )
         return self._obtain(BASELINE, "module", BASELINE, settings, key, write, None, build_module)
 
-    def apply(self, parent: Artifact, config: PassConfig, name: str | None = None) -> Step:
+    def apply(self, parent: Artifact, config: Config, name: str | None = None) -> Step:
         """Run the pass that ``config`` belongs to on ``parent``, or take its result from the cache.
 
         Args:

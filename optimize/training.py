@@ -15,14 +15,15 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from optimize.config import Config
+from optimize.context import Context
 from optimize.data import Loader, augment, loader
 from optimize.datasets import Split
 from optimize.errors import PassError, UserError
-from optimize.passes.base import Context, PassConfig
 from serve.runtime.images import normalise
 
 
-class TrainingConfig(PassConfig):
+class TrainingConfig(Config):
     """Settings of a training run: SGD with Nesterov momentum, warm-up then cosine (one cycle)."""
 
     epochs: int = Field(default=8, ge=1, description="passes over the training images")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from optimize.context import Context
 from optimize.data import loader
 from optimize.errors import PassError
 from optimize.measure.statistics import paired_difference, sqnr_db
-from optimize.passes.base import Context
 from serve.runtime.predictor import Predictor
 
 #: Logits are kept of this many images, spread over the split (which may be sorted by class), for parity.

@@ -18,6 +18,7 @@ import torch
 
 import serve.runtime
 from optimize.artifact import Artifact
+from optimize.context import Context
 from optimize.data import loader
 from optimize.files import write_json
 from optimize.measure import accuracy, footprint, latency, references
@@ -25,7 +26,6 @@ from optimize.measure.accuracy import Answers, answer, load_answers, save_answer
 from optimize.measure.footprint import FootprintMeter
 from optimize.measure.latency import Call, Speed, Timing, measure_speed
 from optimize.measure.machine import machine, versions
-from optimize.passes.base import Context
 from optimize.store import Store, StoredObject, make_key
 from serve.runtime.predictor import Predictor
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from pydantic import Field, field_validator
 
+from optimize.config import Config
+from optimize.context import Progress, silent
 from optimize.measure.statistics import percentile_summary, ratio_interval
-from optimize.passes.base import PassConfig, Progress, silent
 
 #: ``uint8 (N, C, H, W)`` on the host to logits on the host.
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -25,7 +26,7 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 _Clock = Callable[[Call, torch.Tensor], float]
 
 
-class Timing(PassConfig):
+class Timing(Config):
     """How speed is measured."""
 
     rounds: int = Field(

@@ -14,74 +14,17 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from optimize.artifact import KIND_NAMES, Artifact, Kind, Product
-from optimize.data import Loader, loader
-from optimize.datasets import ImageData
+from optimize.config import Config
+from optimize.context import Context
 from optimize.errors import UserError
-from serve.runtime.card import Preprocessing
-from serve.runtime.images import normalise
 
-
-class PassConfig(BaseModel):
-    """Settings of a pass: frozen, and unknown fields are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Progress(Protocol):
-    """Where a long step says how far it is; ``fraction`` is in [0, 1]."""
-
-    def __call__(self, fraction: float, message: str) -> None:
-        """Report progress."""
-        ...
-
-
-def silent(fraction: float, message: str) -> None:
-    """A `Progress` that says nothing."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """What every step of a run shares.
-
-    Attributes:
-        data: images to train, calibrate and measure with.
-        preprocessing: bytes to the network's input, the same for all artifacts of the run.
-        device: where training, calibration and measurement happen.
-        seed: of every random choice.
-        progress: see `Progress`.
-    """
-
-    data: ImageData
-    preprocessing: Preprocessing
-    device: torch.device
-    seed: int = 0
-    progress: Progress = silent
-
-    def calibration(self, images: int, batch_size: int = 32) -> Loader:
-        """``images`` training images (never those that accuracy is measured on), stratified and seeded."""
-        return loader(
-            self.data.train,
-            self.preprocessing,
-            batch_size=batch_size,
-            device=self.device,
-            seed=self.seed,
-            limit=images,
-        )
-
-    def example(self, images: int = 4) -> torch.Tensor:
-        """A batch of real, normalised training images, ``float32 (images, C, H, W)`` on the CPU."""
-        batch, _ = next(iter(self.calibration(images, images)))
-        return normalise(batch, self.preprocessing, torch.device("cpu"), torch.float32)
-
-
-C = TypeVar("C", bound=PassConfig)
+C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True)
@@ -126,7 +69,9 @@ class Pass(Generic[C]):
 @functools.cache
 def _shared_source() -> bytes:
     root = Path(__file__).parents[1]
-    shared = [root / name for name in ("artifact.py", "onnx_graph.py", "training.py", "passes/base.py")]
+    shared = [
+        root / name for name in ("artifact.py", "conversion.py", "onnx_graph.py", "training.py", "passes/base.py")
+    ]
     return b"".join(path.read_bytes() for path in (*shared, *sorted((root / "quantization").glob("*.py"))))
 
 
@@ -163,7 +108,7 @@ def find_pass(name: str) -> Pass[Any]:
     raise UserError(f"unknown pass {name!r}: {hint}the passes are {', '.join(known)}")
 
 
-def pass_of(config: PassConfig) -> Pass[Any]:
+def pass_of(config: Config) -> Pass[Any]:
     """The pass that a config belongs to."""
     for entry in passes().values():
         if type(config) is entry.config:

@@ -13,14 +13,16 @@ from torch import nn
 from torch.ao.quantization import default_dynamic_qconfig, per_channel_dynamic_qconfig, quantize_dynamic
 
 from optimize.artifact import Artifact, Product, write_script
+from optimize.config import Config
+from optimize.context import Context
 from optimize.errors import NotApplicableError
-from optimize.passes.base import Context, Pass, PassConfig, register
+from optimize.passes.base import Pass, register
 from serve.runtime.engines import use_x86_kernels
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
 
-class Dynamic(PassConfig):
+class Dynamic(Config):
     """Settings of ``dynamic``."""
 
     per_channel: bool = Field(

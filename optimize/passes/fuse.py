@@ -14,15 +14,17 @@ from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from optimize.artifact import Artifact, Product, trace, write_program, write_weights
+from optimize.config import Config
+from optimize.context import Context
 from optimize.errors import PassError
-from optimize.passes.base import Context, Pass, PassConfig, register
+from optimize.passes.base import Pass, register
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-class Fuse(PassConfig):
+class Fuse(Config):
     """Settings of ``fuse``."""
 
     tolerance: float = Field(
@@ -66,8 +68,8 @@ def _foldable(graph_module: fx.GraphModule, modules: dict[str, nn.Module], norm:
     """The name of the layer that ``norm`` can be folded into, or None."""
     layer = modules[str(norm.target)]
     assert isinstance(layer, _NORMS)
-    before = norm.args[0] if norm.args else None
-    if layer.running_mean is None or not isinstance(before, fx.Node) or before.op != "call_module":
+    before = norm.all_input_nodes[0]
+    if layer.running_mean is None or before.op != "call_module":
         return None
     candidate = modules[str(before.target)]
     if not isinstance(candidate, (nn.Linear, *_CONVOLUTIONS)):
@@ -101,7 +103,7 @@ def _fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
 
 
 def _bypass(graph_module: fx.GraphModule, node: fx.Node) -> None:
-    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    node.replace_all_uses_with(node.all_input_nodes[0])
     graph_module.graph.erase_node(node)
 
 

@@ -12,14 +12,14 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from optimize.artifact import Artifact, Product, write_program
+from optimize.artifact import Artifact, Product, check_fp16_range, write_program
+from optimize.config import Config
+from optimize.context import Context
 from optimize.errors import NotApplicableError
-from optimize.passes.base import Context, Pass, PassConfig, register
-
-_FP16_MAX = 65504.0
+from optimize.passes.base import Pass, register
 
 
-class Half(PassConfig):
+class Half(Config):
     """Settings of ``half``."""
 
     dtype: Literal["float16", "bfloat16"] = Field(
@@ -27,17 +27,6 @@ class Half(PassConfig):
         description="float16: 10 bits of mantissa, up to 65504, for CUDA; "
         "bfloat16: 7 bits of mantissa and FP32's range, for CPUs with AVX-512 BF16 or AMX and for CUDA",
     )
-
-
-def check_fp16_range(module: torch.nn.Module) -> None:
-    """Refuse weights that FP16 cannot hold.
-
-    Raises:
-        NotApplicableError: one is larger than 65504 in magnitude, named.
-    """
-    for name, tensor in module.state_dict().items():
-        if tensor.is_floating_point() and tensor.numel() and tensor.abs().max() > _FP16_MAX:
-            raise NotApplicableError(f"weight {name} holds {tensor.abs().max():.3g}, more than FP16's {_FP16_MAX:.0f}")
 
 
 def _apply(parent: Artifact, config: Half, context: Context, folder: Path) -> Product:

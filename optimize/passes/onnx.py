@@ -7,11 +7,13 @@ from pathlib import Path
 from pydantic import Field
 
 from optimize.artifact import Artifact, Product
+from optimize.config import Config
+from optimize.context import Context
 from optimize.onnx_graph import check_against, export_onnx
-from optimize.passes.base import Context, Pass, PassConfig, register
+from optimize.passes.base import Pass, register
 
 
-class Onnx(PassConfig):
+class Onnx(Config):
     """Settings of ``onnx``."""
 
     tolerance: float = Field(

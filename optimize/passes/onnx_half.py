@@ -9,13 +9,14 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from optimize.artifact import Artifact, Product
+from optimize.artifact import Artifact, Product, check_fp16_range
+from optimize.config import Config
+from optimize.context import Context
 from optimize.onnx_graph import check_against, export_onnx
-from optimize.passes.base import Context, Pass, PassConfig, register
-from optimize.passes.half import check_fp16_range
+from optimize.passes.base import Pass, register
 
 
-class OnnxHalf(PassConfig):
+class OnnxHalf(Config):
     """Settings of ``onnx-half``."""
 
     io: Literal["float32", "float16"] = Field(

@@ -9,15 +9,17 @@ import torch.ao.quantization.fx._decomposed  # registers the operators that the 
 from pydantic import Field
 
 from optimize.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
+from optimize.config import Config
+from optimize.context import Context
 from optimize.errors import PassError
-from optimize.passes.base import Context, Pass, PassConfig, register
+from optimize.passes.base import Pass, register
 from optimize.quantization.qdq import lower
 
 #: Graph structure, scales and names: what a file needs beside its weights, however small the network.
 _STRUCTURE_BYTES = 256 << 10
 
 
-class OnnxInt8(PassConfig):
+class OnnxInt8(Config):
     """Settings of ``onnx-int8``."""
 
     max_size_ratio: float = Field(

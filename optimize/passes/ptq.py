@@ -9,13 +9,15 @@ from pydantic import Field
 from torch.ao.quantization.quantize_fx import prepare_fx
 
 from optimize.artifact import Artifact, Product
-from optimize.passes.base import Context, Pass, PassConfig, register
-from optimize.quantization.fx_quantized import trace_calls, write_quantized
+from optimize.config import Config
+from optimize.context import Context
+from optimize.conversion import trace_calls, write_quantized
+from optimize.passes.base import Pass, register
 from optimize.quantization.targets import Observer, x86_target
 from serve.runtime.images import normalise
 
 
-class Ptq(PassConfig):
+class Ptq(Config):
     """Settings of ``ptq``."""
 
     observer: Observer = Field(

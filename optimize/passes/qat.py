@@ -17,8 +17,9 @@ from torch.ao.quantization import disable_observer, enable_observer
 from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
 from optimize.artifact import Artifact, Product
-from optimize.passes.base import Context, Pass, register
-from optimize.quantization.fx_quantized import trace_calls, write_quantized
+from optimize.context import Context
+from optimize.conversion import trace_calls, write_quantized
+from optimize.passes.base import Pass, register
 from optimize.quantization.targets import x86_target
 from optimize.training import TrainingConfig, train
 from serve.runtime.images import normalise

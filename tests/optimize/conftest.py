@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from optimize.artifact import Artifact
+from optimize.context import Context
 from optimize.datasets import ImageData, open_data
 from optimize.model_source import resolve_model
-from optimize.passes.base import Context, find_pass
+from optimize.passes.base import find_pass
 from optimize.session import Session
 from optimize.store import Store
 from optimize.training import TrainingConfig

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from optimize.context import Context
 from optimize.errors import PassError
 from optimize.measure.accuracy import (
     PARITY_IMAGES,
@@ -19,7 +20,6 @@ from optimize.measure.accuracy import (
     parity,
     save_answers,
 )
-from optimize.passes.base import Context
 
 from .workbench import CPU, GREY16, image_data, noise
 

@@ -13,11 +13,11 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.nn import functional
 from torchvision.ops import stochastic_depth
 
+from optimize.context import Context
 from optimize.data import loader
 from optimize.datasets import Split
 from optimize.errors import NotApplicableError
 from optimize.passes import qat as qat_module
-from optimize.passes.base import Context
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.targets import Target, x86_target

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from optimize.plots import pareto_front
 from optimize.files import write_json
+from optimize.plots import pareto_front
 from optimize.report import plot, table, write_html
 
 RULE = "the fastest artifact whose accuracy interval stays above minus one point"

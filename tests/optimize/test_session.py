@@ -9,10 +9,12 @@ import torch
 
 from optimize.artifact import REFERENCE_FILE
 from optimize.checkpoint import Checkpoint
+from optimize.config import Config
+from optimize.context import Context
 from optimize.errors import NotApplicableError, PassError, UserError
 from optimize.model_source import resolve_model
 from optimize.passes import fuse as fuse_file
-from optimize.passes.base import Context, Pass, PassConfig, find_pass, pass_of, passes
+from optimize.passes.base import Pass, find_pass, pass_of, passes
 from optimize.passes.dynamic import Dynamic
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
@@ -277,8 +279,8 @@ def test_every_pass_of_the_issue_is_registered_once_with_its_config():
 def test_an_unknown_pass_names_the_nearest():
     with pytest.raises(UserError, match=r"unknown pass 'onx': did you mean 'onnx'\?"):
         find_pass("onx")
-    with pytest.raises(UserError, match="PassConfig is not the config of a pass"):
-        pass_of(PassConfig())
+    with pytest.raises(UserError, match="Config is not the config of a pass"):
+        pass_of(Config())
 
 
 def test_calibration_images_are_training_images_stratified_and_seeded():

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from optimize import training
+from optimize.context import Context
 from optimize.data import loader
 from optimize.datasets import Split
 from optimize.errors import PassError, UserError
-from optimize.passes.base import Context
 from optimize.training import TrainingConfig, hold_out, top1, train
 from serve.runtime.images import normalise
 

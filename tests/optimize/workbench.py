@@ -14,8 +14,8 @@ from PIL import Image
 from torch import nn
 
 from optimize.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, write_weights
+from optimize.context import Context
 from optimize.datasets import ImageData, Split
-from optimize.passes.base import Context
 from serve.runtime.card import Card, Preprocessing, sha256_file
 from serve.runtime.engines import open_engine
 

@@ -1,0 +1,128 @@
+"""The house holds: rooms import only from their own floor and from those below, and some doors stay shut."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the ground up; a module belongs to the longest name that it begins with.
+FLOORS = {
+    "serve.runtime": 0,
+    "optimize": 0,
+    "optimize.errors": 0,
+    "optimize.files": 0,
+    "optimize.config": 0,
+    "optimize.listener": 0,
+    "optimize.noise": 0,
+    "optimize.onnx_graph": 0,
+    "optimize.quantization": 0,
+    "optimize.model_source": 0,
+    "optimize.checkpoint": 0,
+    "serve": 1,
+    "optimize.datasets": 2,
+    "optimize.data": 2,
+    "optimize.context": 2,
+    "optimize.artifact": 2,
+    "optimize.conversion": 3,
+    "optimize.training": 3,
+    "optimize.measure": 3,
+    "optimize.recommendation": 3,
+    "optimize.store": 3,
+    "optimize.lineage": 3,
+    "optimize.plots": 3,
+    "optimize.report": 3,
+    "optimize.report_view": 3,
+    "optimize.passes": 4,
+    "optimize.session": 5,
+    "optimize.recipe": 5,
+    "optimize.results": 6,
+    "optimize.job": 6,
+    "optimize.publishing": 6,
+    "optimize.pipeline": 6,
+    "optimize.api": 7,
+    "optimize.runs": 7,
+    "optimize.display": 7,
+    "optimize.cli": 8,
+    "optimize.__main__": 8,
+}
+
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for package in ("optimize", "serve")
+    for path in (ROOT / package).rglob("*.py")
+)
+
+
+def imports(module: str) -> Iterator[str]:
+    """The project's modules that ``module`` imports when it is loaded or run, resolved to absolute names."""
+    path = ROOT / Path(*module.split("."))
+    is_package = path.is_dir()
+    tree = ast.parse((path / "__init__.py" if is_package else path.with_suffix(".py")).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".") if is_package else module.split(".")[:-1]
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            names = [
+                f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in MODULES else origin for alias in node.names
+            ]
+        yield from (name for name in names if name.split(".")[0] in ("optimize", "serve"))
+
+
+def floor(module: str) -> int:
+    parts = module.split(".")
+    return next(FLOORS[name] for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in FLOORS and name)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "optimize"])
+def test_a_room_imports_only_from_its_floor_and_below(module: str) -> None:
+    above = [name for name in imports(module) if floor(name) > floor(module)]
+    assert not above, f"{module} (floor {floor(module)}) imports {above}"
+
+
+def test_every_module_of_optimize_has_a_floor_of_its_own() -> None:
+    unplaced = [
+        name for name in MODULES if name.startswith("optimize.") and ".".join(name.split(".")[:2]) not in FLOORS
+    ]
+    assert not unplaced
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("serve")])
+def test_serving_never_imports_optimizing(module: str) -> None:
+    assert not [name for name in imports(module) if name.startswith("optimize")]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("serve.runtime")])
+def test_the_runtime_imports_nothing_of_the_project_but_itself_nor_torchserve(module: str) -> None:
+    assert all(name.startswith("serve.runtime") for name in imports(module))
+    source = ROOT / Path(*module.split("."))
+    text = (source / "__init__.py" if source.is_dir() else source.with_suffix(".py")).read_text(encoding="utf-8")
+    roots = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(text))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
+    }
+    assert "ts" not in roots
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("optimize.passes.")])
+def test_a_pass_knows_no_other_pass(module: str) -> None:
+    assert not [
+        name
+        for name in imports(module)
+        if name.startswith("optimize.passes.") and name not in ("optimize.passes.base", module)
+    ]
