@@ -23,7 +23,7 @@ from optimize.measure.machine import machine, versions
 from optimize.publishing import publish
 from optimize.recipe import BASELINE, DEFAULT_RECIPE, Recipe, Stage, load_recipe
 from optimize.recommendation import recommend
-from optimize.report import write_html
+from optimize.report import plot, write_html
 from optimize.results import Entry, Measured, measure
 
 #: Version of ``report.json``.
@@ -75,6 +75,7 @@ def run(job: Job, listener: Listener) -> Outcome:
             report["seconds"] = time.perf_counter() - started
             write_json(report, folder / "report.json")
             write_html(report, folder / "report.html")
+            plot(report, folder / "pareto.svg")
     return Outcome(report, folder, tuple(entry.name for entry in entries if entry.failed))
 
 

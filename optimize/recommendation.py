@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optimize.measure.latency import Speed, compare
+from optimize.measure.latency import LEVEL, Speed, compare
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ def recommend(rows: Sequence[Mapping[str, Any]], speeds: Mapping[str, Speed], ma
         max_drop: loss of top-1 (fraction) that the 95 % interval against the baseline must exclude.
     """
     rule = (
-        "the smallest of the files that are not measurably slower at batch 1 than the fastest, among the artifacts "
-        f"whose top-1 is, with 95 % confidence, less than {max_drop * 100:g} points below the baseline's"
+        f"among the artifacts whose top-1 is, with 95 % confidence, less than {max_drop * 100:g} points below the "
+        f"baseline's, those that are level with the fastest at batch 1 (within {(1 - LEVEL) * 100:.0f} %); of these the "
+        "one whose interval of top-1 begins highest, and of equals the smallest file"
     )
     rejected: dict[str, str] = {}
     eligible: list[Mapping[str, Any]] = []
@@ -52,8 +53,10 @@ def recommend(rows: Sequence[Mapping[str, Any]], speeds: Mapping[str, Speed], ma
             level.append(row)
         else:
             rejected[row["name"]] = f"{1 / ratio['speedup']:.2f} times the latency of {fastest['name']}"
-    chosen = min(level, key=lambda row: row["bytes"])
+    chosen = min(level, key=lambda row: (-row["top1_delta_ci95"][0], row["bytes"]))
     for row in level:
         if row is not chosen:
-            rejected[row["name"]] = f"as fast as {chosen['name']}, and a larger file"
+            behind = (chosen["top1_delta_ci95"][0] - row["top1_delta_ci95"][0]) * 100
+            why = f"its interval of top-1 begins {behind:.2f} points lower" if behind > 0 else "a larger file"
+            rejected[row["name"]] = f"as fast as {chosen['name']}, and {why}"
     return Recommendation(chosen["name"], rule, rejected)

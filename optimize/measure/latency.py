@@ -20,6 +20,9 @@ from optimize.config import Config
 from optimize.context import Progress, silent
 from optimize.measure.statistics import percentile_summary, ratio_interval
 
+#: Two variants whose speeds differ by less than this factor are level.
+LEVEL = 0.97
+
 #: ``uint8 (N, C, H, W)`` on the host to logits on the host.
 Call = Callable[[torch.Tensor], torch.Tensor]
 #: Runs a call on a batch and gives the milliseconds that it took.
@@ -118,10 +121,12 @@ def measure_speed(
 def compare(parent: Speed, child: Speed) -> dict[str, Any]:
     """How many times as fast the child is at batch 1, round by round, and whether it is slower than its parent.
 
-    It is called slower where the whole interval lies below 1: a difference that the noise could make is none.
+    It is called slower where the median ratio is below `LEVEL`, or the whole interval below 1. The first
+    does not wait for certainty: of a few rounds one that was disturbed would hide a plain loss.
     """
     ratio = ratio_interval(parent.medians(), child.medians())
-    return {"speedup": ratio.median, "low": ratio.low, "high": ratio.high, "slower": ratio.high < 1}
+    slower = ratio.median < LEVEL or ratio.high < 1
+    return {"speedup": ratio.median, "low": ratio.low, "high": ratio.high, "slower": slower}
 
 
 def _turn(

@@ -123,10 +123,16 @@ def speed(*medians: float) -> Speed:
     return Speed({1: [[median] for median in medians]})
 
 
-def test_slower_is_said_only_where_the_whole_interval_says_so() -> None:
+def test_slower_is_said_of_a_plain_loss_even_if_one_round_was_disturbed() -> None:
     parent = speed(*[10.0] * 7)
     assert compare(parent, speed(*[12.0] * 7))["slower"] is True
-    assert compare(parent, speed(*[12.0] * 6, 9.0))["slower"] is False  # with 7 rounds the interval is all of them
+    assert compare(parent, speed(*[12.0] * 6, 9.0))["slower"] is True
+
+
+def test_slower_is_said_of_a_small_loss_only_where_every_round_shows_it() -> None:
+    parent = speed(*[10.0] * 7)
+    assert compare(parent, speed(*[10.1] * 7))["slower"] is True
+    assert compare(parent, speed(*[10.1] * 6, 9.9))["slower"] is False
     assert compare(parent, speed(*[10.0] * 7))["slower"] is False
     assert compare(parent, speed(*[5.0] * 7)) == {"speedup": 2.0, "low": 2.0, "high": 2.0, "slower": False}
 

@@ -44,8 +44,20 @@ def test_the_limit_itself_is_not_excluded_by_the_interval() -> None:
     assert choose(row("baseline", 10, 100), row("ptq", 2, 30, low=-0.02), max_drop=0.03).name == "ptq"
 
 
-def test_of_those_equally_fast_the_smallest_file_is_chosen() -> None:
-    noisy = [2.2, 1.9, 2.1, 2.0, 2.3, 1.8, 2.1]
+def test_of_those_level_in_speed_the_surely_more_accurate_is_chosen() -> None:
+    chosen = choose(row("baseline", 10, 100), row("ptq", 2, 20), row("qat", [2.02] * 6 + [1.9], 30, low=0.06))
+    assert chosen.name == "qat"
+    assert chosen.rejected["ptq"].startswith("as fast as qat, and its interval of top-1 begins ")
+
+
+def test_a_more_accurate_one_that_is_plainly_slower_is_not_chosen() -> None:
+    chosen = choose(row("baseline", 10, 100), row("ptq", 2, 20), row("qat", 2.2, 30, low=0.06))
+    assert chosen.name == "ptq"
+    assert chosen.rejected["qat"] == "1.10 times the latency of ptq"
+
+
+def test_of_those_level_in_speed_and_accuracy_the_smallest_file_is_chosen() -> None:
+    noisy = [2.1, 1.9, 2.04, 2.0, 2.1, 1.95, 2.02]
     chosen = choose(row("baseline", 10, 100), row("ptq", 2, 30), row("onnx-int8", noisy, 20), row("onnx", 4, 10))
     assert chosen.name == "onnx-int8"
     assert chosen.rejected["ptq"] == "as fast as onnx-int8, and a larger file"

@@ -1,0 +1,56 @@
+"""torchvision's families, with random weights, through the passes that rewrite graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from optimize.checkpoint import read_checkpoint, resolve_model
+from optimize.context import Context
+from optimize.data import decoded, default_preprocessing, subset
+from optimize.passes.fuse import Fuse
+from optimize.passes.onnx_int8 import OnnxInt8
+from optimize.passes.ptq import Ptq
+from optimize.session import Session
+from optimize.store import Store
+from serve.runtime.images import normalise
+
+from .workbench import CPU
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mobilenet_v2", "squeezenet1_1", "googlenet", "convnext_tiny"])
+def test_a_family_keeps_its_answers_through_fuse_ptq_and_int8_onnx(name: str, digits, tmp_path: Path) -> None:
+    source = resolve_model(name)
+    preprocessing = default_preprocessing(source, digits)
+    context = Context(digits, preprocessing, CPU)
+    pixels = decoded(subset(digits.val, 24), preprocessing)
+    inputs = normalise(pixels, preprocessing, CPU, torch.float32)
+    torch.manual_seed(0)
+    module = source.build(10, preprocessing.crop[0])
+    with torch.no_grad():
+        for _ in range(4):  # running statistics of real images, as a trained network has
+            module.train()(inputs)
+        expected = module.eval()(inputs)
+    torch.save(module.state_dict(), tmp_path / "weights.pth")
+
+    session = Session(Store(tmp_path / "store"), source, context)
+    base = session.baseline(checkpoint=read_checkpoint(tmp_path / "weights.pth")).artifact
+    fused = session.apply(base, Fuse()).artifact
+    quantized = session.apply(fused, Ptq(images=32)).artifact
+    graph = session.apply(quantized, OnnxInt8()).artifact
+
+    with torch.no_grad():
+        folded = fused.module()(inputs)
+        packed = torch.jit.load(str(quantized.path))(inputs)
+    (exported,) = onnxruntime.InferenceSession(str(graph.path)).run(None, {"input": inputs.numpy()})
+    torch.testing.assert_close(folded, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+    centred = (expected - expected.mean(0)).flatten().numpy()
+    for int8 in (packed.numpy(), exported):
+        assert np.corrcoef(centred, (int8 - int8.mean(0)).flatten())[0, 1] > 0.9
+    weights = sum(parameter.numel() * 4 for parameter in module.parameters())
+    assert graph.path.stat().st_size <= 0.3 * weights
