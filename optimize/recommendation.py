@@ -28,8 +28,8 @@ def recommend(rows: Sequence[Mapping[str, Any]], speeds: Mapping[str, Speed], ma
     """
     rule = (
         f"among the artifacts whose top-1 is, with 95 % confidence, less than {max_drop * 100:g} points below the "
-        f"baseline's, those that are level with the fastest at batch 1 (within {(1 - LEVEL) * 100:.0f} %); of these the "
-        "one whose interval of top-1 begins highest, and of equals the smallest file"
+        f"baseline's, those that are level with the fastest at batch 1 (within {(1 - LEVEL) * 100:.0f} %); of these "
+        "the one whose interval of top-1 begins highest, and of equals the smallest file"
     )
     rejected: dict[str, str] = {}
     eligible: list[Mapping[str, Any]] = []
