@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from optimize.artifact import Artifact, one_line
-from optimize.errors import PipelineError, UserError
+from optimize.errors import EngineError, PipelineError, UserError
 from optimize.listener import Listener
 from optimize.measure import accuracy
 from optimize.measure.accuracy import Answers
@@ -130,7 +130,9 @@ def _each(
             )
             if artifact.name == entries[0].name:
                 raise PipelineError(f"{artifact.name}: {reason}") from error
-            by_name[artifact.name].skipped, by_name[artifact.name].failed = reason, True
+            entry = by_name[artifact.name]
+            # A provider that is not active is this machine's lack, and not the artifact's fault.
+            entry.skipped, entry.failed = reason, not isinstance(error, EngineError)
         listener.progressed(done / len(artifacts), artifact.name)
     made = [stored for _, stored in bench.log[begun:]]
     seconds = sum(stored.seconds for stored in made)
