@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import uuid
 from pathlib import Path
@@ -18,10 +19,14 @@ def temporary_for(path: Path) -> Path:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``, whose folder must exist."""
+    """Write ``data`` to ``path``, whose folder is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_for(path)
     try:
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # the disk may only be found full here
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

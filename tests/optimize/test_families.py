@@ -1,4 +1,8 @@
-"""torchvision's families, with random weights, through the passes that rewrite graphs."""
+"""torchvision's families, with random weights, through the passes that rewrite graphs.
+
+Of those whose logits keep a signal under random weights: in a random MobileNet or GoogLeNet the images differ by
+less than the quantization noise, and their int8 answers mean nothing before they are trained.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from torch import nn
 
 from optimize.checkpoint import read_checkpoint, resolve_model
 from optimize.context import Context
@@ -23,7 +28,7 @@ from .workbench import CPU
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mobilenet_v2", "squeezenet1_1", "googlenet", "convnext_tiny"])
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "convnext_tiny"])
 def test_a_family_keeps_its_answers_through_fuse_ptq_and_int8_onnx(name: str, digits, tmp_path: Path) -> None:
     source = resolve_model(name)
     preprocessing = default_preprocessing(source, digits)
@@ -32,9 +37,11 @@ def test_a_family_keeps_its_answers_through_fuse_ptq_and_int8_onnx(name: str, di
     inputs = normalise(pixels, preprocessing, CPU, torch.float32)
     torch.manual_seed(0)
     module = source.build(10, preprocessing.crop[0])
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = 1.0  # one pass gives the running statistics of real images, as a trained network has
     with torch.no_grad():
-        for _ in range(4):  # running statistics of real images, as a trained network has
-            module.train()(inputs)
+        module.train()(inputs)
         expected = module.eval()(inputs)
     torch.save(module.state_dict(), tmp_path / "weights.pth")
 
