@@ -7,6 +7,7 @@ different quarters of an hour are not comparable.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from optimize.measure.machine import machine, versions
 from optimize.store import Store, StoredObject, make_key
 from serve.runtime.predictor import Predictor
 
+_MAX_BATCH = 64
 _SPEED_FILE = "speed.json"
 _FOOTPRINT_FILE = "footprint.json"
 
@@ -82,7 +84,14 @@ class Bench:
         def build(folder: Path) -> None:
             save_answers(answer(self._open(artifact), self.context), folder)
 
-        key = self._key("answers", artifact, data=self.context.data.fingerprint, code=_digest(accuracy))
+        key = self._key(
+            "answers",
+            artifact,
+            # How the validation images are prepared is the run's; the card's is in what it was opened with.
+            preprocessing=dataclasses.asdict(self.context.preprocessing),
+            data=self.context.data.fingerprint,
+            code=_digest(accuracy),
+        )
         return load_answers(self._obtain(key, build).folder)
 
     def footprint_meter(self) -> FootprintMeter:
@@ -95,7 +104,7 @@ class Bench:
         def build(folder: Path) -> None:
             write_json(meter.measure(artifact.folder, batch), folder / _FOOTPRINT_FILE)
 
-        key = self._key("footprint", artifact, batch=batch, machine=self._machine(), code=_digest(footprint))
+        key = self._key("footprint", artifact, batch=batch, code=_digest(footprint))
         return _read(self._obtain(key, build).folder / _FOOTPRINT_FILE)
 
     def speed(self, artifacts: Sequence[Artifact], timing: Timing) -> SpeedTable:
@@ -126,8 +135,13 @@ class Bench:
 
         key = make_key(
             measurement="speed",
-            artifacts={artifact.name: artifact.card.content for artifact in artifacts},
+            artifacts={artifact.name: _opened(artifact) for artifact in artifacts},
+            references=artifacts[0].key,  # the eager module's code and weights
             timing=timing.model_dump(mode="json"),
+            max_batch=_MAX_BATCH,
+            # The images that are timed: their number, their size, and their values (subnormal numbers are slow).
+            preprocessing=dataclasses.asdict(self.context.preprocessing),
+            data=self.context.data.fingerprint,
             machine=self._machine(),
             versions=versions(),
             device=str(self.context.device),
@@ -143,7 +157,7 @@ class Bench:
         return SpeedTable(speeds, body["skipped"], body["providers"], stored.seconds, stored.cached)
 
     def _open(self, artifact: Artifact) -> Predictor:
-        return Predictor(artifact.folder, self.context.device, max_batch=64, threads=torch.get_num_threads())
+        return Predictor(artifact.folder, self.context.device, max_batch=_MAX_BATCH, threads=torch.get_num_threads())
 
     def _batch(self, size: int) -> torch.Tensor:
         """``size`` validation images, repeated if there are fewer, ``uint8 (size, C, H, W)``."""
@@ -170,8 +184,10 @@ class Bench:
     def _key(self, measurement: str, artifact: Artifact, **parts: Any) -> str:
         return make_key(
             measurement=measurement,
-            artifact=artifact.card.content,
+            artifact=_opened(artifact),
+            max_batch=_MAX_BATCH,
             device=str(self.context.device),
+            machine=self._machine(),
             versions=versions(),
             **parts,
         )
@@ -180,6 +196,24 @@ class Bench:
         stored = self.store.obtain(key, build)
         self.log.append((key, stored))
         return stored
+
+
+def _opened(artifact: Artifact) -> dict[str, Any]:
+    """What the runtime makes an engine of: the files, and everything that it reads in the card besides them.
+
+    The content alone is not enough: a checkpoint's baseline has the same files whatever the preprocessing.
+    """
+    card = artifact.card
+    return {
+        "content": card.content,
+        "file": card.file,
+        "format": card.format,
+        "precision": card.precision,
+        "input_dtype": card.input_dtype,
+        "device": card.device,
+        "preprocessing": dataclasses.asdict(card.preprocessing),
+        "classes": list(card.classes),
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:
