@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optimize.passes.onnx_int8 import OnnxInt8
     from optimize.passes.ptq import Ptq
     from optimize.passes.qat import Qat
-    from optimize.training import TrainingConfig as Training
+    from optimize.training.loop import TrainingConfig as Training
 
 __all__ = [
     "Comparison",
@@ -54,7 +54,7 @@ _HOMES = {
     "OnnxInt8": "optimize.passes.onnx_int8",
     "Ptq": "optimize.passes.ptq",
     "Qat": "optimize.passes.qat",
-    "Training": "optimize.training",
+    "Training": "optimize.training.loop",
 }
 
 # Idle OpenMP threads that spin take the core from whoever works, which on a busy machine costs an int8

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from optimize.artifact import Artifact
 from optimize.config import Config
-from optimize.errors import UserError
-from optimize.job import Job, open_job
 from optimize.listener import Silent
 from optimize.measure.bench import Bench
 from optimize.measure.latency import Timing
 from optimize.passes.base import pass_of
-from optimize.recipe import Recommend
-from optimize.recommendation import Recommendation, recommend
-from optimize.report import table
-from optimize.results import Entry, measure
-from optimize.session import Session, Step
-from optimize.training import TrainingConfig
+from optimize.report.table import table
+from optimize.run.job import Job, open_job
+from optimize.run.recipe import Recommend
+from optimize.run.recommendation import Recommendation, recommend
+from optimize.run.results import Entry, measure
+from optimize.run.session import Session, Step
+from optimize.store.artifact import Artifact
+from optimize.training.loop import TrainingConfig
 from serve.archive import ServingOptions, build_archive
 from serve.runtime.card import CARD_FILE
+from serve.runtime.errors import UserError
 from serve.runtime.predictor import Predictor
 
 if TYPE_CHECKING:

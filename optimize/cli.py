@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from optimize.errors import PipelineError, UserError
+from serve.runtime.errors import PipelineError, UserError
 
 app = typer.Typer(
     help="Turn a trained vision model into measured, deployable artifacts.",
@@ -63,9 +63,9 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     """Run a recipe on a model: build, measure, pack and report."""
     with _reported("interrupted; what was finished is kept, the same command goes on from there"):
         from optimize import noise
-        from optimize.display import Display
-        from optimize.job import Job
-        from optimize.pipeline import run as run_job
+        from optimize.report.terminal import Display
+        from optimize.run.job import Job
+        from optimize.run.pipeline import run as run_job
 
         job = Job(
             model=model,
@@ -97,7 +97,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
 def list_runs(store: _Store = _DEFAULT_STORE) -> None:
     """List the runs of a store."""
     with _reported():
-        from optimize.runs import read_runs
+        from optimize.store.runs import read_runs
 
         table = Table("run", "data", "artifacts", "recommended", "top-1", "p50 ms", "created", box=None, pad_edge=False)
         for entry in read_runs(store):
@@ -112,8 +112,8 @@ def list_runs(store: _Store = _DEFAULT_STORE) -> None:
 def show(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = _DEFAULT_STORE) -> None:
     """Show a run's table, or an artifact's card."""
     with _reported():
-        from optimize.report import table
-        from optimize.runs import card_of, report_of
+        from optimize.report.table import table
+        from optimize.store.runs import card_of, report_of
 
         if "/" in name.rstrip("/"):
             Console().print_json(card_of(store, name))
@@ -129,7 +129,7 @@ def verify(
 ) -> None:
     """Check every file of a run against its SHA-256; exit code 1 if one does not match."""
     with _reported():
-        from optimize.runs import faults_of
+        from optimize.store.runs import faults_of
 
         checked, faults = faults_of(store, name)
         for fault in faults:
@@ -143,7 +143,7 @@ def verify(
 def prune(store: _Store = _DEFAULT_STORE) -> None:
     """Remove from the store what no run uses."""
     with _reported():
-        from optimize.store import Store
+        from optimize.store.objects import Store
 
         if not store.is_dir():
             raise UserError(f"there is no store {store}")
@@ -155,8 +155,8 @@ def prune(store: _Store = _DEFAULT_STORE) -> None:
 def list_passes() -> None:
     """List the passes, what they take, and their settings."""
     with _reported():
-        from optimize.artifact import KIND_NAMES
         from optimize.passes.base import passes
+        from optimize.store.artifact import KIND_NAMES
 
         console = Console()
         for step in passes().values():
@@ -172,7 +172,7 @@ def main() -> None:
 
 
 def _print_outcome(report: dict[str, object], folder: Path) -> None:
-    from optimize.report import table
+    from optimize.report.table import table
 
     Console().print(table(report))
     typer.echo(f"report: {folder / 'report.html'}   archives: {folder / 'archives'}")

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from optimize.data import Loader, loader
-from optimize.datasets import ImageData
+from optimize.data.loading import Loader, loader
+from optimize.data.records import ImageData
+from optimize.listener import SILENT, Listener
 from serve.runtime.card import Preprocessing
 from serve.runtime.images import normalise
-
-
-class Progress(Protocol):
-    """Where a long step says how far it is; ``fraction`` is in [0, 1]."""
-
-    def __call__(self, fraction: float, message: str) -> None:
-        """Report progress."""
-        ...
-
-
-def silent(fraction: float, message: str) -> None:
-    """A `Progress` that says nothing."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +22,14 @@ class Context:
         preprocessing: bytes to the network's input, the same for all artifacts of the run.
         device: where training, calibration and measurement happen.
         seed: of every random choice.
-        progress: see `Progress`.
+        listener: told how far a long step is.
     """
 
     data: ImageData
     preprocessing: Preprocessing
     device: torch.device
     seed: int = 0
-    progress: Progress = silent
+    listener: Listener = SILENT
 
     def calibration(self, images: int, batch_size: int = 32) -> Loader:
         """``images`` training images (never those that accuracy is measured on), stratified and seeded."""

@@ -1,18 +1,8 @@
-"""The exceptions of the optimising side; the family's root is `serve.runtime.errors.PipelineError`."""
+"""The two exceptions that only passes raise; the family stands in `serve.runtime.errors`."""
 
 from __future__ import annotations
 
-from serve.runtime.errors import CardError, EngineError, ImageError, PipelineError, UserError
-
-__all__ = [
-    "CardError",
-    "EngineError",
-    "ImageError",
-    "NotApplicableError",
-    "PassError",
-    "PipelineError",
-    "UserError",
-]
+from serve.runtime.errors import PipelineError
 
 
 class PassError(PipelineError):

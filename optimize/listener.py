@@ -35,3 +35,7 @@ class Silent:
 
     def said(self, message: str) -> None:
         """Say nothing."""
+
+
+#: The one instance that is needed of it.
+SILENT = Silent()

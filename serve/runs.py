@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Literal
 
 from serve.archive import ServingOptions, build_archive, check_model_name, read_archived_card
 from serve.runtime.card import CARD_FILE
-from serve.runtime.errors import UserError
+from serve.runtime.errors import UserError, did_you_mean
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -114,9 +113,10 @@ def _run_folder(store: Path, run: str) -> Path:
     if folder.is_dir():
         return folder
     known = sorted(path.name for path in store.glob("*") if (path / "archives").is_dir())
-    near = difflib.get_close_matches(run, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}" if known else "it has none yet"
-    raise UserError(f"{store}: there is no run {run!r} ({hint}); make it with `python -m optimize run {run}`")
+    raise UserError(
+        f"{store}: there is no run {run!r}{did_you_mean(run, known)}; it has {', '.join(known) or 'none yet'}; "
+        f"make it with `python -m optimize run {run}`"
+    )
 
 
 def _recommended(store: Path, run: str) -> str | None:

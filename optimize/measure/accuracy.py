@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optimize.context import Context
-from optimize.data import loader
+from optimize.data.loading import loader
 from optimize.errors import PassError
 from optimize.measure.statistics import paired_difference, sqnr_db
 from serve.runtime.predictor import Predictor
@@ -72,7 +72,7 @@ def answer(predictor: Predictor, context: Context) -> Answers:
         predicted.append(best[:, 0])
         logits.append(scores[kept[seen : seen + len(images)]])
         seen += len(images)
-        context.progress(done / len(batches), "accuracy")
+        context.listener.progressed(done / len(batches), "accuracy")
     return Answers(torch.cat(first), torch.cat(five), torch.cat(predicted), torch.cat(logits))
 
 

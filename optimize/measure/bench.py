@@ -8,7 +8,6 @@ different quarters of an hour are not comparable.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +16,18 @@ from typing import Any
 
 import torch
 
-import serve.runtime
-from optimize.artifact import Artifact
 from optimize.context import Context
-from optimize.data import loader
-from optimize.files import write_json
+from optimize.data.loading import loader
 from optimize.measure import accuracy, footprint, latency, references
 from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
 from optimize.measure.footprint import FootprintMeter
 from optimize.measure.latency import Call, Speed, Timing, measure_speed
 from optimize.measure.machine import machine, versions
-from optimize.store import Store, StoredObject, make_key
+from optimize.store.artifact import Artifact
+from optimize.store.files import write_json
+from optimize.store.keys import make_key
+from optimize.store.objects import Store, StoredObject
+from optimize.store.sources import source_digest
 from serve.runtime.predictor import Predictor
 
 _MAX_BATCH = 64
@@ -90,7 +90,7 @@ class Bench:
             # How the validation images are prepared is the run's; the card's is in what it was opened with.
             preprocessing=dataclasses.asdict(self.context.preprocessing),
             data=self.context.data.fingerprint,
-            code=_digest(accuracy),
+            code=source_digest(accuracy.__name__),
         )
         return load_answers(self._obtain(key, build).folder)
 
@@ -104,7 +104,7 @@ class Bench:
         def build(folder: Path) -> None:
             write_json(meter.measure(artifact.folder, batch), folder / _FOOTPRINT_FILE)
 
-        key = self._key("footprint", artifact, batch=batch, code=_digest(footprint))
+        key = self._key("footprint", artifact, batch=batch, code=source_digest(footprint.__name__))
         return _read(self._obtain(key, build).folder / _FOOTPRINT_FILE)
 
     def speed(self, artifacts: Sequence[Artifact], timing: Timing) -> SpeedTable:
@@ -123,7 +123,7 @@ class Bench:
                     skipped[name] = found
                 else:
                     calls[name] = found
-            speeds = measure_speed(calls, self._batch, self.context.device, timing, self.context.progress)
+            speeds = measure_speed(calls, self._batch, self.context.device, timing, self.context.listener)
             write_json(
                 {
                     "speeds": {name: {str(k): v for k, v in speed.rounds.items()} for name, speed in speeds.items()},
@@ -145,7 +145,7 @@ class Bench:
             machine=self._machine(),
             versions=versions(),
             device=str(self.context.device),
-            code=_digest(latency, references),
+            code=source_digest(latency.__name__, references.__name__),
         )
         if self.remeasure:
             self.store.forget(key)
@@ -219,10 +219,3 @@ def _opened(artifact: Artifact) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return body
-
-
-def _digest(*modules: Any) -> str:
-    """SHA-256 of source files: a changed method of measuring does not take an old figure from the cache."""
-    runtime = sorted(Path(serve.runtime.__file__).parent.glob("*.py"))
-    files = [*(Path(module.__file__) for module in modules), *runtime]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from optimize.errors import PipelineError
+from serve.runtime.errors import PipelineError
 
 _TIMEOUT = 300.0  # seconds
 

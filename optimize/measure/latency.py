@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, field_validator
 
 from optimize.config import Config
-from optimize.context import Progress, silent
+from optimize.listener import SILENT, Listener
 from optimize.measure.statistics import percentile_summary, ratio_interval
 
 #: Two variants whose speeds differ by less than this factor are level.
@@ -87,7 +87,7 @@ def measure_speed(
     batch: Callable[[int], torch.Tensor],
     device: torch.device,
     timing: Timing,
-    progress: Progress = silent,
+    listener: Listener = SILENT,
 ) -> dict[str, Speed]:
     """Time every variant in turns.
 
@@ -96,7 +96,7 @@ def measure_speed(
         batch: a ``uint8 (N, C, H, W)`` batch of real images for a size N.
         device: where they run; on CUDA each call is timed with events and synchronised.
         timing: see `Timing`.
-        progress: see `Progress`.
+        listener: told how far it is.
     """
     batches = {size: batch(size) for size in timing.batch_sizes}
     clock = _cuda_clock(device) if device.type == "cuda" else _wall_clock
@@ -112,7 +112,7 @@ def measure_speed(
                 for size, images in batches.items():
                     times[name][size].append(_turn(calls[name], images, clock, timing))
                 done = (number * len(names) + place + 1) / (timing.rounds * len(names))
-                progress(done, f"speed, round {number + 1}/{timing.rounds}")
+                listener.progressed(done, f"speed, round {number + 1}/{timing.rounds}")
     finally:
         gc.enable()
     return {name: Speed(rounds) for name, rounds in times.items()}

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from optimize.errors import UserError
+from serve.runtime.errors import UserError
 
 _LIBRARIES = ("torch", "torchvision", "onnx", "onnxruntime-gpu", "onnxruntime", "onnxscript", "numpy", "pillow")
 _ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16", "asimddp")

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from optimize.artifact import one_line
 from optimize.measure.latency import Call
 from serve.runtime.card import Preprocessing
+from serve.runtime.errors import one_line
 from serve.runtime.predictor import infer
 
 

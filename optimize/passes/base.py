@@ -5,12 +5,6 @@ A pass is one file of this package; importing the package finds it, so adding on
 
 from __future__ import annotations
 
-import difflib
-import functools
-import hashlib
-import importlib
-import inspect
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +13,12 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import nn
 
-from optimize.artifact import KIND_NAMES, Artifact, Kind, Product
 from optimize.config import Config
 from optimize.context import Context
-from optimize.errors import UserError
+from optimize.store.artifact import KIND_NAMES, Artifact, Kind, Product
+from optimize.store.sources import source_digest
+from serve.runtime.errors import UserError
+from serve.runtime.registry import Registry
 
 C = TypeVar("C", bound=Config)
 
@@ -62,36 +58,31 @@ class Pass(Generic[C]):
         return f"{self.name} takes {accepted}, not {KIND_NAMES[kind]}"
 
     def source_digest(self) -> str:
-        """SHA-256 of the pass's source and of what passes share: changed code takes no old result from the cache."""
-        return hashlib.sha256(Path(inspect.getfile(self.apply)).read_bytes() + _shared_source()).hexdigest()
+        """SHA-256 of the pass's source and all that it imports: changed code takes no old result from the cache."""
+        return source_digest(self.apply.__module__)
 
 
-@functools.cache
-def _shared_source() -> bytes:
-    root = Path(__file__).parents[1]
-    shared = [
-        root / name for name in ("artifact.py", "conversion.py", "onnx_graph.py", "training.py", "passes/base.py")
-    ]
-    return b"".join(path.read_bytes() for path in (*shared, *sorted((root / "quantization").glob("*.py"))))
-
-
-_REGISTRY: dict[str, Pass[Any]] = {}
+_REGISTRY: Registry[Pass[Any]] = Registry("pass", package="optimize.passes", group="optimize.passes")
 
 
 def register(entry: Pass[C]) -> Pass[C]:
-    """Add a pass to the registry; its name and its config type must be new."""
-    if entry.name in _REGISTRY or any(entry.config is other.config for other in _REGISTRY.values()):
-        raise ValueError(f"a pass named {entry.name!r} or with config {entry.config.__name__} is registered already")
-    _REGISTRY[entry.name] = entry
+    """Add a pass to the registry; its name and its config type must be new, and it must be complete.
+
+    Raises:
+        ValueError: the name or the config's type is taken, or a pass that yields modules does not say how they
+            are rebuilt.
+    """
+    if any(entry.config is other.config for other in _REGISTRY.registered()):
+        raise ValueError(f"a pass with config {entry.config.__name__} is registered already")
+    if entry.yields == "module" and entry.rebuild is None:
+        raise ValueError(f"the pass {entry.name!r} yields modules: it must say how one is rebuilt (rebuild=…)")
+    _REGISTRY.register(entry)
     return entry
 
 
 def passes() -> dict[str, Pass[Any]]:
     """All passes by name."""
-    package = importlib.import_module("optimize.passes")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"optimize.passes.{module.name}")
-    return dict(sorted(_REGISTRY.items()))
+    return _REGISTRY.all()
 
 
 def find_pass(name: str) -> Pass[Any]:
@@ -100,12 +91,7 @@ def find_pass(name: str) -> Pass[Any]:
     Raises:
         UserError: there is none; the message names the nearest and lists all.
     """
-    known = passes()
-    if name in known:
-        return known[name]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UserError(f"unknown pass {name!r}: {hint}the passes are {', '.join(known)}")
+    return _REGISTRY.find(name)
 
 
 def pass_of(config: Config) -> Pass[Any]:

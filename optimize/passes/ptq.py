@@ -8,12 +8,12 @@ import torch
 from pydantic import Field
 from torch.ao.quantization.quantize_fx import prepare_fx
 
-from optimize.artifact import Artifact, Product
 from optimize.config import Config
 from optimize.context import Context
-from optimize.conversion import trace_calls, write_quantized
 from optimize.passes.base import Pass, register
+from optimize.quantization.convert import trace_calls, write_quantized
 from optimize.quantization.targets import Observer, x86_target
+from optimize.store.artifact import Artifact, Product
 from serve.runtime.images import normalise
 
 
@@ -44,7 +44,7 @@ def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Pro
     with torch.no_grad():
         for done, (batch, _) in enumerate(batches, start=1):
             prepared(normalise(batch, context.preprocessing, context.device, torch.float32))
-            context.progress(done / len(batches), "calibrating")
+            context.listener.progressed(done / len(batches), "calibrating")
     return write_quantized(prepared.cpu(), example, target, folder)
 
 

@@ -16,12 +16,12 @@ from torch.ao.nn.intrinsic.qat import freeze_bn_stats
 from torch.ao.quantization import disable_observer, enable_observer
 from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
-from optimize.artifact import Artifact, Product
 from optimize.context import Context
-from optimize.conversion import trace_calls, write_quantized
 from optimize.passes.base import Pass, register
+from optimize.quantization.convert import trace_calls, write_quantized
 from optimize.quantization.targets import x86_target
-from optimize.training import TrainingConfig, train
+from optimize.store.artifact import Artifact, Product
+from optimize.training.loop import TrainingConfig, train
 from serve.runtime.images import normalise
 
 

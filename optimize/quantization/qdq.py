@@ -29,7 +29,7 @@ import torch.ao.quantization.fx._decomposed  # registers torch.ops.quantized_dec
 from torch import fx, nn
 
 from optimize.errors import PassError
-from optimize.onnx_graph import export_onnx
+from optimize.export.onnx import export_onnx
 
 #: The type range of each integer type that torch.ao produces here.
 _FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}

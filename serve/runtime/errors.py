@@ -1,6 +1,22 @@
-"""The project's one family of exceptions. Each message says what was wrong, and what would be right."""
+"""The project's one family of exceptions, and the words that their messages share.
+
+Each message says what was wrong, with the value, and what would be right::
+
+    PipelineError            everything raised on purpose; exit code 1
+    ├── UserError            the caller's mistake; exit code 2
+    ├── CardError            an artifact folder that is not whole
+    ├── EngineError          a model file that cannot run as asked
+    ├── ImageError           one item of a batch that is no usable image
+    ├── RequestError         a request that does not say what to classify
+    ├── PassError            (optimize) a pass whose result is not what it promises
+    └── NotApplicableError   (optimize) a pass that has nothing to do here
+"""
 
 from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
 
 
 class PipelineError(Exception):
@@ -43,3 +59,23 @@ class RequestError(PipelineError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """The first line of an exception's message that is not empty, at most ``limit`` characters; else its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:limit] if lines else type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as ``Type: first line of its message``, with the line number of a syntax error."""
+    line = first_line(error)
+    place = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+    return f"{type(error).__name__}: {line}{place}" if line != type(error).__name__ else line
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean …?)`` with those of ``known`` that are closest to ``name``; empty if none is close."""
+    by_key = {re.sub(r"[^a-z0-9]", "", entry.lower()): entry for entry in known}
+    close = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), by_key, n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(by_key[key] for key in close)}?)" if close else ""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from optimize.artifact import Artifact
 from optimize.context import Context
-from optimize.datasets import ImageData, open_data
-from optimize.model_source import resolve_model
+from optimize.data.formats.base import open_data
+from optimize.data.records import ImageData
+from optimize.models.source import resolve_model
 from optimize.passes.base import find_pass
-from optimize.session import Session
-from optimize.store import Store
-from optimize.training import TrainingConfig
+from optimize.run.session import Session
+from optimize.store.artifact import Artifact
+from optimize.store.objects import Store
+from optimize.training.loop import TrainingConfig
 
 from .workbench import CPU, GREY16, TINY_NET
 

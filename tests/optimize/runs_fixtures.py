@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from optimize.job import Job
-from optimize.pipeline import Outcome, run
+from optimize.run.job import Job
+from optimize.run.pipeline import Outcome, run
 
 ROOT = Path(__file__).parents[2]
 TINY = f"{ROOT / 'tests' / 'examples' / 'tiny_cnn.py'}:tiny"

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import optimize as opt
-from optimize.data import decoded
-from optimize.errors import UserError
+from optimize.data.loading import decoded
 from serve.archive import read_archived_card
 from serve.runtime.card import load_card
+from serve.runtime.errors import UserError
 
 MODEL = str(Path(__file__).parents[1] / "examples" / "tiny_cnn.py") + ":tiny"
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from PIL import Image
 
-from optimize.artifact import Artifact
-from optimize.checkpoint import Checkpoint
 from optimize.context import Context
-from optimize.datasets import ImageData
+from optimize.data.records import ImageData
 from optimize.measure.bench import Bench
 from optimize.measure.latency import Timing
-from optimize.model_source import resolve_model
+from optimize.models.checkpoint import Checkpoint
+from optimize.models.source import resolve_model
 from optimize.passes.fuse import Fuse
-from optimize.session import Session
-from optimize.store import Store, StoredObject
+from optimize.run.session import Session
+from optimize.store.artifact import Artifact
+from optimize.store.objects import Store, StoredObject
 from serve.runtime.card import Preprocessing
 
 from .workbench import CPU, TINY_NET

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from optimize.checkpoint import Checkpoint, download_weights, head_size, load_into, read_checkpoint
-from optimize.model_source import resolve_model
+from optimize.models.checkpoint import Checkpoint, download_weights, head_size, load_into, read_checkpoint
+from optimize.models.source import resolve_model
 from serve.runtime.errors import UserError
 
 PREFIXES = st.lists(st.sampled_from(["module.", "_orig_mod."]), max_size=4).map("".join)

@@ -10,9 +10,11 @@ import onnxruntime
 import pytest
 import torch
 
-from optimize.checkpoint import load_into, read_checkpoint
-from optimize.data import default_preprocessing, loader, open_data
-from optimize.model_source import resolve_model
+from optimize.data.formats.base import open_data
+from optimize.data.loading import loader
+from optimize.models.checkpoint import load_into, read_checkpoint
+from optimize.models.preprocessing import default_preprocessing
+from optimize.models.source import resolve_model
 from serve.runtime import images
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from optimize import cli, noise
-from optimize.display import Display
-from optimize.errors import PipelineError
-from optimize.store import Store
+from optimize.report.terminal import Display
+from optimize.store.objects import Store
+from serve.runtime.errors import PipelineError
 
 from .runs_fixtures import (
     RECIPE,
@@ -137,9 +137,9 @@ def test_a_full_disk_and_ctrl_c_are_one_line(tmp_path, monkeypatch) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("optimize.pipeline.run", full)
+    monkeypatch.setattr("optimize.run.pipeline.run", full)
     assert "model_store/x: No space left on device; free some, or name another --store" in refused("run", TINY)
-    monkeypatch.setattr("optimize.pipeline.run", interrupt)
+    monkeypatch.setattr("optimize.run.pipeline.run", interrupt)
     result = invoke("run", TINY)
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "interrupted; what was finished is kept, the same command goes on from there\n"
@@ -149,7 +149,7 @@ def test_a_failure_that_is_not_the_users_has_exit_code_1(tmp_path, monkeypatch) 
     def broken(*args: object) -> None:
         raise PipelineError("the machine is broken")
 
-    monkeypatch.setattr("optimize.pipeline.run", broken)
+    monkeypatch.setattr("optimize.run.pipeline.run", broken)
     result = invoke("run", TINY)
     assert (result.exit_code, result.stderr) == (1, "error: the machine is broken\n")
 
@@ -223,7 +223,7 @@ def test_a_finished_run_is_listed_shown_and_verified(tiny_run: TinyRun) -> None:
     assert json.loads(invoke("show", "tiny/ptq", *store).stdout)["name"] == "ptq"
     assert invoke("verify", "tiny/", *store).stdout == "22 artifacts and archives are whole\n"
     assert invoke("verify", "tiny/ptq", *store).stdout == "2 artifacts and archives are whole\n"
-    assert "did you mean 'tiny'" in refused("show", "tinny", *store)
+    assert "did you mean tiny" in refused("show", "tinny", *store)
     assert "has no artifact 'pqt'" in refused("show", "tiny/pqt", *store)
     assert invoke("list", "--store", tiny_run.store / "nothing").stdout.startswith("no runs in")
 

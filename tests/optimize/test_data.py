@@ -13,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from optimize import data as data_module
-from optimize.data import ImageData, Split, augment, decoded, default_preprocessing, loader, open_data, subset
-from optimize.model_source import ModelSource, resolve_model
+from optimize.data import loading as data_module
+from optimize.data.augment import augment
+from optimize.data.formats.base import open_data
+from optimize.data.loading import decoded, loader
+from optimize.data.records import ImageData, Split
+from optimize.data.splits import subset
+from optimize.models.preprocessing import default_preprocessing
+from optimize.models.source import ModelSource, resolve_model
 from serve.runtime import images
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from optimize import datasets
-from optimize.datasets import Split, open_data
+from optimize.data import fingerprint
+from optimize.data.formats.base import open_data
+from optimize.data.formats.torchvision import SETS, open_torchvision
+from optimize.data.records import Split
 from serve.runtime import images
 from serve.runtime.errors import UserError
 
@@ -219,7 +221,7 @@ def test_the_fingerprint_follows_content_names_and_labels(folder):
 
 
 def test_large_data_is_fingerprinted_by_size_and_time(folder, monkeypatch):
-    monkeypatch.setattr(datasets, "STAT_FINGERPRINT_ABOVE", 100)
+    monkeypatch.setattr(fingerprint, "STAT_FINGERPRINT_ABOVE", 100)
     before = open_data(f"imagefolder:{folder}")
     os.utime(folder / "cat" / "1.png", (1, 1))
     after = open_data(f"imagefolder:{folder}")
@@ -250,7 +252,7 @@ def test_a_folder_given_without_its_kind_is_told_how(tmp_path):
 def test_every_listed_torchvision_data_set_exists_there():
     from torchvision import datasets as theirs
 
-    for entry in datasets._TORCHVISION.values():
+    for entry in SETS.values():
         assert hasattr(theirs, entry.cls)
 
 
@@ -268,7 +270,7 @@ def test_a_data_set_that_keeps_pixels_in_memory_is_read_from_torchvisions_files(
             file = raw / f"{part}-{kind}-ubyte"
             file.with_suffix(".gz").write_bytes(gzip.compress(file.read_bytes()))
         expected[part] = pixels
-    data = open_data("FashionMNIST", root=tmp_path)
+    data = open_torchvision("fashionmnist", tmp_path)
     assert data.classes[9] == "Ankle boot"
     assert data.native_size == (28, 28)
     for split, part in ((data.train, "train"), (data.val, "t10k")):
@@ -281,7 +283,7 @@ def test_a_data_set_of_files_is_read_by_path_without_decoding(tmp_path):
     for part in ("train", "val"):
         for wnid in ("n01440764", "n03888257"):
             write_image(tmp_path / "imagenette2" / part / wnid / "1.JPEG")
-    data = open_data("imagenette", root=tmp_path)
+    data = open_torchvision("imagenette", tmp_path)
     assert data.classes == ("tench", "parachute")
     assert data.val.sources == tuple(
         tmp_path / "imagenette2" / "val" / wnid / "1.JPEG" for wnid in ("n01440764", "n03888257")
@@ -296,5 +298,5 @@ def test_without_a_network_the_message_says_where_the_files_would_have_to_be(tmp
 
     monkeypatch.setattr(downloads.urllib.request, "urlopen", offline)
     with pytest.raises(UserError, match=f"no route to host.*{tmp_path}/cifar-10-python.tar.gz") as caught:
-        open_data("cifar10", root=tmp_path)
+        open_torchvision("cifar10", tmp_path)
     assert "\n" not in str(caught.value)

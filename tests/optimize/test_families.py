@@ -14,14 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.checkpoint import read_checkpoint, resolve_model
 from optimize.context import Context
-from optimize.data import decoded, default_preprocessing, subset
+from optimize.data.loading import decoded
+from optimize.data.splits import subset
+from optimize.models.checkpoint import read_checkpoint
+from optimize.models.preprocessing import default_preprocessing
+from optimize.models.source import resolve_model
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
-from optimize.session import Session
-from optimize.store import Store
+from optimize.run.session import Session
+from optimize.store.objects import Store
 from serve.runtime.images import normalise
 
 from .workbench import CPU

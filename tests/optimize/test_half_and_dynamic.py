@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimize.artifact import write_program
 from optimize.errors import NotApplicableError, PassError
+from optimize.export.program import write_program
 from optimize.passes.dynamic import DYNAMIC, Dynamic
 from optimize.passes.half import HALF, Half
 from serve.runtime.engines import open_engine, use_x86_kernels

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from optimize.listener import Silent
 from optimize.measure import latency
 from optimize.measure.latency import Speed, Timing, compare, measure_speed
 
@@ -153,9 +154,14 @@ def test_the_garbage_collector_rests_meanwhile_and_is_back_afterwards() -> None:
 
 def test_progress_ends_at_one_and_never_goes_back(fake: Machine) -> None:
     heard = []
+
+    class Heard(Silent):
+        def progressed(self, fraction: float, message: str) -> None:
+            heard.append(fraction)
+
     calls = {name: fake.call(name, lambda n, size: 1.0) for name in "ab"}
     timing = Timing(rounds=2, batch_sizes=(1,), seconds=1e-9)
-    measure_speed(calls, images, CPU, timing, lambda fraction, message: heard.append(fraction))
+    measure_speed(calls, images, CPU, timing, Heard())
     assert heard == sorted(heard) == [0.25, 0.5, 0.75, 1.0]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchvision
 
-from optimize.model_source import resolve_model
+from optimize.models.source import resolve_model
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
 

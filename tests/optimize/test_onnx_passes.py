@@ -10,7 +10,7 @@ from onnx import TensorProto, numpy_helper
 from torch import nn
 
 from optimize.errors import NotApplicableError, PassError
-from optimize.onnx_graph import check_against, export_onnx
+from optimize.export.onnx import check_against, export_onnx
 from optimize.passes.onnx import ONNX, Onnx
 from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
 

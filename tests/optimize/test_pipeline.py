@@ -20,15 +20,15 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torchvision.transforms.v2 import functional
 
-from optimize.artifact import WEIGHTS_FILE
-from optimize.datasets import open_data
-from optimize.errors import PipelineError, UserError
+from optimize.data.formats.base import open_data
 from optimize.measure.bench import Bench
 from optimize.passes import onnx as onnx_pass
-from optimize.pipeline import Outcome
-from optimize.runs import faults_of
-from optimize.store import Store, fault
+from optimize.run.pipeline import Outcome
+from optimize.store.artifact import WEIGHTS_FILE
+from optimize.store.objects import Store, fault
+from optimize.store.runs import faults_of
 from serve.runtime.card import load_card
+from serve.runtime.errors import PipelineError, UserError
 
 from .runs_fixtures import (
     RECIPE,
@@ -395,7 +395,7 @@ def test_a_model_that_cannot_be_trained_ends_in_one_line(tmp_path: Path, monkeyp
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("CUDA out of memory\nTried to allocate")
 
-    monkeypatch.setattr("optimize.session.train", broken)
+    monkeypatch.setattr("optimize.run.session.train", broken)
     with pytest.raises(PipelineError, match="the baseline cannot be made: RuntimeError: CUDA out of memory") as caught:
         run_recipe(tmp_path / "store", with_stages(FUSE))
     assert "\n" not in str(caught.value)

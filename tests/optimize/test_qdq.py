@@ -12,13 +12,13 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from optimize.artifact import REFERENCE_FILE
 from optimize.errors import PassError
 from optimize.passes import onnx_int8, ptq
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.qdq import lint
 from optimize.quantization.targets import Target
+from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines import use_x86_kernels
 
 from .workbench import noise_context, packed_weights, parent_of, quantizers, run, with_running_statistics
@@ -221,7 +221,7 @@ def test_any_batch_size_gives_each_image_the_same_logits(made, digits_context, c
 
 
 def test_the_graph_classifies_as_torchs_program_does(made, digits):
-    from optimize.data import loader
+    from optimize.data.loading import loader
     from serve.runtime.images import normalise
 
     from .workbench import CPU, GREY16

@@ -14,14 +14,14 @@ from torch.nn import functional
 from torchvision.ops import stochastic_depth
 
 from optimize.context import Context
-from optimize.data import loader
-from optimize.datasets import Split
+from optimize.data.loading import loader
+from optimize.data.records import Split
 from optimize.errors import NotApplicableError
 from optimize.passes import qat as qat_module
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.targets import Target, x86_target
-from optimize.training import TrainingConfig
+from optimize.training.loop import TrainingConfig
 from serve.runtime.engines import use_x86_kernels
 from serve.runtime.images import normalise
 

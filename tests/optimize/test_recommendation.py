@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from optimize.measure.latency import Speed
-from optimize.recommendation import Recommendation, recommend
+from optimize.run.recommendation import Recommendation, recommend
 
 
 def choose(*rows: dict[str, Any], max_drop: float = 0.02) -> Recommendation:

@@ -15,9 +15,10 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from optimize.files import write_json
-from optimize.plots import pareto_front
-from optimize.report import plot, table, write_html
+from optimize.report.page import plot, write_html
+from optimize.report.plots import pareto_front
+from optimize.report.table import table
+from optimize.store.files import write_json
 
 RULE = "the fastest artifact whose accuracy interval stays above minus one point"
 NO_GPU = "needs a CUDA device, and this machine has none"

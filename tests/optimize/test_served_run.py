@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optimize.datasets import open_data
+from optimize.data.formats.base import open_data
 from serve import server
 from serve.runtime.predictor import Predictor
 from tests.serve.artifacts import jpeg

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from optimize import store as store_module
-from optimize.errors import NotApplicableError, UserError
-from optimize.files import write_atomically, write_json
-from optimize.store import Store, fault, make_key
+from optimize.errors import NotApplicableError
+from optimize.store import objects as store_module
+from optimize.store.files import write_atomically, write_json
+from optimize.store.keys import make_key
+from optimize.store.objects import Store, fault
+from serve.runtime.errors import UserError
 
 KEY = make_key(what="the object of these tests")
 
@@ -25,7 +27,7 @@ KEY = make_key(what="the object of these tests")
 BUILDER = """
 import sys, time
 from pathlib import Path
-from optimize.store import Store
+from optimize.store.objects import Store
 
 def build(folder):
     (folder / "half").write_text("first half")

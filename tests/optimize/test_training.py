@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from optimize import training
 from optimize.context import Context
-from optimize.data import loader
-from optimize.datasets import Split
-from optimize.errors import PassError, UserError
-from optimize.training import TrainingConfig, hold_out, top1, train
+from optimize.data.loading import loader
+from optimize.data.records import Split
+from optimize.data.splits import hold_out
+from optimize.errors import PassError
+from optimize.listener import Silent
+from optimize.training import loop as training
+from optimize.training.loop import TrainingConfig, top1, train
+from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 
 from .tiny_net import Tiny
@@ -222,7 +225,12 @@ def test_one_image_a_class_is_too_few_to_hold_any_out():
 
 def test_progress_runs_from_the_first_step_to_the_last():
     told = []
-    context = dataclasses.replace(brightness(), progress=lambda fraction, message: told.append((fraction, message)))
+
+    class Told(Silent):
+        def progressed(self, fraction: float, message: str) -> None:
+            told.append((fraction, message))
+
+    context = dataclasses.replace(brightness(), listener=Told())
     train(network(), context, FAST)
     fractions = [fraction for fraction, _ in told]
     assert fractions == sorted(fractions)

@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from optimize.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, write_weights
 from optimize.context import Context
-from optimize.datasets import ImageData, Split
+from optimize.data.records import ImageData, Split
+from optimize.export.program import write_weights
+from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact
 from serve.runtime.card import Card, Preprocessing, sha256_file
 from serve.runtime.engines import open_engine
 

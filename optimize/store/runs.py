@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optimize.errors import CardError, UserError
 from serve.runtime.card import CARD_FILE, load_card, sha256_file
+from serve.runtime.errors import CardError, UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ def report_of(store: Path, run: str) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         names = sorted(found.parent.name for found in store.glob("*/report.json"))
-        near = difflib.get_close_matches(run, names, n=1)
-        known = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
-        raise UserError(f"no run {run!r} in {store}; {known}") from None
+        raise UserError(
+            f"no run {run!r} in {store}{did_you_mean(run, names)}; there are: {', '.join(names) or 'none'}"
+        ) from None
     except ValueError:
         report = {}
     if not isinstance(report, dict) or not isinstance(report.get("artifacts"), list):

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optimize.artifact import Artifact
-from optimize.files import TEMPORARY, write_atomically
-from optimize.store import Store, make_key
+from optimize.store.artifact import Artifact
+from optimize.store.files import TEMPORARY, write_atomically
+from optimize.store.keys import make_key
+from optimize.store.objects import Store
 from serve import archive, handler
 from serve.runtime.card import CARD_FILE, sha256_file, write_card
 

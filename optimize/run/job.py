@@ -6,15 +6,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimize.checkpoint import Checkpoint, download_weights, read_checkpoint, resolve_model
 from optimize.context import Context
-from optimize.data import default_preprocessing, open_data
-from optimize.errors import UserError
+from optimize.data.formats.base import open_data
 from optimize.listener import Listener
 from optimize.measure.machine import resolve_device
-from optimize.model_source import ModelSource
-from optimize.session import Session
-from optimize.store import Store
+from optimize.models.checkpoint import Checkpoint, download_weights, read_checkpoint
+from optimize.models.preprocessing import default_preprocessing
+from optimize.models.source import ModelSource, resolve_model
+from optimize.run.session import Session
+from optimize.store.objects import Store
+from serve.runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def open_job(job: Job, listener: Listener) -> Opened:
     checkpoint, origin = _checkpoint(job, source)
     data = open_data(job.data, seed=job.seed)
     preprocessing = default_preprocessing(source, data, job.image_size)
-    context = Context(data, preprocessing, device, job.seed, listener.progressed)
+    context = Context(data, preprocessing, device, job.seed, listener)
     store = Store(job.store)
     listener.said(
         f"{source.name} on {data.name}: {len(data.classes)} classes, {len(data.train)} training and "

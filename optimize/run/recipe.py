@@ -6,7 +6,6 @@ starts from. Everything that can be wrong with it is found here, and said with t
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import reprlib
@@ -19,13 +18,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
-from optimize.artifact import one_line
 from optimize.config import Config
-from optimize.errors import UserError
 from optimize.measure.latency import Timing
 from optimize.measure.references import REFERENCES
 from optimize.passes.base import Pass, find_pass, passes
-from optimize.training import TrainingConfig
+from optimize.training.loop import TrainingConfig
+from serve.runtime.errors import UserError, did_you_mean, one_line
 
 BASELINE = "baseline"
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "default.yaml"
@@ -109,7 +107,10 @@ class _Node:
             raise _Fault(self.line, f"{what} must be a mapping of {', '.join(known)}")
         for name, entry in self.value.items():
             if name not in known:
-                raise _Fault(entry.line, f"unknown field {name!r} in {what}{_nearest(name, known)}")
+                raise _Fault(
+                    entry.line,
+                    f"unknown field {name!r} in {what}{did_you_mean(name, known)}; known are {', '.join(known)}",
+                )
         return self.value
 
 
@@ -187,7 +188,8 @@ def _stages(node: _Node | None, line: int) -> tuple[Stage, ...]:
         if parent not in kinds:
             raise _Fault(
                 parent_line,
-                f"{name} starts from {parent!r}, which is no earlier stage{_nearest(parent, tuple(kinds))}",
+                f"{name} starts from {parent!r}, which is no earlier stage{did_you_mean(parent, kinds)}; "
+                f"earlier are {', '.join(kinds)}",
             )
         if (reason := step.refuses(kinds[parent])) is not None:  # type: ignore[arg-type]
             raise _Fault(parent_line, f"{name} cannot follow {parent}: {reason}")
@@ -225,8 +227,3 @@ def _text(node: _Node, what: str) -> str:
     if not isinstance(node.value, str):
         raise _Fault(node.line, f"{what} must be a word, not {reprlib.repr(node.plain())}")
     return node.value
-
-
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"

@@ -10,10 +10,12 @@ from torch import fx, nn
 from torch.ao.nn.quantized.modules.linear import LinearPackedParams
 from torch.ao.quantization.quantize_fx import convert_fx
 
-from optimize.artifact import REFERENCE_FILE, Product, save_program, trace, write_script
 from optimize.errors import NotApplicableError
+from optimize.export.program import save_program, write_script
+from optimize.export.trace import trace
 from optimize.quantization.qdq import reference_program
 from optimize.quantization.targets import Target
+from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines import use_x86_kernels
 
 

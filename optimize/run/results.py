@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from optimize.artifact import Artifact, one_line
-from optimize.errors import EngineError, PipelineError, UserError
 from optimize.listener import Listener
 from optimize.measure import accuracy
 from optimize.measure.accuracy import Answers
 from optimize.measure.bench import Bench, SpeedTable
 from optimize.measure.latency import Timing, compare
-from optimize.session import Step
+from optimize.run.session import Step
+from optimize.store.artifact import Artifact
+from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 
 _T = TypeVar("_T")
 

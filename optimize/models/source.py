@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -20,7 +19,7 @@ import torchvision
 from torch import nn
 
 from serve.runtime.card import Preprocessing, sha256_file
-from serve.runtime.errors import CardError, UserError
+from serve.runtime.errors import CardError, UserError, did_you_mean, one_line
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class ModelSource:
                 warnings.simplefilter("ignore")
                 model = self.factory(**options(num_classes, image_size))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-            raise UserError(f"{self.reference}: building the model failed: {_one_line(error)}") from None
+            raise UserError(f"{self.reference}: building the model failed: {one_line(error)}") from None
         if not isinstance(model, nn.Module):
             raise UserError(f"{self.reference}: must return a torch.nn.Module, it returned {type(model).__name__}")
         return model
@@ -137,13 +136,6 @@ def resolve_model(reference: str) -> ModelSource:
     return _torchvision_source(reference)
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """`` (did you mean …?)`` with the closest of ``known``, or the empty string."""
-    by_key = {re.sub(r"[^a-z0-9]", "", entry.lower()): entry for entry in known}
-    close = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "", name.lower()), by_key, n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(by_key[key] for key in close)}?)" if close else ""
-
-
 def _torchvision_source(name: str) -> ModelSource:
     models = torchvision.models
     known = models.list_models(module=models)
@@ -151,7 +143,7 @@ def _torchvision_source(name: str) -> ModelSource:
         if name in models.list_models():
             raise UserError(f"{name} is a torchvision model, but not an image classifier of floating-point kind")
         raise UserError(
-            f"there is no torchvision classifier {name!r}{nearest(name, known)}; "
+            f"there is no torchvision classifier {name!r}{did_you_mean(name, known)}; "
             "your own model is path/to/file.py:FACTORY or package.module:FACTORY"
         )
     weights = models.get_model_weights(name).DEFAULT
@@ -194,7 +186,9 @@ def _user_source(reference: str) -> ModelSource:
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         mine = [n for n in there if getattr(vars(module)[n], "__module__", None) == module.__name__]
         listed = ", ".join(sorted(mine or there)[:12]) or "nothing that can be called"
-        raise UserError(f"{where}: has no function or class {attribute!r}{nearest(attribute, mine)}; it has {listed}")
+        raise UserError(
+            f"{where}: has no function or class {attribute!r}{did_you_mean(attribute, mine)}; it has {listed}"
+        )
     source = getattr(module, "__file__", None)
     if not source:
         raise UserError(f"{where}: is a module without a source file, so that changes to it could not be noticed")
@@ -230,7 +224,7 @@ def _module_from_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         del sys.modules[name]
-        raise UserError(f"{path}: does not import: {_one_line(error)}") from None
+        raise UserError(f"{path}: does not import: {one_line(error)}") from None
     finally:
         sys.path.remove(str(path.parent))
     module.__dict__["__source_sha256__"] = digest
@@ -243,9 +237,9 @@ def _module_by_name(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             raise UserError(f"there is no Python module {name!r}; for a file, write path/to/file.py:FACTORY") from None
-        raise UserError(f"{name}: does not import: {_one_line(error)}") from None
+        raise UserError(f"{name}: does not import: {one_line(error)}") from None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        raise UserError(f"{name}: does not import: {_one_line(error)}") from None
+        raise UserError(f"{name}: does not import: {one_line(error)}") from None
 
 
 def _declared_preprocessing(declared: object, where: str) -> Preprocessing | None:
@@ -270,16 +264,10 @@ def _declared_preprocessing(declared: object, where: str) -> Preprocessing | Non
                 values[key] = tuple(float(number) for number in values[key])
         return Preprocessing(**values)
     except (CardError, TypeError, ValueError) as error:
-        raise UserError(f"{where}: PREPROCESSING is not usable: {_one_line(error)}") from None
+        raise UserError(f"{where}: PREPROCESSING is not usable: {one_line(error)}") from None
 
 
 def _whole(number: object) -> int:
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"sizes must be whole numbers of pixels, got {number!r}")
     return number
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    place = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
-    return f"{type(error).__name__}: {lines[0][:200]}{place}" if lines else type(error).__name__

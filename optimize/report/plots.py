@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from optimize.report_view import Family, Report, best_throughput, family, number, size
+from optimize.report.view import Family, Report, best_throughput, family, number, size
 
 _MARKERS: dict[Family, str] = {"float": "o", "half": "D", "int": "s"}
 _WORDS: dict[Family, str] = {"float": "32-bit float", "half": "16-bit float", "int": "8-bit integer"}

@@ -1,12 +1,7 @@
-"""A run's report as JSON, as a page, as a table for the terminal and as a plot for a README.
-
-The report is one plain dict that the pipeline builds; nothing here measures or decides. Every
-output is tolerant of ``None`` and of missing entries, and writes are atomic.
-"""
+"""The results as a table for the terminal: all columns where they fit, the key figures where they do not."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -14,67 +9,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from optimize.files import write_atomically
-from optimize.lineage import layout
-from optimize.report_view import NONE, SLOWER, Report, Row, facts, method, rows, seconds, stage_bars, verdict
-from optimize.report_view import number as format_number
+from optimize.report.view import NONE, SLOWER, Report, Row, rows, verdict
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
-
-    from optimize.report_view import Bar
-
-_TEMPLATES = Path(__file__).with_name("templates")
-
-
-def write_html(report: Report, path: Path) -> None:
-    """Writes the report as one page that refers to nothing outside itself and needs no script."""
-    import jinja2
-    from markupsafe import Markup
-
-    from optimize.plots import pareto_svg, throughput_svg
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    every = rows(report)
-    page = environment.get_template("report.html.j2").render(
-        run=report.get("run") or report.get("model") or NONE,
-        model=report.get("model") or NONE,
-        created=report.get("created") or NONE,
-        seconds=seconds(report.get("seconds")),
-        verdict=verdict(report),
-        rule=(report.get("recommendation") or {}).get("rule") or "",
-        rows=every,
-        artifacts=[row for row in every if row.kind == "artifact"],
-        slower_words=SLOWER,
-        dash=NONE,
-        # matplotlib escapes the text it draws; everything else on the page is escaped by the template.
-        pareto=Markup(pareto_svg(report)),
-        throughput=Markup(throughput_svg(report)),
-        throughput_table=_throughput_table(report),
-        lineage=layout(report, every),
-        stages=stage_bars(report),
-        stage_total=_stage_total(stage_bars(report), report),
-        facts=facts(report),
-        method=method(report),
-    )
-    write_atomically(path, page.encode())
-
-
-def plot(report: Report, path: Path) -> None:
-    """Writes the accuracy/latency plot as PNG or SVG, by the suffix of ``path``.
-
-    Raises:
-        ValueError: The suffix is neither.
-    """
-    from optimize.plots import pareto_image
-
-    write_atomically(path, pareto_image(report, path.suffix.lstrip(".").lower()))
 
 
 def table(report: Report) -> Table:
@@ -120,7 +58,11 @@ _WIDE = (
     "img/s",
     "size",
 )
+
+
 _MIDDLE = tuple(column for column in _WIDE if column not in ("precision", "p99 ms"))
+
+
 _NARROW = ("artifact", "top-1 %", "Δ points", "p50 ms", "speed", "vs parent", "size")
 
 
@@ -176,20 +118,3 @@ def _caption(report: Report, every: list[Row]) -> Text:
     ]
     lines += [Text(f"{row.name}: skipped, {row.skipped}") for row in every if row.skipped]
     return Text("\n").join(lines)
-
-
-def _throughput_table(report: Report) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The throughput chart in numbers: the batch sizes, and for each name its images per second."""
-    series = {
-        str(record.get("name")): {str(k): v for k, v in (record.get("throughput") or {}).items()}
-        for key in ("artifacts", "baselines")
-        for record in report.get(key) or ()
-        if not record.get("skipped") and record.get("throughput")
-    }
-    batches = sorted({b for measured in series.values() for b in measured}, key=int)
-    return batches, [(name, [format_number(m.get(b)) for b in batches]) for name, m in series.items()]
-
-
-def _stage_total(bars: list[Bar], report: Report) -> str:
-    cached = sum(bar.note == "from cache" for bar in bars)
-    return f"{len(bars)} stages, {cached} of them from the cache; {seconds(report.get('seconds'))} in all."

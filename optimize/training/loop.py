@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import Field
@@ -17,9 +16,11 @@ from torch import nn
 
 from optimize.config import Config
 from optimize.context import Context
-from optimize.data import Loader, augment, loader
-from optimize.datasets import Split
-from optimize.errors import PassError, UserError
+from optimize.data.augment import augment
+from optimize.data.loading import Loader, loader
+from optimize.data.splits import hold_out
+from optimize.errors import PassError
+from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 
 
@@ -121,7 +122,7 @@ def train(
             schedule.step()
             total += loss.detach() * len(labels)
             count += len(labels)
-            context.progress((number * len(batches) + step) / steps, f"epoch {number + 1}/{config.epochs}")
+            context.listener.progressed((number * len(batches) + step) / steps, f"epoch {number + 1}/{config.epochs}")
         mean = (total / count).item()
         if not torch.isfinite(torch.tensor(mean)):
             raise PassError(
@@ -149,31 +150,6 @@ def top1(module: nn.Module, batches: Loader, context: Context) -> float:
             right += int((logits.argmax(1).cpu() == labels).sum())
             count += len(labels)
     return right / count
-
-
-# Pixels are cached by split: the baseline and qat must get the same two splits to share them.
-_held_out: WeakKeyDictionary[Split, dict[tuple[float, int], tuple[Split, Split]]] = WeakKeyDictionary()
-
-
-def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
-    """Split off ``share`` of each class (at least one image of it, if it has two), at random; the rest comes first."""
-    known = _held_out.setdefault(split, {})
-    if (share, seed) not in known:
-        generator = torch.Generator().manual_seed(seed)
-        kept: list[int] = []
-        held: list[int] = []
-        for label in torch.unique(split.labels).tolist():
-            members = (split.labels == label).nonzero().flatten()
-            members = members[torch.randperm(len(members), generator=generator)]
-            count = min(max(1, round(share * len(members))), len(members) - 1)
-            held += members[:count].tolist()
-            kept += members[count:].tolist()
-        known[share, seed] = (_part(split, sorted(kept)), _part(split, sorted(held)))
-    return known[share, seed]
-
-
-def _part(split: Split, indices: list[int]) -> Split:
-    return Split(tuple(split.sources[index] for index in indices), split.labels[indices])
 
 
 def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:

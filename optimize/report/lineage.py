@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from optimize.report_view import Report, Row
+    from optimize.report.view import Report, Row
 
 NODE_WIDTH, NODE_HEIGHT = 204, 58
 _GAP_X, _GAP_Y, _MARGIN = 60, 16, 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +10,21 @@ from typing import Any
 
 import torch
 
-from optimize.artifact import Artifact, Kind, Product, one_line, write_program, write_weights
-from optimize.checkpoint import Checkpoint, load_into
 from optimize.config import Config
 from optimize.context import Context
-from optimize.errors import UserError
+from optimize.export.program import write_program, write_weights
 from optimize.measure.machine import machine, versions
-from optimize.model_source import ModelSource
+from optimize.models.checkpoint import Checkpoint, load_into
+from optimize.models.source import ModelSource
 from optimize.passes.base import Pass, pass_of
 from optimize.quantization.targets import x86_target
-from optimize.store import Store, make_key
-from optimize.training import TrainingConfig, train
+from optimize.store.artifact import Artifact, Kind, Product
+from optimize.store.keys import make_key
+from optimize.store.objects import Store
+from optimize.store.sources import source_digest
+from optimize.training.loop import TrainingConfig, train
 from serve.runtime.card import Ancestor, Card, load_card, sha256_file, write_card
+from serve.runtime.errors import UserError, one_line
 
 BASELINE = "baseline"
 
@@ -43,7 +45,7 @@ class Session:
     Attributes:
         store: where artifacts are kept.
         source: the model's architecture.
-        context: data, preprocessing, device, seed, progress.
+        context: data, preprocessing, device, seed, listener.
         waiting: called with a name when another process is making the same artifact.
     """
 
@@ -97,7 +99,7 @@ class Session:
             config=settings,
             # One file may hold many factories.
             model=[self.source.name, self.source.fingerprint],
-            code=_source_digest(),
+            code=source_digest("optimize.training.loop", "optimize.export.program"),
             **self._environment("training", ("torch", "torchvision")),
         )
         return self._obtain(BASELINE, "module", BASELINE, settings, key, write, None, build_module)
@@ -220,10 +222,3 @@ def _check_output(module: torch.nn.Module, example: torch.Tensor, classes: int) 
 def _plain(value: Any) -> Any:
     """A dataclass as JSON values."""
     return {name: list(item) if isinstance(item, tuple) else item for name, item in vars(value).items()}
-
-
-@functools.cache
-def _source_digest() -> str:
-    """SHA-256 of the training code, on which a trained baseline depends."""
-    here = Path(__file__).parent
-    return hashlib.sha256(b"".join((here / name).read_bytes() for name in ("training.py", "session.py"))).hexdigest()

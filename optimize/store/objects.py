@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -22,19 +21,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optimize.errors import NotApplicableError, UserError
-from optimize.files import temporary_for, write_json
+from optimize.errors import NotApplicableError
+from optimize.store.files import temporary_for, write_json
 from serve.runtime.card import sha256_file
+from serve.runtime.errors import UserError
 
 _MANIFEST = "object.json"
+
+
 _IN_USE = "in-use"
+
+
 _FULL = 16 << 20  # bytes free below which a failed write is a full disk
+
+
 _SETTLED = 60.0  # seconds after which a temporary folder without a held lock has no owner
-
-
-def make_key(**parts: Any) -> str:
-    """SHA-256 of named JSON values; anything that is not JSON is refused with TypeError."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Trained weights: a file or a download → a checked state dict, and a state dict → a module, safely.
 
 Nothing here runs code from a checkpoint unless the caller says that it is trusted. What the weights
-are loaded into is found by `optimize.model_source`.
+are loaded into is found by `optimize.models.source`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,13 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from optimize.model_source import ModelSource, nearest, resolve_model
+from optimize.models.source import ModelSource
 from serve.runtime.card import sha256_file
-from serve.runtime.errors import UserError
-
-__all__ = [
-    "Checkpoint",
-    "ModelSource",
-    "download_weights",
-    "head_size",
-    "load_into",
-    "read_checkpoint",
-    "resolve_model",
-]
+from serve.runtime.errors import UserError, did_you_mean, first_line
 
 TRUST_FLAG = "--trust-checkpoint"
 
@@ -166,7 +155,7 @@ def download_weights(source: ModelSource, weights: str) -> Checkpoint:
     if weights not in entries.__members__:
         known = ", ".join(["DEFAULT", *(entry.name for entry in entries)])
         raise UserError(
-            f"{source.name} has no weights {weights!r}{nearest(weights, list(entries.__members__))}: {known}"
+            f"{source.name} has no weights {weights!r}{did_you_mean(weights, list(entries.__members__))}: {known}"
         )
     url = str(entries[weights].url)
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urllib.parse.urlparse(url).path).name
@@ -179,7 +168,7 @@ def download_weights(source: ModelSource, weights: str) -> Checkpoint:
             )
         except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
             raise UserError(
-                f"{source.name}: the weights {weights} cannot be downloaded ({_first_line(error)}); "
+                f"{source.name}: the weights {weights} cannot be downloaded ({first_line(error)}); "
                 f"without a network their file must lie at {path}"
             ) from None
     return read_checkpoint(path)
@@ -192,7 +181,7 @@ def _load_safetensors(path: Path) -> object:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path}: not a whole safetensors file ({_first_line(error)})") from None
+        raise UserError(f"{path}: not a whole safetensors file ({first_line(error)})") from None
 
 
 def _refuse_torchscript(path: Path) -> None:
@@ -227,7 +216,7 @@ def _load_pickle(path: Path, head: bytes, trust_pickle: bool) -> object:
             raise UserError(f"{path}: is truncated or corrupted; copy or download it again") from None
         if not trust_pickle and (match := re.search(r"WeightsUnpickler error:\s*(\S.*)", text)):
             raise UserError(f"{path}: needs more than plain weights ({match.group(1)[:120]}); {opt_in}") from None
-        raise UserError(f"{path}: cannot be read as a checkpoint ({_first_line(error)})") from None
+        raise UserError(f"{path}: cannot be read as a checkpoint ({first_line(error)})") from None
 
 
 def _find_state(content: object, depth: int = 0) -> Mapping[str, torch.Tensor] | None:
@@ -312,8 +301,3 @@ def _outline(content: object) -> str:
 def _listing(names: list[str]) -> str:
     more = len(names) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _first_line(error: BaseException) -> str:
-    lines: list[Any] = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{lines[0]}"[:200] if lines else type(error).__name__

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optimize.artifact import one_line
 from optimize.context import Context
-from optimize.datasets import read_source
-from optimize.errors import EngineError, NotApplicableError, PassError, PipelineError
-from optimize.files import write_json
-from optimize.job import Job, Opened, open_job
+from optimize.data.records import read_source
+from optimize.errors import NotApplicableError, PassError
 from optimize.listener import Listener
 from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
-from optimize.publishing import publish
-from optimize.recipe import BASELINE, DEFAULT_RECIPE, Recipe, Stage, load_recipe
-from optimize.recommendation import recommend
-from optimize.report import plot, write_html
-from optimize.results import Entry, Measured, measure
+from optimize.report.page import plot, write_html
+from optimize.run.job import Job, Opened, open_job
+from optimize.run.publishing import publish
+from optimize.run.recipe import BASELINE, DEFAULT_RECIPE, Recipe, Stage, load_recipe
+from optimize.run.recommendation import recommend
+from optimize.run.results import Entry, Measured, measure
+from optimize.store.files import write_json
+from serve.runtime.errors import EngineError, PipelineError, one_line
 
 #: Version of ``report.json``.
 SCHEMA = 1

@@ -16,35 +16,21 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from optimize.datasets import Augmentation, ImageData, Split, open_data, read_source
-from optimize.model_source import ModelSource
+from optimize.data.records import Split, read_source
+from optimize.data.splits import subset
 from serve.runtime import images
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import ImageError, UserError
 
-__all__ = [
-    "Augmentation",
-    "ImageData",
-    "Loader",
-    "Split",
-    "augment",
-    "decoded",
-    "default_preprocessing",
-    "loader",
-    "open_data",
-    "subset",
-]
-
 #: A split whose fitted images need at most this many bytes is decoded once and kept in memory.
 MEMORY_LIMIT = 1 << 30
-#: Side in pixels that the 8x8 digits are scaled to for a network that does not ask for another.
-DIGITS_SIDE = 64
+
 
 _Batch = tuple[torch.Tensor, torch.Tensor]
 
+
 # Both live as long as their split: a command opens its data once, and its passes share the pixels.
 _decoded: WeakKeyDictionary[Split, dict[Preprocessing, torch.Tensor]] = WeakKeyDictionary()
-_subsets: WeakKeyDictionary[Split, dict[tuple[int, int], Split]] = WeakKeyDictionary()
 
 
 def loader(
@@ -222,105 +208,6 @@ def decoded(split: Split, preprocessing: Preprocessing) -> torch.Tensor:
             pool.shutdown(cancel_futures=True)  # after a fault or Ctrl-C, the rest is not wanted
         kept[preprocessing] = pixels
     return kept[preprocessing]
-
-
-def subset(split: Split, limit: int, seed: int = 0) -> Split:
-    """A random subset of ``limit`` images that keeps the classes' proportions; the same for the same seed.
-
-    Images are taken in shares by largest remainder, and come in a random order, so that any first part
-    of it is mixed too. All of the split, if it has no more than ``limit``.
-
-    Raises:
-        UserError: ``limit`` is not positive.
-    """
-    if limit < 1:
-        raise UserError(f"the number of images must be at least 1, got {limit}")
-    if limit >= len(split):
-        return split
-    kept = _subsets.setdefault(split, {})
-    if (limit, seed) not in kept:
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(split), generator=generator)
-        counts = torch.bincount(split.labels)
-        shares = counts.double() * limit / len(split)
-        quota = shares.floor().long()
-        # Ties among remainders are broken at random, or a small subset would hold only the first classes.
-        lottery = torch.rand(len(counts), generator=generator) * 1e-6
-        quota[(shares - quota + lottery).argsort(descending=True)[: limit - int(quota.sum())]] += 1
-        chosen = []
-        for index in order.tolist():
-            label = int(split.labels[index])
-            if quota[label] > 0:
-                quota[label] -= 1
-                chosen.append(index)
-        with torch.inference_mode(False):  # kept, as the pixels are
-            labels = split.labels[chosen]
-        kept[limit, seed] = Split(tuple(split.sources[index] for index in chosen), labels)
-    return kept[limit, seed]
-
-
-def augment(batch: torch.Tensor, kind: Augmentation, generator: torch.Generator) -> torch.Tensor:
-    """Shift each image of a ``uint8`` ``(N, C, H, W)`` batch at random, and mirror half of them.
-
-    Shifts are whole pixels, up to an eighth of each side. What comes in from outside is black for
-    ``shift`` (glyphs on a ground) and the image's own reflection for ``shift+flip`` (photographs).
-
-    Returns:
-        A new batch of the same shape, dtype and device; ``batch`` itself for ``none``.
-    """
-    if kind == "none":
-        return batch
-    count, _, height, width = batch.shape
-    flips = kind == "shift+flip"
-
-    def positions(side: int, flip: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each image, which of its rows (or columns) goes where, and whether it lies inside."""
-        reach = side // 8
-        shift = torch.randint(-reach, reach + 1, (count, 1), generator=generator, device=generator.device)
-        place = torch.arange(side, device=generator.device) + shift
-        if flip:
-            mirrored = torch.rand((count, 1), generator=generator, device=generator.device) < 0.5
-            place = torch.where(mirrored, place.flip(1), place)
-        inside = (place >= 0) & (place < side)
-        reflected = (side - 1 - (side - 1 - place.abs()).abs()).clamp(0, side - 1)
-        return reflected.to(batch.device), inside.to(batch.device)
-
-    rows, row_inside = positions(height, False)
-    columns, column_inside = positions(width, flips)
-    images_ = torch.arange(count, device=batch.device)[:, None, None]
-    moved = batch.permute(0, 2, 3, 1)[images_, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-    if not flips:
-        moved = moved * (row_inside[:, :, None] & column_inside[:, None, :])[:, None]
-    return moved.contiguous()
-
-
-def default_preprocessing(source: ModelSource, data: ImageData, image_size: int | None = None) -> Preprocessing:
-    """How the images of ``data`` reach the network of ``source``.
-
-    Mean, std and interpolation are what the model declares, or ImageNet's. The size is, first that
-    applies: ``image_size``, with ``resize`` in the declared proportion to the crop; a user's own
-    declaration; for ``digits`` `DIGITS_SIDE`, and for other square images of up to 64 pixels their own
-    size, each raised to what the network can take; torchvision's declaration; 224 out of 256.
-
-    Raises:
-        UserError: the network cannot take ``image_size``; the nearest legal one is named.
-    """
-    base = source.preprocessing or Preprocessing(resize=256, crop=(224, 224))
-
-    def sized(resize: int, side: int) -> Preprocessing:
-        return Preprocessing(resize, (side, side), base.mean, base.std, base.interpolation)
-
-    declared_by_user = source.origin == "user" and source.preprocessing is not None
-    if image_size is not None:
-        source.check_size(image_size)
-        return sized(round(image_size * base.resize / min(base.crop)), image_size)
-    if declared_by_user:
-        return base
-    small = data.native_size is not None and data.native_size[0] == data.native_size[1] <= 64
-    if small and data.native_size is not None:
-        side = source.legal_size(DIGITS_SIDE if data.name == "digits" else data.native_size[0])
-        return sized(side, side)
-    return base
 
 
 def _load(source: Path | bytes, preprocessing: Preprocessing) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""What a data format is: a word, what may follow it, and how it opens; and the registry of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from optimize.data.records import ImageData
+from serve.runtime.errors import UserError, did_you_mean
+from serve.runtime.registry import Registry
+
+
+@dataclass(frozen=True)
+class DataFormat:
+    """One way in which a data set can be named.
+
+    Attributes:
+        name: the word before the colon, or the whole reference.
+        open: makes the data set of what follows the colon (empty where nothing does) and a seed for the split,
+            where the data set brings none. It may be asked from any thread.
+        place: what follows the colon, for help and messages, such as ``DIR``; empty if nothing may.
+        summary: one line for listings.
+    """
+
+    name: str
+    open: Callable[[str, int], ImageData]
+    summary: str
+    place: str = ""
+
+    @property
+    def usage(self) -> str:
+        """How it is written: ``imagefolder:DIR``."""
+        return f"{self.name}:{self.place}" if self.place else self.name
+
+
+_REGISTRY: Registry[DataFormat] = Registry(
+    "data format", package="optimize.data.formats", group="optimize.data_formats"
+)
+
+
+def register(entry: DataFormat) -> DataFormat:
+    """Add a format to the registry; its name must be new."""
+    return _REGISTRY.register(entry)
+
+
+def formats() -> dict[str, DataFormat]:
+    """All formats by name."""
+    return _REGISTRY.all()
+
+
+def open_data(reference: str, *, seed: int = 0) -> ImageData:
+    """Open a data set by its reference, such as ``digits`` or ``imagefolder:DIR``.
+
+    Args:
+        reference: what the user wrote; of a name without a place, case and hyphens do not matter.
+        seed: of the split, where the data set brings none.
+
+    Raises:
+        UserError: there is no such format or folder, it cannot be read or downloaded, or it is not a
+            classification data set of at least two classes.
+    """
+    known = formats()
+    word, colon, place = reference.partition(":")
+    entry = known.get(word) or known.get(word.lower().replace("-", "").replace("_", ""))
+    if entry is None or bool(colon) != bool(entry.place):
+        usages = [other.usage for other in known.values()]
+        if entry is not None:
+            raise UserError(f"data {reference!r}: write {entry.usage}")
+        near = f" (did you mean imagefolder:{reference}?)" if Path(reference).is_dir() else did_you_mean(word, known)
+        raise UserError(f"there is no data set {reference!r}{near}; known are {', '.join(usages)}")
+    if entry.place and not place:
+        raise UserError(f"{word} needs {entry.place}: {entry.usage}")
+    return entry.open(place, seed)

@@ -1,0 +1,110 @@
+"""Torchvision's classification data sets, by their names in lower case."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from optimize.data.fingerprint import described
+from optimize.data.formats.base import DataFormat, register
+from optimize.data.records import Augmentation, ImageData, Split, png
+from serve.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class _Torchvision:
+    """How to ask torchvision for a data set, and where its files would lie below the root."""
+
+    cls: str
+    train: dict[str, Any]
+    val: dict[str, Any]
+    files: str
+    augment: Augmentation = "shift+flip"
+
+
+_BY_FLAG: tuple[dict[str, Any], dict[str, Any]] = ({"train": True}, {"train": False})
+_BY_SPLIT: tuple[dict[str, Any], dict[str, Any]] = ({"split": "train"}, {"split": "test"})
+SETS = {
+    "cifar10": _Torchvision("CIFAR10", *_BY_FLAG, "cifar-10-python.tar.gz"),
+    "cifar100": _Torchvision("CIFAR100", *_BY_FLAG, "cifar-100-python.tar.gz"),
+    "mnist": _Torchvision("MNIST", *_BY_FLAG, "MNIST/raw/", "shift"),
+    "fashionmnist": _Torchvision("FashionMNIST", *_BY_FLAG, "FashionMNIST/raw/"),
+    "kmnist": _Torchvision("KMNIST", *_BY_FLAG, "KMNIST/raw/", "shift"),
+    "svhn": _Torchvision("SVHN", *_BY_SPLIT, "train_32x32.mat and test_32x32.mat", "shift"),
+    "stl10": _Torchvision("STL10", *_BY_SPLIT, "stl10_binary.tar.gz"),
+    "gtsrb": _Torchvision("GTSRB", *_BY_SPLIT, "gtsrb/", "shift"),
+    "flowers102": _Torchvision("Flowers102", *_BY_SPLIT, "flowers-102/"),
+    "food101": _Torchvision("Food101", *_BY_SPLIT, "food-101/"),
+    "dtd": _Torchvision("DTD", *_BY_SPLIT, "dtd/"),
+    "fgvcaircraft": _Torchvision("FGVCAircraft", {"split": "trainval"}, {"split": "test"}, "fgvc-aircraft-2013b/"),
+    "country211": _Torchvision("Country211", *_BY_SPLIT, "country211/"),
+    "imagenette": _Torchvision("Imagenette", {"split": "train"}, {"split": "val"}, "imagenette2/"),
+}
+
+
+def open_torchvision(name: str, root: Path) -> ImageData:
+    """The set called ``name``, whose files lie in ``root`` or are downloaded to it.
+
+    Raises:
+        UserError: it is not there and cannot be downloaded.
+    """
+    entry = SETS[name]
+    parts = [_torchvision_part(name, entry, options, root) for options in (entry.train, entry.val)]
+    dataset = parts[0][0]
+    (train, val) = (split for _, split in parts)
+    count = int(torch.cat([train.labels, val.labels]).max()) + 1
+    names = [n if isinstance(n, str) else n[0] for n in getattr(dataset, "classes", ())]
+    classes = tuple(names) if len(names) >= count else tuple(str(index) for index in range(count))
+    return described(name, classes, (train, val), entry.augment, root)
+
+
+def _torchvision_part(name: str, entry: _Torchvision, options: dict[str, Any], root: Path) -> tuple[Any, Split]:
+    import inspect
+
+    from torchvision import datasets
+
+    cls = getattr(datasets, entry.cls)
+    if "loader" in inspect.signature(cls).parameters:
+        # Keeps the path instead of decoding; sets without this option keep pixels in memory or are small.
+        options = options | {"loader": Path}
+    try:
+        # torchvision prints to standard output, where our caller's JSON may go.
+        with contextlib.redirect_stdout(sys.stderr):
+            try:
+                dataset = cls(str(root), download=False, **options)
+            except (RuntimeError, OSError):  # "not found", in the words of each class
+                root.mkdir(parents=True, exist_ok=True)
+                dataset = cls(str(root), download=True, **options)
+    except (RuntimeError, OSError, ValueError, EOFError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        raise UserError(
+            f"{name}: is not on this machine and cannot be downloaded ({reason}); "
+            f"without a network its files must lie at {root / entry.files}"
+        ) from None
+    sources: list[Path | bytes] = []
+    labels: list[int] = []
+    for item, label in dataset:
+        sources.append(item if isinstance(item, Path) else png(np.asarray(item)))
+        labels.append(int(label))
+    return dataset, Split(tuple(sources), torch.tensor(labels, dtype=torch.int64))
+
+
+def _default_root() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "optimize-and-serve" / "datasets"
+
+
+def _open(place: str, seed: int, *, name: str) -> ImageData:
+    return open_torchvision(name, _default_root())
+
+
+for _name, _entry in SETS.items():
+    register(DataFormat(_name, functools.partial(_open, name=_name), summary=f"torchvision's {_entry.cls}"))

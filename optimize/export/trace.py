@@ -1,0 +1,23 @@
+"""From a module to its FX graph."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from optimize.errors import PassError
+from serve.runtime.errors import one_line
+
+
+def trace(module: nn.Module) -> fx.GraphModule:
+    """Symbolically trace a module in eval mode.
+
+    Eval matters: FX bakes ``self.training`` into calls such as ``F.dropout(x, training=…)`` and
+    torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever.
+
+    Raises:
+        PassError: its forward cannot be traced, such as one that branches on tensor values.
+    """
+    try:
+        return fx.symbolic_trace(module.eval())
+    except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
+        raise PassError(f"torch.fx cannot trace this model: {one_line(error)}") from None

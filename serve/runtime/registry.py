@@ -1,0 +1,94 @@
+"""How the kinds of things that can be added are found: each is one file of a package, or comes from outside.
+
+An entry registers itself when its module is imported. The modules of the kind's own package are imported when the
+registry is first read, and so are those that installed distributions name as entry points of the kind's group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from importlib import metadata
+from typing import Generic, Protocol, TypeVar
+
+from .errors import UserError, did_you_mean
+
+
+class Named(Protocol):
+    """What a registry keeps: anything with a name."""
+
+    @property
+    def name(self) -> str:
+        """The word for it on the command line, in recipes and in reports."""
+        ...
+
+
+T = TypeVar("T", bound=Named)
+
+
+class Registry(Generic[T]):
+    """The entries of one kind by name. Safe to read from several threads once it has been read in one.
+
+    Args:
+        kind: what an entry is called in messages, such as ``pass``.
+        package: whose modules hold the project's own entries.
+        group: the entry-point group of foreign distributions; each entry point names a module to import.
+    """
+
+    def __init__(self, kind: str, package: str, group: str) -> None:
+        self.kind = kind
+        self._package = package
+        self._group = group
+        self._entries: dict[str, T] = {}
+        self._read = False
+
+    def register(self, entry: T) -> T:
+        """Add an entry and return it.
+
+        Raises:
+            ValueError: its name is taken.
+        """
+        if entry.name in self._entries:
+            raise ValueError(f"a {self.kind} named {entry.name!r} is registered already")
+        self._entries[entry.name] = entry
+        return entry
+
+    def registered(self) -> tuple[T, ...]:
+        """The entries that have registered so far, without looking for more."""
+        return tuple(self._entries.values())
+
+    def forget(self, name: str) -> None:
+        """Take an entry out again, such as a test's; nothing happens if there is none."""
+        self._entries.pop(name, None)
+
+    def all(self) -> dict[str, T]:
+        """Every entry, in the order of the names.
+
+        Raises:
+            UserError: a foreign distribution's module does not import.
+        """
+        if not self._read:
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{self._package}.{module.name}")
+            for point in metadata.entry_points(group=self._group):
+                try:
+                    importlib.import_module(point.module)
+                except Exception as error:
+                    raise UserError(
+                        f"the {self.kind} {point.name!r} of {point.dist.name if point.dist else 'a distribution'} "
+                        f"does not import: {type(error).__name__}: {error}"
+                    ) from error
+            self._read = True
+        return dict(sorted(self._entries.items()))
+
+    def find(self, name: str) -> T:
+        """The entry called ``name``.
+
+        Raises:
+            UserError: there is none; the message names the nearest and lists all.
+        """
+        known = self.all()
+        if name not in known:
+            raise UserError(f"unknown {self.kind} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}")
+        return known[name]
