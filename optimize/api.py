@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from optimize.config import Config
 from optimize.listener import Silent
 from optimize.measure.bench import Bench
 from optimize.measure.latency import Timing
@@ -28,6 +27,7 @@ from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from optimize.training.loop import TrainingConfig
 from serve.archive import ServingOptions, build_archive
+from serve.config import Config
 from serve.runtime.card import CARD_FILE
 from serve.runtime.errors import UserError
 from serve.runtime.predictor import Predictor

@@ -12,9 +12,10 @@ import zipfile
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 import serve
+from serve.config import Config
 from serve.runtime.card import CARD_FILE, Card, load_card, read_card, write_card
 from serve.runtime.errors import CardError, UserError
 
@@ -39,10 +40,8 @@ _CONFIG_HEAD = """\
 """
 
 
-class ServingOptions(BaseModel):
+class ServingOptions(Config):
     """How an archive is served: TorchServe's batching and the handler's own settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     workers: int = Field(default=1, ge=1, description="Worker processes; each loads the model and uses all threads.")
     batch_size: int = Field(default=8, ge=1, le=1024, description="Most requests that are answered together.")

@@ -15,7 +15,6 @@ FLOORS = {
     "serve.runtime": 0,
     "optimize": 0,
     "optimize.errors": 0,
-    "optimize.config": 0,
     "optimize.listener": 0,
     "optimize.noise": 0,
     "serve": 1,

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from pydantic import Field, field_validator
 
-from optimize.config import Config
 from optimize.listener import SILENT, Listener
 from optimize.measure.statistics import percentile_summary, ratio_interval
+from serve.config import Config
 
 #: Two variants whose speeds differ by less than this factor are level.
 LEVEL = 0.97

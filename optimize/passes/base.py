@@ -13,10 +13,10 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import nn
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.store.artifact import KIND_NAMES, Artifact, Kind, Product
 from optimize.store.sources import source_digest
+from serve.config import Config
 from serve.runtime.errors import UserError
 from serve.runtime.registry import Registry
 

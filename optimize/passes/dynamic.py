@@ -12,12 +12,12 @@ from pydantic import Field
 from torch import nn
 from torch.ao.quantization import default_dynamic_qconfig, per_channel_dynamic_qconfig, quantize_dynamic
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.errors import NotApplicableError
 from optimize.export.program import write_script
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
+from serve.config import Config
 from serve.runtime.engines import use_x86_kernels
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)

@@ -13,13 +13,13 @@ from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.errors import PassError
 from optimize.export.program import write_program, write_weights
 from optimize.export.trace import trace
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
+from serve.config import Config
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -12,12 +12,12 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.errors import NotApplicableError
 from optimize.export.program import check_fp16_range, write_program
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
+from serve.config import Config
 
 
 class Half(Config):

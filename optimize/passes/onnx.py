@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.export.onnx import check_against, export_onnx
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
+from serve.config import Config
 
 
 class Onnx(Config):

@@ -9,12 +9,12 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.export.onnx import check_against, export_onnx
 from optimize.export.program import check_fp16_range
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
+from serve.config import Config
 
 
 class OnnxHalf(Config):

@@ -8,12 +8,12 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers the operators that the reference program calls
 from pydantic import Field
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.errors import PassError
 from optimize.passes.base import Pass, register
 from optimize.quantization.qdq import lower
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
+from serve.config import Config
 
 #: Graph structure, scales and names: what a file needs beside its weights, however small the network.
 _STRUCTURE_BYTES = 256 << 10

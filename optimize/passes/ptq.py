@@ -8,12 +8,12 @@ import torch
 from pydantic import Field
 from torch.ao.quantization.quantize_fx import prepare_fx
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.passes.base import Pass, register
 from optimize.quantization.convert import trace_calls, write_quantized
 from optimize.quantization.targets import Observer, x86_target
 from optimize.store.artifact import Artifact, Product
+from serve.config import Config
 from serve.runtime.images import normalise
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
-from optimize.config import Config
 from optimize.measure.latency import Timing
 from optimize.measure.references import REFERENCES
 from optimize.passes.base import Pass, find_pass, passes
 from optimize.training.loop import TrainingConfig
+from serve.config import Config, faults
 from serve.runtime.errors import UserError, did_you_mean, one_line
 
 BASELINE = "baseline"
@@ -211,12 +211,10 @@ def _config(kind: type[Any], node: _Node | None, what: str, line: int = 1) -> An
     try:
         config = kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
+        first = faults(kind, error)[0]
+        name = first.field
         where = fields[name].line if name in fields else (node.line if node is not None else line)
-        message = first["msg"].removeprefix("Value error, ")
-        given = f" (it is {reprlib.repr(first['input'])})" if name else ""
-        raise _Fault(where, f"{what}{'.' + name if name else ''}: {message[0].lower() + message[1:]}{given}") from None
+        raise _Fault(where, f"{what}{'.' + name if name else ''}: {first.message}") from None
     for name, value in config.model_dump().items():
         if isinstance(value, float) and not math.isfinite(value):
             raise _Fault(fields[name].line, f"{what}.{name}: must be a finite number (it is {value})")

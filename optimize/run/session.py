@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.export.program import write_program, write_weights
 from optimize.measure.machine import machine, versions
@@ -23,6 +22,7 @@ from optimize.store.keys import make_key
 from optimize.store.objects import Store
 from optimize.store.sources import source_digest
 from optimize.training.loop import TrainingConfig, train
+from serve.config import Config
 from serve.runtime.card import Ancestor, Card, load_card, sha256_file, write_card
 from serve.runtime.errors import UserError, one_line
 

@@ -14,12 +14,12 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.data.augment import augment
 from optimize.data.loading import Loader, loader
 from optimize.data.splits import hold_out
 from optimize.errors import PassError
+from serve.config import Config
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 

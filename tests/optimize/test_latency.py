@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from optimize.listener import Silent
 from optimize.measure import latency
 from optimize.measure.latency import Speed, Timing, compare, measure_speed
+from serve.runtime.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -167,7 +167,7 @@ def test_progress_ends_at_one_and_never_goes_back(fake: Machine) -> None:
 
 @pytest.mark.parametrize("sizes", [(), (2,), (1, 1), (8, 1), (1, 8, 4), (0, 1)])
 def test_batch_sizes_must_ascend_from_one(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(UserError, match="batch_sizes"):
         Timing(batch_sizes=sizes)
 
 

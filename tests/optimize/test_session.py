@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from optimize.config import Config
 from optimize.context import Context
 from optimize.errors import NotApplicableError, PassError
 from optimize.models.checkpoint import Checkpoint
@@ -23,6 +22,7 @@ from optimize.run.session import Session
 from optimize.store.artifact import REFERENCE_FILE
 from optimize.store.objects import Store
 from optimize.training.loop import TrainingConfig
+from serve.config import Config
 from serve.runtime.card import Preprocessing, load_card
 from serve.runtime.errors import UserError
 

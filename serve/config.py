@@ -1,0 +1,91 @@
+"""What all settings have in common: typed, validated, frozen, described by their fields, refused in one line."""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+import textwrap
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic._internal._model_construction import ModelMetaclass  # which pydantic 2 does not export
+from pydantic.fields import FieldInfo
+
+from serve.runtime.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with one setting; ``field`` is empty where it is about several of them."""
+
+    field: str
+    message: str
+
+
+class _Settings(ModelMetaclass):
+    """Constructs settings with the project's own refusals, and keeps pydantic's 60 methods out of ``help()``.
+
+    Here and not in an ``__init__``, which pydantic would call from ``model_validate`` too.
+    """
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:  # noqa: N805 - the class is what a metaclass's method is of
+        try:
+            return super().__call__(*args, **settings)
+        except ValidationError as error:
+            assert issubclass(cls, BaseModel)
+            named = [f"{f.field}: {f.message}" if f.field else f.message for f in faults(cls, error)]
+            raise UserError(f"{cls.__name__}: {'; '.join(named)}") from None
+
+    def __dir__(cls) -> list[str]:  # noqa: N805
+        return ["__doc__"]
+
+
+class Config(BaseModel, metaclass=_Settings):
+    """Settings: typed, validated, frozen; unknown fields are refused. Safe to share between threads.
+
+    Raises:
+        UserError: a setting is unknown or has an illegal value; each is named, with its value.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Describe each field in the class's documentation, where ``help()`` and editors look."""
+        own = inspect.cleandoc(cls.__dict__.get("__doc__") or cls.__name__)
+        cls.__doc__ = "\n".join([own, "", "Settings:", *(_described(name, f) for name, f in cls.model_fields.items())])
+
+
+def faults(kind: type[BaseModel], error: ValidationError) -> list[Fault]:
+    """What pydantic found wrong, in the project's words: the value, and what would be right."""
+    found = []
+    for entry in error.errors():
+        name = str(entry["loc"][0]) if entry["loc"] else ""
+        if entry["type"] == "extra_forbidden":
+            known = kind.model_fields
+            found.append(Fault(name, f"unknown{did_you_mean(name, known)}; known are {', '.join(known)}"))
+            continue
+        message = entry["msg"].removeprefix("Value error, ")
+        given = f" (it is {reprlib.repr(entry['input'])})" if name else ""
+        found.append(Fault(name, message[0].lower() + message[1:] + given))
+    return found
+
+
+def _described(name: str, field: FieldInfo) -> str:
+    """A field as two lines or more: its name, type and default; what it means."""
+    default = "" if field.is_required() else f" = {field.get_default(call_default_factory=True)!r}"
+    head = f"    {name}: {_spelled(field.annotation)}{default}"
+    return "\n".join(
+        [head, *textwrap.wrap(field.description or "", 108, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+    )
+
+
+def _spelled(annotation: Any) -> str:
+    """A type as it is written in code, without the modules' names."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return " | ".join(map(repr, typing.get_args(annotation)))
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("NoneType", "None")

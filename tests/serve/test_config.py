@@ -1,0 +1,48 @@
+"""Settings say what they are and what is wrong with them."""
+
+from __future__ import annotations
+
+import pydoc
+from typing import Literal
+
+import pytest
+from pydantic import Field
+
+import optimize as opt
+from optimize.passes.base import passes
+from serve.archive import ServingOptions
+from serve.config import Config
+from serve.runtime.errors import UserError
+
+
+class Paint(Config):
+    """Settings of a brush."""
+
+    colour: Literal["red", "green"] = Field(default="red", description="what is seen")
+    width: int = Field(default=3, ge=1, description="of the brush, mm")
+
+
+def test_an_unknown_setting_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"^Paint: color: unknown \(did you mean colour\?\); known are colour, width$"):
+        Paint(color="red")  # type: ignore[call-arg]
+
+
+def test_all_wrong_settings_are_said_at_once_with_their_values() -> None:
+    with pytest.raises(UserError) as caught:
+        Paint(colour="blue", width=0)  # type: ignore[arg-type]
+    assert "'red' or 'green' (it is 'blue')" in str(caught.value)
+    assert "greater than or equal to 1 (it is 0)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind", [Paint, opt.Training, opt.Timing, ServingOptions, *(p.config for p in passes().values())]
+)
+def test_help_shows_each_setting_with_its_meaning_in_a_screenful(kind: type[Config]) -> None:
+    text = pydoc.render_doc(kind, renderer=pydoc.plaintext)
+    assert len(text.splitlines()) <= 60
+    squeezed = " ".join(text.replace("|", " ").split())
+    for name, field in kind.model_fields.items():
+        assert f"{name}: " in text
+        assert field.description, f"{kind.__name__}.{name} has no description"
+        assert " ".join(field.description.replace("|", " ").split()) in squeezed
+        assert repr(field.get_default(call_default_factory=True)).replace("|", " ") in squeezed
