@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -16,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from serve.command_line import OneLineGroup, reported
 from serve.runtime.errors import PipelineError, UserError
 
 app = typer.Typer(
+    cls=OneLineGroup,
     help="Turn a trained vision model into measured, deployable artifacts.",
     no_args_is_help=True,
     add_completion=False,
@@ -61,7 +60,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     json: Annotated[bool, typer.Option("--json", help="Print report.json on stdout, and nothing else.")] = False,
 ) -> None:
     """Run a recipe on a model: build, measure, pack and report."""
-    with _reported("interrupted; what was finished is kept, the same command goes on from there"):
+    with reported("interrupted; what was finished is kept, the same command goes on from there"):
         from optimize import noise
         from optimize.report.terminal import Display
         from optimize.run.job import Job
@@ -96,7 +95,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
 @app.command("list")
 def list_runs(store: _Store = _DEFAULT_STORE) -> None:
     """List the runs of a store."""
-    with _reported():
+    with reported():
         from optimize.store.runs import read_runs
 
         table = Table("run", "data", "artifacts", "recommended", "top-1", "p50 ms", "created", box=None, pad_edge=False)
@@ -111,7 +110,7 @@ def list_runs(store: _Store = _DEFAULT_STORE) -> None:
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = _DEFAULT_STORE) -> None:
     """Show a run's table, or an artifact's card."""
-    with _reported():
+    with reported():
         from optimize.report.table import table
         from optimize.store.runs import card_of, report_of
 
@@ -128,7 +127,7 @@ def verify(
     name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = _DEFAULT_STORE
 ) -> None:
     """Check every file of a run against its SHA-256; exit code 1 if one does not match."""
-    with _reported():
+    with reported():
         from optimize.store.runs import faults_of
 
         checked, faults = faults_of(store, name)
@@ -142,7 +141,7 @@ def verify(
 @app.command()
 def prune(store: _Store = _DEFAULT_STORE) -> None:
     """Remove from the store what no run uses."""
-    with _reported():
+    with reported():
         from optimize.store.objects import Store
 
         if not store.is_dir():
@@ -154,7 +153,7 @@ def prune(store: _Store = _DEFAULT_STORE) -> None:
 @app.command("passes")
 def list_passes() -> None:
     """List the passes, what they take, and their settings."""
-    with _reported():
+    with reported():
         from optimize.passes.base import passes
         from optimize.store.artifact import KIND_NAMES
 
@@ -178,24 +177,3 @@ def _print_outcome(report: dict[str, object], folder: Path) -> None:
     typer.echo(f"report: {folder / 'report.html'}   archives: {folder / 'archives'}")
     store = "" if folder.parent == _DEFAULT_STORE else f" STORE={shlex.quote(str(folder.parent))}"
     typer.echo(f"serve it: make serve MODEL={folder.name}{store}")
-
-
-@contextlib.contextmanager
-def _reported(interrupted: str = "interrupted") -> Iterator[None]:
-    """Turn what goes wrong into one line on stderr and an exit code."""
-    try:
-        yield
-    except PipelineError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
-        typer.echo(interrupted, err=True)
-        raise typer.Exit(130) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        hint = "; free some, or name another --store" if error.errno == errno.ENOSPC else ""
-        typer.echo(f"error: {where}{error.strerror or error}{hint}", err=True)
-        raise typer.Exit(2) from None

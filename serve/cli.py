@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from serve.command_line import OneLineGroup, reported
 from serve.runtime.errors import PipelineError, UserError
 
 if TYPE_CHECKING:
     from serve.server import RunningServer
 
 app = typer.Typer(
+    cls=OneLineGroup,
     help="Pack a run's artifacts into TorchServe archives, and serve them on this machine.\n\n"
     "A run is what `python -m optimize run MODEL` leaves in the store. The server listens on loopback only "
     "and asks for a token; its keys, configuration and logs are in STORE/.server.",
@@ -37,7 +37,7 @@ def package(run: Run, store: Store = DEFAULT_STORE) -> None:
     Each archive is complete in itself: a stock TorchServe 0.12 serves it where this project is not
     installed. The same artifact gives the same bytes.
     """
-    with _reported():
+    with reported():
         from serve.runs import package_run
 
         for path in package_run(store, run):
@@ -65,7 +65,7 @@ def start(  # noqa: PLR0917 - each is an option of the command line
     It goes on in the background until `python -m serve stop`. What cannot run on this machine is left
     out, and named. If a worker dies while it loads, its last lines are shown and all is stopped again.
     """
-    with _reported("interrupted: the server was stopped"):
+    with reported("error: interrupted: the server was stopped"):
         from serve import runs, server
         from serve.configuration import Ports
 
@@ -97,7 +97,7 @@ def status(store: Store = DEFAULT_STORE) -> None:
 
     The exit code is 1 when no server of this store is running.
     """
-    with _reported():
+    with reported():
         running = _running(store)
         with running.client(store) as client:
             typer.echo(
@@ -124,7 +124,7 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print the endpoint's answer as it is.")] = False,
 ) -> None:
     """Send IMAGE to the running server and print its best classes, best first."""
-    with _reported():
+    with reported():
         try:
             data = image.read_bytes()
         except OSError as error:
@@ -145,7 +145,7 @@ def predict(
 @app.command()
 def stop(store: Store = DEFAULT_STORE) -> None:
     """Stop the running server and its workers; without one, there is nothing to do."""
-    with _reported():
+    with reported():
         from serve import server
 
         stopped = server.stop(store)
@@ -182,24 +182,3 @@ def _curl(store: Path, running: RunningServer, sample: Path | None) -> str:
 def _command(word: str, store: Path) -> str:
     option = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
     return f"python -m serve {word}{option}"
-
-
-@contextmanager
-def _reported(interrupted: str = "interrupted") -> Iterator[None]:
-    """Turn what is raised on purpose into a line on stderr and an exit code; never a traceback."""
-    try:
-        yield
-    except PipelineError as error:
-        _complain(str(error))
-        raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
-        _complain(interrupted)
-        raise typer.Exit(130) from None
-    except OSError as error:  # no space, no permission: the machine's, named with the file it was about
-        _complain(f"{error.filename or 'the system'}: {error.strerror or error}")
-        raise typer.Exit(1) from None
-
-
-def _complain(message: str) -> None:
-
-    typer.echo(f"error: {message}", err=True)

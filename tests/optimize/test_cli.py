@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -292,3 +293,19 @@ def test_a_model_that_prints_does_not_spoil_the_json_and_a_failed_stage_has_exit
     assert json.loads(result.stdout)["artifacts"][1]["skipped"].startswith("failed: fuse: logits differ")
     assert result.stderr.splitlines()[-1] == "error: failed: fuse; the reasons stand in the report"
     assert "building!" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("run",), "Missing argument 'model'"),
+        (("run", "resnet18", "--devise", "cpu"), "No such option: --devise .*--device"),
+        (("run", "resnet18", "--seed", "x"), "Invalid value for '--seed'"),
+        (("rum",), "No such command 'rum'. Did you mean 'run'"),
+    ],
+)
+def test_a_usage_error_is_one_line(words, fault) -> None:
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert re.fullmatch(f"error: {fault}.*--help`\n", result.stderr)
+    assert result.stdout == ""

@@ -1,0 +1,78 @@
+"""What both command lines have in common: a mistake is one line on stderr and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from serve.runtime.errors import PipelineError
+
+# Typer has its own copy of click since 0.20, and exports only this exception of it.
+_CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+class OneLineGroup(TyperGroup):
+    """Commands whose usage errors are one line, and not Typer's box of several."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command; see `TyperGroup.main`."""
+        try:
+            outcome = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except _CLICK_ERROR as error:
+            if not standalone_mode:
+                raise
+            sys.exit(_complain_of_usage(error))
+        if standalone_mode:
+            sys.exit(outcome if isinstance(outcome, int) else 0)
+        return outcome
+
+
+def _complain_of_usage(error: Any) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+    else:
+        context = getattr(error, "ctx", None)
+        hint = f"; see `{context.command_path} --help`" if context is not None else ""
+        typer.echo(f"error: {error.format_message().rstrip('.')}{hint}", err=True)
+    return int(error.exit_code)
+
+
+@contextlib.contextmanager
+def reported(interrupted: str = "interrupted") -> Iterator[None]:
+    """Turn what goes wrong into one line on stderr and an exit code.
+
+    Exit codes: the error's own (2 for the user's mistakes, 1 for the others); 2 for what the system refuses (a full
+    disk, no permission), named with its file; 130 for Ctrl-C, with the line ``interrupted``; 1 without a word where
+    whoever reads our output has gone.
+    """
+    try:
+        yield
+    except PipelineError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        typer.echo(interrupted, err=True)
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        hint = "; free some, or name another --store" if error.errno == errno.ENOSPC else ""
+        typer.echo(f"error: {where}{error.strerror or error}{hint}", err=True)
+        raise typer.Exit(2) from None
