@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-import torch.ao.quantization.fx._decomposed  # registers the operators that the reference program calls
 from pydantic import Field
 
 from optimize.context import Context
@@ -14,6 +12,7 @@ from optimize.passes.base import Pass, register
 from optimize.quantization.qdq import lower
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
 from serve.config import Config
+from serve.runtime.program_file import load_program
 
 #: Graph structure, scales and names: what a file needs beside its weights, however small the network.
 _STRUCTURE_BYTES = 256 << 10
@@ -33,7 +32,7 @@ class OnnxInt8(Config):
 
 def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -> Product:
     assert parent.parent is not None
-    program = torch.export.load(parent.folder / REFERENCE_FILE)
+    program = load_program(parent.folder / REFERENCE_FILE)
     path = folder / "model.onnx"
     summary = lower(program, context.example(), path)
     size, floats = path.stat().st_size, (parent.parent.folder / WEIGHTS_FILE).stat().st_size

@@ -15,6 +15,9 @@ import torch
 
 from .card import Card
 from .errors import EngineError
+from .onnx_file import check_graph
+from .program_file import load_program
+from .script_file import load_script
 
 
 class Engine(Protocol):
@@ -70,7 +73,7 @@ class TorchScriptEngine:
             use_x86_kernels()
         self.device = device
         self.provider = f"torchscript/{device.type}"
-        self._module = torch.jit.load(str(path), map_location=device).eval()  # type: ignore[no-untyped-call]
+        self._module = load_script(path, device)
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
         """Logits ``(N, classes)`` of a batch."""
@@ -82,7 +85,7 @@ class ExportedProgramEngine:
     """A ``torch.export`` archive (``.pt2``): the model's ATen graph, run operator by operator."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        program = torch.export.load(path)
+        program = load_program(path)
         if device.type != "cpu":
             from torch.export.passes import move_to_device_pass
 
@@ -103,11 +106,14 @@ class OnnxEngine:
     def __init__(
         self, path: Path, card: Card, device: torch.device, *, threads: int | None, allow_fallback: bool
     ) -> None:
+        check_graph(path, card)
         # Imported only for ONNX artifacts: the others run where it is not installed.
         runtime: Any = importlib.import_module("onnxruntime")
         wanted = "CUDAExecutionProvider" if device.type == "cuda" else "CPUExecutionProvider"
         options = runtime.SessionOptions()
         options.log_severity_level = 3
+        # By its name's ending a file could also be of ONNX Runtime's own format, which is not checked.
+        options.add_session_config_entry("session.load_model_format", "ONNX")
         # Threads that spin between requests starve the other workers of the machine.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         if threads is not None:

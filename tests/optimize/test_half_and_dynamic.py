@@ -19,6 +19,7 @@ from optimize.passes.dynamic import DYNAMIC, Dynamic
 from optimize.passes.half import HALF, Half
 from serve.runtime.engines import open_engine, use_x86_kernels
 from serve.runtime.errors import EngineError
+from serve.runtime.program_file import load_program
 
 from .workbench import CPU, noise_context, parent_of, run
 
@@ -27,7 +28,7 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 
 
 def stored_types(path: Path) -> set[torch.dtype]:
-    return {tensor.dtype for tensor in torch.export.load(path).state_dict.values() if tensor.is_floating_point()}
+    return {tensor.dtype for tensor in load_program(path).state_dict.values() if tensor.is_floating_point()}
 
 
 # --- half --------------------------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def test_fp16_is_stored_in_fp16_and_labelled_for_cuda(trained, made):
 
 def test_the_fp16_program_holds_the_parents_weights_rounded(trained, made):
     wanted = trained.module().state_dict()
-    for name, tensor in torch.export.load(made("half").path).state_dict.items():
+    for name, tensor in load_program(made("half").path).state_dict.items():
         if tensor.is_floating_point():
             assert torch.equal(tensor, wanted[name].half()), name
 

@@ -29,6 +29,7 @@ from optimize.store.objects import Store, fault
 from optimize.store.runs import faults_of
 from serve.runtime.card import load_card
 from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.program_file import load_program
 
 from .runs_fixtures import (
     RECIPE,
@@ -134,7 +135,7 @@ def independent_logits(row: dict[str, Any], pixels: torch.Tensor) -> torch.Tenso
     if row["format"] == "onnx":
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         return torch.cat([torch.from_numpy(session.run(None, {"input": b.numpy()})[0]).float() for b in batches])
-    module = torch.export.load(path).module() if row["format"] == "exported_program" else torch.jit.load(path)
+    module = load_program(path).module() if row["format"] == "exported_program" else torch.jit.load(path)
     dtype = torch.bfloat16 if row["precision"] == "bfloat16" else torch.float32
     with torch.no_grad():
         return torch.cat([module(batch.to(dtype)).float() for batch in batches])

@@ -19,6 +19,7 @@ from optimize.export.program import write_weights
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact
 from serve.runtime.card import Card, Preprocessing, sha256_file
 from serve.runtime.engines import open_engine
+from serve.runtime.program_file import load_program
 
 CPU = torch.device("cpu")
 GREY16 = Preprocessing(16, (16, 16), mean=(0.5,), std=(0.25,))
@@ -95,14 +96,13 @@ def quantizers(folder: Path) -> list[tuple[float, int, int, int]]:
 
 def packed_weights(folder: Path) -> list[torch.Tensor]:
     """The int8 weights of a ptq or qat artifact's reference program, in graph order."""
-    program = torch.export.load(folder / REFERENCE_FILE)
+    program = load_program(folder / REFERENCE_FILE)
     tensors = {**program.state_dict, **program.constants}
     return [tensor for name, tensor in tensors.items() if "weight_int8" in name]
 
 
 def _nodes(folder: Path, operator: str) -> Iterator[torch.fx.Node]:
-    import torch.ao.quantization.fx._decomposed  # registers the operators of the program
 
-    for node in torch.export.load(folder / REFERENCE_FILE).graph.nodes:
+    for node in load_program(folder / REFERENCE_FILE).graph.nodes:
         if getattr(node.target, "_schema", None) is not None and node.target._schema.name.endswith(f"::{operator}"):
             yield node

@@ -91,6 +91,10 @@ def exported(folder: Path) -> Path:
     folder.mkdir(parents=True)
     batch = torch.export.Dim("batch")
     program = torch.export.export(small_network(), (torch.zeros(2, 3, 32, 32),), dynamic_shapes=({0: batch},))
+    program.example_inputs = None
+    for node in program.graph.nodes:
+        for key in ("stack_trace", "from_node"):
+            node.meta.pop(key, None)
     torch.export.save(program, folder / "model.pt2")
     return write_artifact(folder, "exported", "exported_program", "model.pt2")
 

@@ -1,0 +1,276 @@
+"""Opens ``torch.export`` programs (``.pt2``) that are nothing but weights and a graph of known operators.
+
+``torch.export.load`` (2.11 to 2.14) trusts its file: records that say ``use_pickle``, example inputs and custom
+objects are unpickled, ``data/aotinductor`` is native code that it loads, sizes go through ``sympy.sympify`` (which
+is ``eval``), ``guards_code`` and the names of nodes and arguments become Python source that is executed, an
+operator is any attribute that can be reached from ``torch`` (``torch.os.system``), and a ``defaultdict`` in a tree
+spec imports the module that it names. So everything in the file is checked first, by what is allowed: the records
+that `torch.export.save` writes of a plain program, and in them only strings that cannot be more than names.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .torch_zip import Records, open_records, refused
+
+_MODEL = "models/model.json"
+_WEIGHTS = "data/weights/model_weights_config.json"
+_CONSTANTS = "data/constants/model_constants_config.json"
+_EXAMPLES = "data/sample_inputs/model.pt"
+
+# Record → what it must hold; None: checked further below, or (the identity) read by nobody.
+_RECORDS: dict[str, bytes | None] = {
+    _MODEL: None,
+    _WEIGHTS: None,
+    _CONSTANTS: None,
+    # Written also when there are none. What lies here is unpickled, since 2.9 after a first try without.
+    _EXAMPLES: b"",
+    "archive_format": b"pt2",
+    "archive_version": b"0",
+    "byteorder": sys.byteorder.encode(),
+    ".data/version": None,
+    ".data/serialization_id": None,
+}
+_PAYLOADS = {
+    _WEIGHTS: ("data/weights/", re.compile(r"weight_[0-9]+")),
+    _CONSTANTS: ("data/constants/", re.compile(r"tensor_[0-9]+")),
+}
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PATH = re.compile(r"((?!__)[A-Za-z0-9_\-]+([.@](?!__)[A-Za-z0-9_\-]+)*)?")
+_LINE = re.compile(r"[ -~]*")
+#: What a string may be, by the key that it stands under; under any other key it is a name or empty.
+_STRINGS = {
+    "parameter_name": _PATH,
+    "buffer_name": _PATH,
+    "tensor_constant_name": _PATH,
+    "fqn": _PATH,
+    "as_float": re.compile(r"-?Infinity|NaN"),
+    "as_string": re.compile(r"[A-Za-z0-9_ ,.:>\-]*"),  # an equation of einsum, a mode of pad
+    "torch_version": re.compile(r"[0-9A-Za-z.+\-]*"),
+    "nn_module_stack": _LINE,  # kept beside the node and compared; no source is made of these two
+    "torch_fn": _LINE,
+}
+#: Parts of a program that ours do not have.
+_FOREIGN = frozenset({"as_custom_obj", "custom_obj", "as_operator", "constant_input", "stack_trace", "from_node"})
+_EMPTY = frozenset({"guards_code", "custom_obj_values", "treespec_namedtuple_fields"})
+
+_OPERATOR = re.compile(r"torch\.ops\.(aten|quantized_decomposed|torchvision)\.([A-Za-z0-9_]+)\.([A-Za-z0-9_]+)")
+#: ATen operators that reach files.
+_OPERATORS_REFUSED = frozenset({"from_file", "save"})
+#: Arithmetic on sizes, and the blocks that ``torch.no_grad``, ``torch.autocast`` and ``torch.cond`` become.
+_FUNCTION = re.compile(
+    r"_operator\.(add|sub|mul|floordiv|truediv|mod|neg|pos|eq|ne|lt|le|gt|ge|and_|or_|not_)|math\.(ceil|floor|trunc)"
+    r"|torch\.sym_(float|int|max|min|not|ite)"
+    r"|torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond)"
+)
+
+_EXPRESSION = re.compile(r"[A-Za-z0-9_'(), =\-]{1,4096}")
+_SYMBOL = re.compile(r"[A-Za-z]+[0-9]+")
+#: Functions of a size's expression. No powers: a tower of them never ends.
+_TERM = re.compile(
+    "Integer|Rational|Add|Mul|Max|Min|Abs|Mod|FloorDiv|CeilDiv|CleanDiv|PythonMod|ModularIndexing|IntTrueDiv|ToFloat"
+    "|FloorToInt|CeilToInt|TruncToInt|RoundToInt|Identity|Equality|Unequality|LessThan|GreaterThan|StrictLessThan"
+    "|StrictGreaterThan|And|Or|Not"
+)
+
+
+def load_program(path: Path) -> torch.export.ExportedProgram:
+    """Read a program after `check_program`; the only way in which this project opens one.
+
+    Raises:
+        EngineError: the file is refused, or torch cannot read it.
+    """
+    check_program(path)
+    # Not torch.export.load: where this fails, that goes on with the format of torch 2.7 and its pickles.
+    from torch.export.pt2_archive._package import load_pt2
+
+    try:
+        return load_pt2(str(path)).exported_programs["model"]
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise refused(
+            path, f"torch {torch.__version__} cannot read it ({type(error).__name__}: {lines[0][:120]})"
+        ) from error
+
+
+def check_program(path: Path) -> None:
+    """Refuse a ``.pt2`` file that could do more on loading than become a graph and its weights.
+
+    The operators themselves are torch's: what a graph computes, and how much memory it takes to do so, is not judged.
+
+    Raises:
+        EngineError: the file holds anything that is not known to be harmless, which the message names.
+    """
+    records = open_records(path)
+    try:
+        payloads = {name for config in _PAYLOADS for name in _payloads(records, config)}
+        for name in sorted(records.names - payloads):
+            if name not in _RECORDS:
+                raise refused(path, f"it has the record {name}")
+            expected = _RECORDS[name]
+            if expected is not None and records.read(name) != expected:
+                raise refused(path, f"its record {name} is not {expected!r}")
+        for fault in _program_faults(_json(records, _MODEL)):
+            raise refused(path, fault)
+    except RecursionError:
+        raise refused(path, "it is nested too deeply") from None
+
+
+def _json(records: Records, name: str) -> Any:
+    try:
+        return json.loads(records.read(name).decode("utf-8"))
+    except ValueError:
+        raise refused(records.path, f"its record {name} is not JSON") from None
+
+
+def _payloads(records: Records, config: str) -> Iterator[str]:
+    """The records of tensors that a configuration names, each of them plain bytes."""
+    folder, pattern = _PAYLOADS[config]
+    document = _json(records, config)
+    tensors = document.get("config") if isinstance(document, dict) else None
+    if not isinstance(tensors, dict) or set(document) != {"config"}:
+        raise refused(records.path, f"its record {config} is not a list of tensors")
+    for name, entry in tensors.items():
+        if not isinstance(entry, dict) or entry.get("use_pickle") is not False:
+            raise refused(records.path, f"the tensor {name[:80]!r} asks for pickle, which runs code")
+        record = entry.get("path_name")
+        if not isinstance(record, str) or not pattern.fullmatch(record) or folder + record not in records.names:
+            raise refused(records.path, f"the tensor {name[:80]!r} is not kept in a record of tensors")
+        if not _PATH.fullmatch(name):
+            raise refused(records.path, f"a tensor has the name {name[:80]!r}")
+        for fault in _faults({key: value for key, value in entry.items() if key != "path_name"}, "config"):
+            raise refused(records.path, fault)
+        yield folder + record
+
+
+def _program_faults(program: Any) -> Iterator[str]:
+    """What a program's document holds that ours do not, beginning with what `_faults` cannot see."""
+    module = program.get("graph_module") if isinstance(program, dict) else None
+    graph = module.get("graph") if isinstance(module, dict) else None
+    signature = module.get("signature") if isinstance(module, dict) else None
+    if not isinstance(graph, dict) or not isinstance(signature, dict):
+        yield f"its record {_MODEL} has no graph"
+        return
+    inputs = [*_list(graph.get("inputs")), *(spec["user_input"].get("arg") for spec in _user_inputs(signature))]
+    if any(not isinstance(entry, dict) or set(entry) != {"as_tensor"} for entry in inputs):
+        yield "it has inputs that are not tensors"
+    yield from _faults(program, "")
+
+
+def _user_inputs(signature: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for spec in _list(signature.get("input_specs")):
+        if isinstance(spec, dict) and isinstance(spec.get("user_input"), dict):
+            yield spec
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _faults(value: Any, key: str) -> Iterator[str]:
+    """Everything in a JSON value that is not allowed where it stands; ``key`` is the nearest key above it."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if name in _FOREIGN:
+                yield f"its graph has {name}"
+            elif name in _EMPTY and item:
+                yield f"its {name} is not empty"
+            # Tensors of the state are named by their modules, operator sets and symbols by short names.
+            elif not _NAME.fullmatch(name):
+                yield f"its graph has the name {name[:80]!r}"
+            else:
+                yield from _faults(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _faults(item, key)
+    elif isinstance(value, str) and (fault := _string_fault(value, key)) is not None:
+        yield fault
+
+
+def _string_fault(text: str, key: str) -> str | None:
+    if key == "target":
+        return None if _is_operator(text) else f"its graph calls {text[:80]!r}"
+    if key == "expr_str":
+        return None if _is_expression(text) else f"its graph has the size {text[:80]!r}"
+    if key in ("in_spec", "out_spec"):
+        return None if _is_plain_tree(text) else f"its arguments have the structure {text[:80]!r}"
+    pattern = _STRINGS.get(key)
+    whole = pattern.fullmatch(text) if pattern is not None else not text or _NAME.fullmatch(text)
+    return None if whole else f"its graph has {text[:80]!r} as {key}"
+
+
+def _is_operator(target: str) -> bool:
+    """Whether a node's target is an operator of torch's, not merely something that can be called."""
+    if _FUNCTION.fullmatch(target):
+        return True
+    found = _OPERATOR.fullmatch(target)
+    if found is None or found[2] in _OPERATORS_REFUSED:
+        return False
+    try:
+        resolved = getattr(getattr(getattr(torch.ops, found[1]), found[2]), found[3])
+    except (AttributeError, RuntimeError):
+        return True  # of a library that is not loaded: torch will say so
+    return isinstance(resolved, torch._ops.OpOverload)
+
+
+def _is_expression(text: str) -> bool:
+    """Whether a size is one that sympy prints, such as ``Mul(Integer(2), Symbol('s77', positive=True))``."""
+    if not _EXPRESSION.fullmatch(text):
+        return False
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError):
+        return False
+    return _is_term(tree)
+
+
+def _is_term(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub) and _is_term(node.operand)
+    if isinstance(node, ast.Constant):
+        return type(node.value) is int
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    if node.func.id == "Symbol":
+        names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        facts = [word.value.value for word in node.keywords if word.arg and isinstance(word.value, ast.Constant)]
+        return (
+            len(node.args) == len(names) == 1
+            and isinstance(names[0], str)
+            and _SYMBOL.fullmatch(names[0]) is not None
+            and len(facts) == len(node.keywords)
+            and all(isinstance(fact, bool) for fact in facts)
+        )
+    known = _TERM.fullmatch(node.func.id) is not None
+    return known and not node.keywords and all(_is_term(argument) for argument in node.args)
+
+
+def _is_plain_tree(text: str) -> bool:
+    """Whether a tree spec is of tuples, lists, dictionaries with names as keys, and leaves."""
+    try:
+        version, tree = json.loads(text)
+    except (ValueError, TypeError):
+        return False
+    return version == 1 and _is_plain_node(tree)
+
+
+def _is_plain_node(node: Any) -> bool:
+    if not isinstance(node, dict) or set(node) != {"type", "context", "children_spec"}:
+        return False
+    kind, context, children = node["type"], node["context"], node["children_spec"]
+    if kind is None:
+        return context is None and children == []
+    plain = (kind in ("builtins.tuple", "builtins.list") and context == "null") or (
+        kind == "builtins.dict" and isinstance(context, str) and re.fullmatch(r'\[("\w+"(, "\w+")*)?\]', context)
+    )
+    return bool(plain) and isinstance(children, list) and all(_is_plain_node(child) for child in children)
