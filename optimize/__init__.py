@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optimize.api import Comparison, Variant, apply, compare, load, package, save
+    from optimize.errors import NotApplicableError, PassError
     from optimize.measure.latency import Timing
     from optimize.passes.dynamic import Dynamic
     from optimize.passes.fuse import Fuse
@@ -22,19 +23,24 @@ if TYPE_CHECKING:
     from optimize.passes.ptq import Ptq
     from optimize.passes.qat import Qat
     from optimize.training.loop import TrainingConfig as Training
+    from serve.runtime.errors import PipelineError, UserError
 
 __all__ = [
     "Comparison",
     "Dynamic",
     "Fuse",
     "Half",
+    "NotApplicableError",
     "Onnx",
     "OnnxHalf",
     "OnnxInt8",
+    "PassError",
+    "PipelineError",
     "Ptq",
     "Qat",
     "Timing",
     "Training",
+    "UserError",
     "Variant",
     "apply",
     "compare",
@@ -55,6 +61,8 @@ _HOMES = {
     "Ptq": "optimize.passes.ptq",
     "Qat": "optimize.passes.qat",
     "Training": "optimize.training.loop",
+    **dict.fromkeys(("NotApplicableError", "PassError"), "optimize.errors"),
+    **dict.fromkeys(("PipelineError", "UserError"), "serve.runtime.errors"),
 }
 
 # Idle OpenMP threads that spin take the core from whoever works, which on a busy machine costs an int8

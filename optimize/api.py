@@ -6,19 +6,27 @@ not made again.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import html
 import io
+import reprlib
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
+from PIL.Image import Image
 from rich.console import Console
 
-from optimize.listener import Silent
 from optimize.measure.bench import Bench
 from optimize.measure.latency import Timing
-from optimize.passes.base import pass_of
+from optimize.noise import silenced
+from optimize.passes.base import find_pass, pass_of
+from optimize.report.progress import here
 from optimize.report.table import table
+from optimize.report.view import size
 from optimize.run.job import Job, open_job
 from optimize.run.recipe import Recommend
 from optimize.run.recommendation import Recommendation, recommend
@@ -30,13 +38,17 @@ from serve.archive import ServingOptions, build_archive
 from serve.config import Config
 from serve.runtime.card import CARD_FILE
 from serve.runtime.errors import UserError
-from serve.runtime.predictor import Predictor
+from serve.runtime.predictor import Label, Predictor
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-@dataclass(frozen=True)
+#: An image as `Variant.predict` takes it: its encoded bytes, a file, or an opened picture.
+Picture = bytes | str | Path | Image
+
+
+@dataclass(frozen=True, repr=False)
 class Variant:
     """One variant of a model: its artifact, and the session (data, device, store) that it belongs to."""
 
@@ -59,7 +71,84 @@ class Variant:
         Raises:
             EngineError: it cannot run on this device.
         """
-        return Predictor(self.artifact.folder, self.session.context.device)
+        with silenced():
+            return Predictor(self.artifact.folder, self.session.context.device)
+
+    @overload
+    def predict(self, images: Picture, k: int = 5) -> list[Label]: ...  # type: ignore[overload-overlap]  # a str is a sequence
+
+    @overload
+    def predict(self, images: Sequence[Picture], k: int = 5) -> list[list[Label]]: ...
+
+    def predict(self, images: Picture | Sequence[Picture], k: int = 5) -> list[Label] | list[list[Label]]:
+        """Classify one image or several, by the code that serves.
+
+        Args:
+            images: encoded bytes, a file, an opened PIL image, or a list of such.
+            k: how many classes to answer, best first.
+
+        Returns:
+            The classes of one image, or a list of those of each.
+
+        Raises:
+            UserError: a file cannot be read, or something is no image; it is named.
+            EngineError: the variant cannot run on the session's device.
+        """
+        single = isinstance(images, Picture)
+        pictures = [images] if isinstance(images, Picture) else list(images)
+        outcomes = _opened(self).predict([_encoded(picture) for picture in pictures], k)
+        answers = []
+        for number, (picture, outcome) in enumerate(zip(pictures, outcomes, strict=True)):
+            if not isinstance(outcome, list):
+                which = str(picture) if isinstance(picture, str | Path) else f"image {number}"
+                raise UserError(f"{which}: {outcome}")
+            answers.append(outcome)
+        return answers[0] if single else answers
+
+    def __repr__(self) -> str:
+        return f"<Variant {'; '.join(f'{name} {value}' for name, value in self._facts().items())}>"
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in self._facts().items()
+        )
+        return f"<table>{cells}</table>"
+
+    def _facts(self) -> dict[str, str]:
+        card, data = self.artifact.card, self.session.context.data
+        return {
+            "name": self.name,
+            "model": card.model,
+            "data": data.name,
+            "precision": card.precision,
+            "size": size(self.artifact.path.stat().st_size),
+        }
+
+
+def _opened(variant: Variant) -> Predictor:
+    return _open(variant.artifact.folder, str(variant.session.context.device))
+
+
+@functools.lru_cache(maxsize=4)
+def _open(folder: Path, device: str) -> Predictor:
+    with silenced():
+        return Predictor(folder, device)
+
+
+def _encoded(picture: Picture) -> bytes:
+    """An image as the endpoint would get it."""
+    if isinstance(picture, bytes):
+        return picture
+    if isinstance(picture, str | Path):
+        try:
+            return Path(picture).read_bytes()
+        except OSError as error:
+            raise UserError(f"{picture}: cannot be read ({error.strerror})") from None
+    stream = io.BytesIO()
+    # PNG keeps every pixel; of the modes that it has no place for, RGB is what they would be decoded to.
+    picture = picture if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else picture.convert("RGB")
+    picture.save(stream, "PNG", compress_level=1)
+    return stream.getvalue()
 
 
 @dataclass(frozen=True)
@@ -136,8 +225,10 @@ def load(
         trust_checkpoint=trust_checkpoint,
         seed=seed,
     )
-    opened = open_job(job, Silent())
-    return Variant(opened.session, opened.session.baseline(training, opened.checkpoint, opened.origin))
+    with silenced():
+        opened = open_job(job, here())
+        with _shown(opened.session, "baseline"):
+            return Variant(opened.session, opened.session.baseline(training, opened.checkpoint, opened.origin))
 
 
 def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
@@ -153,7 +244,11 @@ def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
         NotApplicableError: it has nothing to do for this model or machine.
         PassError: its result is not what it promises.
     """
-    return Variant(parent.session, parent.session.apply(parent.artifact, config, name or _name(config)))
+    _must_be(Variant, parent, "apply takes a variant, as load() gives it")
+    _must_be(Config, config, f"apply takes a pass's settings, such as opt.{_nearest_settings(config)}()")
+    wanted = name or _name(config)
+    with silenced(), _shown(parent.session, wanted):
+        return Variant(parent.session, parent.session.apply(parent.artifact, config, wanted))
 
 
 def compare(*variants: Variant, timing: Timing | None = None, max_drop: float = Recommend().max_drop) -> Comparison:
@@ -172,14 +267,18 @@ def compare(*variants: Variant, timing: Timing | None = None, max_drop: float = 
     """
     if not variants:
         raise UserError("compare needs at least one variant")
+    for variant in variants:
+        _must_be(Variant, variant, "compare takes variants, as load() and apply() give them")
     session = variants[0].session
     names = [variant.name for variant in variants]
-    if any(variant.session is not session for variant in variants):
-        raise UserError("compare takes variants that come from one load(): others have other data or another store")
+    for variant in variants:
+        if differing := _differing(session, variant.session):
+            raise UserError(f"{variant.name} cannot be compared with {names[0]}: they differ in {', '.join(differing)}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"two variants are called {twice[0]!r}; give one another name: apply(…, name=…)")
     entries = [_entry(variant) for variant in variants]
-    measured = measure(entries, Bench(session.store, session.context), timing or Timing(), Silent())
+    with silenced():
+        measured = measure(entries, Bench(session.store, session.context), timing or Timing(), session.context.listener)
     return Comparison(
         session.source.name,
         measured.rows,
@@ -235,3 +334,36 @@ def _name(config: Config) -> str:
     """The pass's name and the settings that were given: ``ptq-observer-minmax``."""
     given = config.model_dump(mode="json", exclude_defaults=True)
     return "-".join([pass_of(config).name, *(f"{name}-{value}".replace("_", "") for name, value in given.items())])
+
+
+@contextlib.contextmanager
+def _shown(session: Session, name: str) -> Iterator[None]:
+    """Show how far a step is, and end that however the step ends."""
+    listener = session.context.listener
+    listener.started(name)
+    try:
+        yield
+    finally:
+        listener.ended(name, 0.0, cached=False, skipped=None)
+
+
+def _differing(one: Session, other: Session) -> list[str]:
+    """In what two sessions differ that variants must share to be compared."""
+    here_, there = one.context, other.context
+    pairs = {
+        "evaluation images": (here_.data.fingerprint, there.data.fingerprint),
+        "preprocessing": (here_.preprocessing, there.preprocessing),
+        "device": (here_.device, there.device),
+        "store": (one.store.root.resolve(), other.store.root.resolve()),
+    }
+    return [name for name, (first, second) in pairs.items() if first != second]
+
+
+def _must_be(kind: type, value: object, rule: str) -> None:
+    if not isinstance(value, kind):
+        raise UserError(f"{rule}, and not {reprlib.repr(value)} ({type(value).__name__})")
+
+
+def _nearest_settings(word: object) -> str:
+    """The settings that somebody means who gives a pass's name in their place."""
+    return find_pass(word).config.__name__ if isinstance(word, str) else "Ptq"

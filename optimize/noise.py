@@ -1,12 +1,14 @@
 """Warnings of libraries that a user of this program can do nothing about, silenced one by one.
 
-For the command line only: a program that imports this project decides for itself what it hears.
+The command line silences them for its process, the API while it works: what a program hears otherwise is its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 
 #: Category and beginning of each message. All are of torch 2.14: TorchScript and quantized tensors are deprecated
 #: there and still the only way to write and run torch.ao's int8 modules; see README, "Limits".
@@ -28,3 +30,11 @@ def silence() -> None:
     # of C++ that no filter hears; so it is said here.
     torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """As `silence`, until the block ends. Python's filters belong to the process: not for two threads at once."""
+    with warnings.catch_warnings():
+        silence()
+        yield

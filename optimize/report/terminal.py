@@ -1,60 +1,42 @@
-"""How a run shows itself in a terminal: a line for each step that ends, and a bar for the one under way."""
+"""How a run shows itself in a terminal: a line for each step that ends, and a bar for a long one under way."""
 
 from __future__ import annotations
 
-import time
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-_SHOWN_AFTER = 0.05  # seconds between two updates of the bar
+from optimize.report.progress import ProgressBar, surface
 
 
 class Display:
-    """A `pipeline.Listener` on a Rich console; in a log (no terminal) only the lines appear."""
+    """A `Listener` on a Rich console; in a log (no terminal) only the lines appear."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar = Progress(
-            TextColumn("  {task.fields[name]:<16}"),
-            BarColumn(40),
-            TextColumn("{task.fields[message]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task: TaskID | None = None
-        self._updated = 0.0
+        self._bar = ProgressBar(surface(console))
 
     def __enter__(self) -> Self:
-        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._bar.close()
 
     def started(self, name: str) -> None:
         """A step begins."""
-        self._task = self._bar.add_task("", total=1.0, name=name, message="")
+        self._bar.started(name)
 
     def progressed(self, fraction: float, message: str) -> None:
         """The step under way has come so far."""
-        now = time.monotonic()
-        if self._task is not None and now - self._updated > _SHOWN_AFTER:
-            self._bar.update(self._task, completed=fraction, message=message)
-            self._updated = now
+        self._bar.progressed(fraction, message)
 
     def ended(self, name: str, seconds: float, *, cached: bool, skipped: str | None) -> None:
         """A step is done."""
-        if self._task is not None:
-            self._bar.remove_task(self._task)
-            self._task = None
+        self._bar.ended(name, seconds, cached=cached, skipped=skipped)
         if skipped is not None:
             self._line(f"  [yellow]-[/yellow] {name:<16} skipped: {escape(skipped)}")
         else:

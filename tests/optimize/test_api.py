@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import optimize as opt
 from optimize.data.loading import decoded
@@ -91,6 +93,60 @@ def test_comparison_prints_as_a_table_and_converts_to_pandas(comparison: opt.Com
 def test_comparing_two_variants_of_one_name_is_refused(base: opt.Variant) -> None:
     with pytest.raises(UserError, match="two variants are called 'baseline'"):
         opt.compare(base, base)
+
+
+def test_variants_of_two_equal_loads_are_compared(base: opt.Variant, quantized: opt.Variant, store: Path) -> None:
+    again = opt.load(MODEL, data="digits", store=store, training=opt.Training(epochs=2), device="cpu")
+    table = opt.compare(again, quantized, timing=opt.Timing(rounds=1, seconds=0.005, batch_sizes=(1,)))
+    assert [row["name"] for row in table.rows] == ["baseline", quantized.name]
+
+
+def test_variants_that_differ_in_what_must_be_shared_are_not_compared(base: opt.Variant, store: Path) -> None:
+    other = opt.load(MODEL, data="digits", store=store, training=opt.Training(epochs=1), device="cpu", image_size=24)
+    with pytest.raises(UserError, match=r"^baseline cannot be compared with baseline: they differ in preprocessing$"):
+        opt.compare(base, other)
+
+
+def test_a_wrong_argument_says_what_was_given_and_what_would_be_right(base: opt.Variant) -> None:
+    with pytest.raises(opt.UserError, match=r"such as opt.Ptq\(\), and not 'ptq' \(str\)"):
+        opt.apply(base, "ptq")  # type: ignore[arg-type]
+    with pytest.raises(opt.UserError, match=r"unknown pass 'ptqq' \(did you mean ptq"):
+        opt.apply(base, "ptqq")  # type: ignore[arg-type]
+    with pytest.raises(opt.UserError, match=r"apply takes a variant.*not 3 \(int\)"):
+        opt.apply(3, opt.Fuse())  # type: ignore[arg-type]
+    with pytest.raises(opt.UserError, match=r"compare takes variants.*not 'ptq'"):
+        opt.compare(base, "ptq")  # type: ignore[arg-type]
+
+
+def test_predict_takes_bytes_a_file_or_a_picture_one_or_many(quantized: opt.Variant, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    picture = Image.fromarray(pixels)
+    file = tmp_path / "picture.png"
+    picture.save(file)
+    expected = quantized.predictor().predict([file.read_bytes()], 3)[0]
+    assert quantized.predict(file.read_bytes(), k=3) == expected
+    assert (
+        quantized.predict(file, k=3) == quantized.predict(str(file), k=3) == quantized.predict(picture, k=3) == expected
+    )
+    assert quantized.predict([picture, file, file.read_bytes()], k=3) == [expected] * 3
+    assert quantized.predict(picture.convert("CMYK"))  # a mode that PNG lacks
+
+
+def test_predict_names_what_cannot_be_classified(quantized: opt.Variant, tmp_path: Path) -> None:
+    (tmp_path / "text.jpg").write_text("no image")
+    with pytest.raises(opt.UserError, match=r"absent.png: cannot be read"):
+        quantized.predict(tmp_path / "absent.png")
+    with pytest.raises(opt.UserError, match=r"text.jpg: not an image"):
+        quantized.predict([str(tmp_path / "text.jpg")])
+
+
+def test_a_variant_is_one_line_and_a_small_table(quantized: opt.Variant) -> None:
+    text = repr(quantized)
+    assert "\n" not in text
+    assert len(text) < 200
+    for fact in (quantized.name, "int8", "digits"):
+        assert fact in text
+        assert fact in quantized._repr_html_()
 
 
 def test_comparing_nothing_is_refused() -> None:

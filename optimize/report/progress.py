@@ -1,0 +1,179 @@
+"""A bar with the time left for whatever takes long, in a terminal or a notebook; nothing in a script or a log."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+#: Steps that take less than this show no bar, seconds.
+SHOWN_AFTER_S = 2.0
+_EVERY_S = 0.1  # between two updates
+
+
+class Surface(Protocol):
+    """Where a bar is drawn; called from one thread at a time."""
+
+    def draw(self, name: str, fraction: float, text: str) -> None:
+        """Draw the bar, for the first time or anew; ``fraction`` is in [0, 1]."""
+
+    def clear(self) -> None:
+        """Remove the bar, if there is one."""
+
+
+class TerminalSurface:
+    """A bar on the last line of a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+
+    def draw(self, name: str, fraction: float, text: str) -> None:
+        """See `Surface`."""
+        if self._bar is None:
+            columns = (TextColumn("  {task.fields[name]:<16}"), BarColumn(40), TextColumn("{task.fields[text]}"))
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.add_task("", total=1.0, name=name, text=text)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=fraction, name=name, text=text)
+
+    def clear(self) -> None:
+        """See `Surface`."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class NotebookSurface:
+    """A bar below a notebook's cell. Rich's own needs ipywidgets, which many notebooks lack."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def draw(self, name: str, fraction: float, text: str) -> None:
+        """See `Surface`."""
+        self._show(
+            f'<div>{html.escape(name)} <progress value="{fraction:.4f}" max="1"></progress> {html.escape(text)}</div>'
+        )
+
+    def clear(self) -> None:
+        """See `Surface`."""
+        if self._handle is not None:
+            self._show("")
+            self._handle = None
+
+    def _show(self, text: str) -> None:
+        notebook: Any = importlib.import_module("IPython.display")  # there, where there is a notebook
+        if self._handle is None:
+            self._handle = notebook.display(notebook.HTML(text), display_id=True)
+        else:
+            self._handle.update(notebook.HTML(text))
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    return type(get_ipython()).__name__ == "ZMQInteractiveShell"
+
+
+def surface(console: Console | None = None) -> Surface | None:
+    """Where a bar can be drawn here; None in a script or a log."""
+    if in_notebook():
+        return NotebookSurface()
+    console = console or Console(stderr=True)
+    return TerminalSurface(console) if console.is_terminal else None
+
+
+class ProgressBar:
+    """A `Listener` that says nothing but how far a long step is, and how long it will still take.
+
+    Safe to call from several threads. Pickles as a new one: a bar belongs to its process.
+
+    Args:
+        drawn_on: see `surface`; with None nothing is ever shown.
+        after_s: steps that end within so many seconds show nothing.
+    """
+
+    def __init__(self, drawn_on: Surface | None, after_s: float = SHOWN_AFTER_S) -> None:
+        self._surface = drawn_on
+        self._after_s = after_s
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._name = ""
+        self._message = ""
+        self._fraction = 0.0
+        self._begun = self._drawn = 0.0
+
+    def __reduce__(self) -> tuple[Callable[[], ProgressBar], tuple[()]]:
+        return (here, ())
+
+    def started(self, name: str) -> None:
+        """A step begins."""
+        self._end()
+        with self._lock:
+            self._name, self._message, self._fraction, self._begun = name, "", 0.0, time.monotonic()
+            if self._surface is not None:
+                # By a timer: some steps, such as an export, never say how far they are.
+                self._timer = threading.Timer(self._after_s, self._draw)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def progressed(self, fraction: float, message: str) -> None:
+        """The step under way has come so far."""
+        with self._lock:
+            self._fraction, self._message = fraction, message
+        now = time.monotonic()
+        if now - self._begun >= self._after_s and now - self._drawn >= _EVERY_S:
+            self._draw()
+
+    def ended(self, name: str, seconds: float, *, cached: bool, skipped: str | None) -> None:
+        """The step is done."""
+        self._end()
+
+    def said(self, message: str) -> None:
+        """Nothing: a program's output is its own."""
+
+    def close(self) -> None:
+        """Remove the bar, whatever was under way."""
+        self._end()
+
+    def _draw(self) -> None:
+        with self._lock:
+            if self._surface is None or self._timer is None:
+                return  # the step has ended meanwhile
+            self._drawn = time.monotonic()
+            text = " · ".join(part for part in (self._message, self._time(self._drawn - self._begun)) if part)
+            self._surface.draw(self._name, self._fraction, text)
+
+    def _time(self, elapsed: float) -> str:
+        if not 0.02 <= self._fraction < 1:
+            return f"{duration(elapsed)} so far"
+        return f"{duration(elapsed * (1 - self._fraction) / self._fraction)} left"
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if self._surface is not None:
+                self._surface.clear()
+
+
+def here() -> ProgressBar:
+    """A bar in this process's notebook or terminal."""
+    return ProgressBar(surface())
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``12 s`` or ``3:05 min``."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 100 else f"{whole // 60}:{whole % 60:02d} min"

@@ -1,0 +1,116 @@
+"""The bar: nothing for short steps, the time left for long ones, in a terminal and in a real notebook."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from optimize.report.progress import ProgressBar, TerminalSurface, duration, here, surface
+from optimize.report.terminal import Display
+
+TINY = f"{Path(__file__).parents[1] / 'examples' / 'tiny_cnn.py'}:tiny"
+
+
+class Drawn:
+    """A surface that remembers what was drawn on it."""
+
+    def __init__(self) -> None:
+        self.texts: list[tuple[str, float, str]] = []
+        self.shown = False
+
+    def draw(self, name: str, fraction: float, text: str) -> None:
+        self.texts.append((name, fraction, text))
+        self.shown = True
+
+    def clear(self) -> None:
+        self.shown = False
+
+
+def test_a_short_step_shows_nothing() -> None:
+    drawn = Drawn()
+    bar = ProgressBar(drawn, after_s=0.2)
+    bar.started("quick")
+    bar.progressed(0.5, "half")
+    bar.ended("quick", 0.0, cached=False, skipped=None)
+    time.sleep(0.3)
+    assert drawn.texts == []
+
+
+def test_a_long_step_that_says_nothing_is_shown_with_the_time_so_far() -> None:
+    drawn = Drawn()
+    bar = ProgressBar(drawn, after_s=0.05)
+    bar.started("export")
+    time.sleep(0.2)
+    assert drawn.texts[0] == ("export", 0.0, "0 s so far")
+    assert drawn.shown
+    bar.close()
+    assert not drawn.shown
+
+
+def test_the_time_left_is_what_the_rest_takes_at_the_same_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, now = Drawn(), [1000.0]
+    monkeypatch.setattr("optimize.report.progress.time.monotonic", lambda: now[0])
+    bar = ProgressBar(drawn, after_s=2.0)
+    bar.started("speed")
+    now[0] += 30.0
+    bar.progressed(0.25, "round 2/8")
+    assert drawn.texts == [("speed", 0.25, "round 2/8 · 90 s left")]
+    bar.close()
+
+
+def test_durations_are_short() -> None:
+    assert [duration(s) for s in (0.4, 99.2, 185)] == ["0 s", "99 s", "3:05 min"]
+
+
+def test_a_log_gets_lines_and_no_bar() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    assert surface(console) is None
+    with Display(console) as display:
+        display.started("fuse")
+        display.progressed(0.5, "x")
+        display.ended("fuse", 1.25, cached=False, skipped=None)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "  + fuse             1.2 s\n"
+
+
+def test_a_terminal_gets_a_bar_that_is_removed_again() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    drawn = TerminalSurface(console)
+    drawn.draw("speed", 0.5, "10 s left")
+    drawn.clear()
+    assert isinstance(console.file, io.StringIO)
+    assert "10 s left" in console.file.getvalue()
+
+
+def test_a_bar_pickles_as_one_of_the_process_that_opens_it() -> None:
+    assert isinstance(pickle.loads(pickle.dumps(here())), ProgressBar)
+
+
+@pytest.mark.slow
+def test_a_notebook_shows_the_bar_the_variant_and_none_of_torchs_deprecations(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    cells = [
+        "import optimize as opt\n"
+        f"base = opt.load({TINY!r}, store={str(tmp_path / 'store')!r}, device='cpu', training=opt.Training(epochs=60))",
+        "opt.apply(opt.apply(base, opt.Fuse()), opt.Ptq(images=32)).predict("
+        "opt.load.__globals__['_encoded'](__import__('PIL.Image').Image.new('RGB', (8, 8))))",
+        "base",
+        "opt.compare(base, timing=opt.Timing(rounds=1, seconds=0.01, batch_sizes=(1,)))",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": Path(__file__).parents[2]}}).execute()
+    outputs: list[list[Any]] = [cell["outputs"] for cell in notebook["cells"]]
+    assert [o["output_type"] for o in outputs[0]] == ["display_data"]  # the bar, which is empty by now
+    assert outputs[0][0]["data"]["text/html"] == ""
+    assert not [o for outs in outputs for o in outs if o.get("name") == "stderr"], outputs
+    shown = outputs[2][0]["data"]
+    assert len(shown["text/plain"]) < 300
+    assert "<table" in shown["text/html"]
