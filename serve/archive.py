@@ -9,15 +9,17 @@ import re
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 
 import serve
 from serve.config import Config
+from serve.runtime.budget import SERVING, Budget
 from serve.runtime.card import CARD_FILE, Card, load_card, read_card, write_card
-from serve.runtime.errors import CardError, UserError
+from serve.runtime.errors import CardError, UserError, did_you_mean
 
 CONFIG_FILE = "model-config.yaml"
 HANDLER_FILE = "handler.py"
@@ -59,11 +61,25 @@ class ServingOptions(Config):
     allow_fallback: bool = Field(
         default=False, description="Let an ONNX artifact run on the CPU where CUDA is not active."
     )
-    pixel_limit: int | None = Field(
-        default=None, ge=1, description="Larger images are refused before they are decoded; None: the runtime's limit."
+    budget: Budget = Field(
+        default=SERVING,
+        description="Pixels and seconds that decoding an image, a request and a batch may take. A batch is given half "
+        "of response_timeout_s at most.",
     )
     instance_limit: int = Field(default=64, ge=1, description="Most images in one JSON request.")
     threads: int | None = Field(default=None, ge=1, description="Intra-op threads of a worker; None: one per core.")
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _name_what_differs(cls, value: object) -> object:
+        """Take what a mapping leaves out from the default, and not as unlimited."""
+        if not isinstance(value, Mapping):
+            return value
+        known = dataclasses.asdict(SERVING)
+        for name in value:
+            if name not in known:
+                raise ValueError(f"unknown limit {name}{did_you_mean(str(name), known)}; known are {', '.join(known)}")
+        return {**known, **value}
 
 
 def check_model_name(name: str) -> str:
@@ -151,9 +167,11 @@ def model_config(card: Card, options: ServingOptions) -> str:
     }
     if card.device != "any":  # left out, TorchServe assigns a GPU where there is one
         config["deviceType"] = "cpu" if card.device == "cpu" else "gpu"
-    handler = options.model_dump(
-        include={"k", "allow_fallback", "pixel_limit", "instance_limit", "threads"}, exclude_none=True
-    )
+    handler = options.model_dump(include={"k", "allow_fallback", "instance_limit", "threads"}, exclude_none=True)
+    # What is not decided by then would be by TorchServe: it kills the worker, and nobody in the batch is answered.
+    most = options.response_timeout_s / 2
+    seconds = most if options.budget.batch_seconds is None else min(options.budget.batch_seconds, most)
+    handler["budget"] = dataclasses.asdict(dataclasses.replace(options.budget, batch_seconds=seconds))
     return _CONFIG_HEAD + yaml.safe_dump({**config, "handler": handler}, sort_keys=False)
 
 

@@ -11,13 +11,14 @@ import fcntl
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from serve.runtime.errors import RequestError
+    from serve.runtime.errors import Refusal
     from serve.runtime.predictor import Predictor
     from serve.runtime.protocol import Request
 
@@ -30,6 +31,7 @@ _PHRASES = {
     413: "Payload Too Large",
     415: "Unsupported Media Type",
     501: "Not Implemented",
+    503: "Service Unavailable",
 }
 
 _K_HEADER = "x-top-k"
@@ -69,6 +71,7 @@ class ImageClassifierHandler:
         # Imported here and not above: TorchServe 0.12 takes an ImportError of this module for "no such
         # file" and reports "No module named 'ts.torch_handler.handler'" in place of the cause.
         prefer_own_runtime()
+        from serve.runtime.budget import SERVING
         from serve.runtime.card import read_card
         from serve.runtime.predictor import Predictor
 
@@ -82,7 +85,6 @@ class ImageClassifierHandler:
         device = assigned_device(properties.get("gpu_id"), read_card(folder).device)
         if device.type == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(device)
-        more = {"pixel_limit": options["pixel_limit"]} if "pixel_limit" in options else {}
         with _one_at_a_time(folder.parent):
             predictor = Predictor(
                 folder,
@@ -90,7 +92,7 @@ class ImageClassifierHandler:
                 max_batch=batch_size,
                 threads=threads,
                 allow_fallback=bool(options.get("allow_fallback", False)),
-                **more,
+                budget=replace(SERVING, **options.get("budget", {})),
             )
             predictor.warm_up(range(1, batch_size + 1), repeats=2)
         self._k = int(options.get("k", self._k))
@@ -103,19 +105,21 @@ class ImageClassifierHandler:
         Everything that is one request's fault is that request's answer. An exception that leaves this
         method fails the whole batch with 503 (507 if its text contains "CUDA"): only the engine's may.
         """
-        from serve.runtime.errors import RequestError
+        from serve.runtime.errors import Refusal
         from serve.runtime.protocol import answer, refuse
 
         predictor = self._opened()
         requests = [self._parse(parameters, context, index) for index, parameters in enumerate(data)]
         images: list[bytes] = []
         wanted: list[int] = []
-        for request in requests:
-            if not isinstance(request, RequestError):
+        owners: list[int] = []
+        for index, request in enumerate(requests):
+            if not isinstance(request, Refusal):
                 good = [image for image in request.images if isinstance(image, bytes)]
                 images += good
                 wanted += [request.k] * len(good)
-        predicted = iter(predictor.predict(images, wanted))
+                owners += [index] * len(good)
+        predicted = iter(predictor.predict(images, wanted, owners))
         bodies: list[Any] = []
         refused = 0
         for index, request in enumerate(requests):
@@ -123,11 +127,11 @@ class ImageClassifierHandler:
             body: Any
             if _asks_to_describe(context, index):
                 status, body = 200, self.describe_handle()
-            elif isinstance(request, RequestError):
+            elif isinstance(request, Refusal):
                 status, body = refuse(request)
                 refused += 1
             else:
-                outcomes = [image if isinstance(image, RequestError) else next(predicted) for image in request.images]
+                outcomes = [image if isinstance(image, Refusal) else next(predicted) for image in request.images]
                 refused += sum(not isinstance(outcome, list) for outcome in outcomes)
                 status, body = answer(request, outcomes)
             context.set_response_status(status, _PHRASES.get(status, ""), idx=index)
@@ -146,14 +150,14 @@ class ImageClassifierHandler:
             raise RuntimeError("the handler was called before it was initialised")
         return self._predictor
 
-    def _parse(self, parameters: dict[str, Any], context: Any, index: int) -> Request | RequestError:
-        from serve.runtime.errors import RequestError
+    def _parse(self, parameters: dict[str, Any], context: Any, index: int) -> Request | Refusal:
+        from serve.runtime.errors import Refusal, RequestError
         from serve.runtime.protocol import BODY_NAMES, Request, parse
 
         if _asks_to_describe(context, index):
             return Request((), self._k, listed=True)
         if context.get_request_header(index, "explain") == "True":
-            return RequestError("explanations are not offered: ask /predictions", 501)
+            return Refusal(501, "explanations are not offered: ask /predictions")
         name = next((name for name in BODY_NAMES if name in parameters), "body")
         # TorchServe keeps the content type of each part under the part's name.
         part = context.get_request_header(index, name)
@@ -170,7 +174,7 @@ class ImageClassifierHandler:
                 instance_limit=self._instance_limit,
             )
         except RequestError as error:
-            return error
+            return error.refusal
 
     def _emit(self, context: Any, images: int, refused: int) -> None:
         """Write this batch's metrics; TorchServe shows those that its metrics.yaml names."""

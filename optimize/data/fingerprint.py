@@ -35,7 +35,7 @@ def _native_size(split: Split) -> tuple[int, int] | None:
         source = split.sources[index]
         try:
             height, width = images.decode(read_source(source)).shape[-2:]
-        except ImageError as error:
+        except (ImageError, MemoryError) as error:
             where = "an image in memory" if isinstance(source, bytes) else source
             raise UserError(f"{where}: {error}") from None
         sizes.add((height, width))

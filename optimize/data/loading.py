@@ -213,7 +213,7 @@ def decoded(split: Split, preprocessing: Preprocessing) -> torch.Tensor:
 def _load(source: Path | bytes, preprocessing: Preprocessing) -> torch.Tensor:
     try:
         return images.load(read_source(source), preprocessing)
-    except ImageError as error:
+    except (ImageError, MemoryError) as error:
         where = "an image in memory" if isinstance(source, bytes) else source
         raise UserError(f"{where}: {error}") from None
 

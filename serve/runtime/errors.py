@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 
 class PipelineError(Exception):
@@ -42,23 +43,37 @@ class EngineError(PipelineError):
     """A model file that cannot be run as asked: the wrong device, or a provider that is not active."""
 
 
-class ImageError(PipelineError):
+@dataclass(frozen=True)
+class Refusal:
+    """What is kept of a request, or one image of it, that gets no answer: an HTTP status and one line of text.
+
+    A record, and not the exception: that one holds its traceback, whose frames hold the decoded image.
+    """
+
+    status: int
+    message: str
+
+
+class _RefusedError(PipelineError):
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def refusal(self) -> Refusal:
+        """What may be kept of it."""
+        return Refusal(self.status, str(self))
+
+
+class ImageError(_RefusedError):
     """One item of a batch that is not a usable image.
 
     ``status`` is the HTTP status that tells the client so (400, 413 or 415).
     """
 
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
 
-
-class RequestError(PipelineError):
+class RequestError(_RefusedError):
     """A request, or one item of it, that does not say what to classify; ``status`` is its HTTP status."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:

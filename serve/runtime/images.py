@@ -6,88 +6,84 @@ host; `normalise` turns a batch of them into floats wherever the network runs.
 
 from __future__ import annotations
 
-import io
-import re
-import warnings
+import math
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
+from .budget import Budget
 from .card import Preprocessing
-from .errors import ImageError
+from .headers import Header, faults_named, opened, read_header
 
-#: Largest image that is decoded, in pixels. A 20 kB PNG can claim a gigapixel.
-PIXEL_LIMIT = 50_000_000
+_NO_BUDGET = Budget()
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+#: Longer side over shorter one from which `fit` resizes the middle only.
+ELONGATED = 8
+
+# Pixels to each side that an output pixel is made of when it is not made smaller (Pillow's `filters`).
+_REACH = {"bilinear": (Image.Resampling.BILINEAR, 1), "bicubic": (Image.Resampling.BICUBIC, 2)}
+
+# Pixels of 16 bits that are converted at once, by way of 8 bytes each.
+_BAND_PIXELS = 1 << 18
 
 
-def decode(data: bytes, channels: int = 3, pixel_limit: int = PIXEL_LIMIT) -> torch.Tensor:
+def decode(data: bytes, channels: int = 3, budget: Budget = _NO_BUDGET, header: Header | None = None) -> torch.Tensor:
     """Decode one encoded image to ``uint8`` of shape ``(channels, H, W)``.
 
     JPEG, PNG, WebP, BMP, TIFF and the first frame of a GIF; grey, palette, CMYK and 16-bit images are
     converted, alpha is dropped (as ``Image.convert("RGB")`` does, which is what training pipelines
-    see), and EXIF orientation is honoured. ``channels`` is 3 (RGB) or 1 (grey).
+    see), and EXIF orientation is honoured. ``channels`` is 3 (RGB) or 1 (grey). ``header`` is what
+    `read_header` gave for the same bytes and budget, if that was asked before.
 
     Raises:
-        ImageError: with status 400 (empty, truncated, broken), 413 (more than ``pixel_limit`` pixels)
-            or 415 (not an image, or a format that is not supported).
+        ImageError: with status 400 (empty, truncated, broken), 413 (beyond ``budget``) or 415 (not an
+            image, or a format that is not supported).
+        MemoryError: this machine has too little memory; nothing is wrong with the image.
     """
-    if not data:
-        raise ImageError("the image is empty (0 bytes)")
-    try:
-        with warnings.catch_warnings():
-            # Pillow warns of large images long before our own limit, and of broken EXIF.
-            warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(data), formats=_FORMATS)
-            width, height = image.size
-            if width * height > pixel_limit:
-                raise ImageError(f"the image has {width}x{height} pixels, more than the limit of {pixel_limit}", 413)
-            # torchvision's JPEG decoder gives the same integers as Pillow's and is faster; CMYK stays
-            # with Pillow, whose handling of Adobe's inverted inks is the reference.
-            if image.format == "JPEG" and image.mode in ("RGB", "L"):
-                mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
-                buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                decoded: torch.Tensor = decode_jpeg(buffer, mode=mode, apply_exif_orientation=True)
-                return decoded
-            upright = _eight_bit(ImageOps.exif_transpose(image))
-            pixels = np.array(upright.convert("RGB" if channels == 3 else "L"))
-    except ImageError:
-        raise
-    except UnidentifiedImageError:
-        raise ImageError(f"not an image in a supported format ({', '.join(_FORMATS)})", 415) from None
-    except Image.DecompressionBombError:
-        raise ImageError(f"the image has more than the limit of {pixel_limit} pixels", 413) from None
-    except Exception as error:  # noqa: BLE001 - decoders raise OSError, SyntaxError, struct.error, RuntimeError …
-        raise ImageError(f"the image is truncated or broken ({_first_line(error)})") from None
-    return torch.from_numpy(pixels if channels == 3 else pixels[..., None]).permute(2, 0, 1).contiguous()
+    header = header or read_header(data, budget)
+    # torchvision's JPEG decoder gives the same integers as Pillow's and is faster; CMYK stays with Pillow,
+    # whose handling of Adobe's inverted inks is the reference.
+    if header.format == "JPEG" and header.mode in ("RGB", "L"):
+        with faults_named(budget):
+            mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            decoded: torch.Tensor = decode_jpeg(buffer, mode=mode, apply_exif_orientation=True)
+            return decoded
+    pixels = _decode_with_pillow(data, channels, budget)
+    with faults_named(budget):
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
-def fit(image: torch.Tensor, preprocessing: Preprocessing, pixel_limit: int = PIXEL_LIMIT) -> torch.Tensor:
+def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     """Resize and centre-crop a ``uint8`` ``(C, h, w)`` image to ``uint8`` ``preprocessing.shape``.
 
-    Raises:
-        ImageError: the image is so elongated that the resized one would pass ``pixel_limit``.
+    An image that is more than `ELONGATED` times longer than wide is cropped before it is resized; the
+    result is within 2 of 255 levels of resizing it whole, which for 762x1 would make 50 megapixels.
     """
     height, width = image.shape[-2:]
-    resize = preprocessing.resize
-    if resize * resize * max(height, width) // min(height, width) > pixel_limit:
-        raise ImageError(f"the image is too elongated ({width}x{height}) to be resized to {resize} pixels", 413)
-    if min(height, width) != resize:
-        mode = InterpolationMode(preprocessing.interpolation)
-        image = transforms.resize(image, [resize], interpolation=mode, antialias=True)
+    if min(height, width) != preprocessing.resize:
+        if max(height, width) > ELONGATED * min(height, width):
+            image = _resize_middle(image, preprocessing)
+        else:
+            mode = InterpolationMode(preprocessing.interpolation)
+            image = transforms.resize(image, [preprocessing.resize], interpolation=mode, antialias=True)
     if tuple(image.shape[-2:]) != preprocessing.crop:
         image = transforms.center_crop(image, list(preprocessing.crop))
     return image.contiguous()
 
 
-def load(data: bytes, preprocessing: Preprocessing, pixel_limit: int = PIXEL_LIMIT) -> torch.Tensor:
+def load(
+    data: bytes, preprocessing: Preprocessing, budget: Budget = _NO_BUDGET, header: Header | None = None
+) -> torch.Tensor:
     """`decode` then `fit`: bytes to ``uint8`` of shape ``preprocessing.shape``."""
-    return fit(decode(data, preprocessing.channels, pixel_limit), preprocessing, pixel_limit)
+    image = decode(data, preprocessing.channels, budget, header)
+    with faults_named(budget):
+        return fit(image, preprocessing)
 
 
 def normalise(
@@ -101,19 +97,68 @@ def normalise(
     return batch.mul_(1 / (255 * std)).sub_(mean / std).to(dtype)
 
 
+def _decode_with_pillow(data: bytes, channels: int, budget: Budget) -> NDArray[np.uint8]:
+    """``uint8`` of shape ``(H, W, channels)``. The image is closed on return, so that its memory is not held twice."""
+    with opened(data, budget) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        pixels = np.array(_eight_bit(image).convert("RGB" if channels == 3 else "L"))
+    return pixels if channels == 3 else pixels[..., None]
+
+
+def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
+    """What `center_crop` will keep of the longer side of the resized image, and no more.
+
+    The rules of where it lies are torchvision's: the longer side becomes ``int(resize * long / short)``,
+    and the crop begins at ``round((side - crop) / 2)``.
+    """
+    height, width = image.shape[-2:]
+    lies = width > height
+    resize, crop = preprocessing.resize, preprocessing.crop[1 if lies else 0]
+    source = max(height, width)
+    target = int(resize * source / min(height, width))
+    kept = min(crop, target)
+    first = round((target - kept) / 2)
+    size = (resize, kept) if lies else (kept, resize)
+    axis = -1 if lies else -2
+    if preprocessing.interpolation == "nearest":
+        # torch's "nearest" takes floor(i * scale), in single precision as far as that counts; Pillow's the middle.
+        single = target < 1 << 24
+        index = torch.arange(first, first + kept, dtype=torch.float32 if single else torch.float64)
+        index *= torch.tensor(source, dtype=index.dtype) / target
+        image = image.index_select(axis, index.long().clamp_(max=source - 1))
+        nearest: torch.Tensor = transforms.resize(image, list(size), interpolation=InterpolationMode.NEAREST)
+        return nearest
+    # Pillow resizes a box with fractional edges, and reads the neighbours that lie outside of it.
+    resample, reach = _REACH[preprocessing.interpolation]
+    scale = source / target
+    begin, end = first * scale, (first + kept) * scale
+    margin = reach * max(scale, 1.0) + 1
+    low, high = max(0, math.floor(begin - margin)), min(source, math.ceil(end + margin))
+    middle = image.narrow(axis, low, high - low).permute(1, 2, 0).numpy()
+    cut = Image.fromarray(np.ascontiguousarray(middle if middle.shape[-1] == 3 else middle[..., 0]))
+    along = (begin - low, min(end, high) - low)
+    # Columns first, as torch does; with a box Pillow 13 may take rows first, and where bicubic overshoots and is
+    # cut off to 8 bits between the two, the order makes up to 22 levels of difference.
+    left, right = along if lies else (0, cut.width)
+    top, bottom = (0, cut.height) if lies else along
+    narrowed = cut.resize((size[1], cut.height), resample, box=(left, 0, right, cut.height))
+    resized = np.array(narrowed.resize((size[1], size[0]), resample, box=(0, top, size[1], bottom)))
+    return torch.from_numpy(resized if resized.ndim == 3 else resized[..., None]).permute(2, 0, 1)
+
+
 def _eight_bit(image: Image.Image) -> Image.Image:
     """Scale 16-bit, 32-bit and float greys to 8 bits; Pillow's own ``convert`` clips them to white."""
-    if image.mode.startswith("I") or image.mode == "F":
-        values = np.asarray(image, dtype=np.float64)
-        if image.mode == "F":
-            values = values * 255 if values.max(initial=0) <= 1 else values
-        else:
-            values = values / 257 if values.max(initial=0) > 255 or image.mode != "I" else values
-        return Image.fromarray(np.clip(np.rint(values), 0, 255).astype(np.uint8))
-    return image
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    # torchvision's C++ errors begin with the function and the source line that raised them.
-    return re.sub(r"^\w+, \S+:\d+, ", "", line)[:120]
+    if not (image.mode.startswith("I") or image.mode == "F"):
+        return image
+    values = np.asarray(image)
+    largest = values.max(initial=0)
+    if image.mode == "F":
+        factor, divisor = (255, 1) if largest <= 1 else (1, 1)
+    else:
+        factor, divisor = (1, 257) if largest > 255 or image.mode != "I" else (1, 1)
+    scaled = np.empty(values.shape, dtype=np.uint8)
+    rows = max(1, _BAND_PIXELS // max(1, values.shape[1]))
+    for start in range(0, len(values), rows):
+        band = values[start : start + rows].astype(np.float64) * factor / divisor
+        scaled[start : start + rows] = np.clip(np.rint(np.nan_to_num(band, copy=False)), 0, 255)
+    return Image.fromarray(scaled)

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from .budget import Budget
 from .card import Card, Preprocessing, load_card
 from .engines import Engine, open_engine
-from .errors import ImageError
-from .images import PIXEL_LIMIT, load, normalise
+from .errors import Refusal
+from .images import normalise
+from .intake import take_in
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Label:
     probability: float
 
 
-#: What became of one item: its best classes, best first, or the fault that was found in it.
-Outcome = list[Label] | ImageError
+#: What became of one item: its best classes, best first, or why there are none.
+Outcome = list[Label] | Refusal
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Predictor:
         max_batch: images that go through the network at once; more are split.
         threads: intra-op threads of the engine; None leaves the libraries' default.
         allow_fallback: see `open_engine`.
-        pixel_limit: larger images are refused before they are decoded.
+        budget: what decoding may cost; by default each image is bounded, and requests are not.
 
     Raises:
         CardError: the folder is not a whole artifact.
@@ -72,11 +74,11 @@ class Predictor:
         max_batch: int = 32,
         threads: int | None = None,
         allow_fallback: bool = False,
-        pixel_limit: int = PIXEL_LIMIT,
+        budget: Budget | None = None,
     ) -> None:
         self.card: Card = load_card(folder)
         self.max_batch = max_batch
-        self.pixel_limit = pixel_limit
+        self.budget = budget or Budget()
         self.engine: Engine = open_engine(
             folder, self.card, torch.device(device), threads=threads, allow_fallback=allow_fallback
         )
@@ -99,38 +101,50 @@ class Predictor:
             for _ in range(repeats):
                 self.probabilities(batch)
 
-    def predict(self, items: Sequence[bytes], k: int | Sequence[int] = 5) -> list[Outcome]:
-        """Classify encoded images; a bad one gets its own error and the others their answers.
+    def predict(
+        self, items: Sequence[bytes], k: int | Sequence[int] = 5, requests: Sequence[int] | None = None
+    ) -> list[Outcome]:
+        """Classify encoded images; a bad one gets its own refusal and the others their answers.
+
+        No more images are held decoded than go through the network at once. What the budget has too
+        little for is refused; see `budget.admit` for whose images come first.
 
         Args:
             items: encoded images (see `images.decode`).
             k: how many classes to answer, for all items or for each; capped at the number of classes.
+            requests: the number of the request that each item came with, for the budget; None: all with one.
 
         Returns:
             One outcome per item, in order.
         """
         wanted = [k] * len(items) if isinstance(k, int) else list(k)
+        owners = [0] * len(items) if requests is None else list(requests)
         started = time.perf_counter()
-        outcomes: list[Outcome] = []
-        images: list[torch.Tensor] = []
-        owners: list[int] = []
-        for index, item in enumerate(items):
-            try:
-                images.append(load(item, self.card.preprocessing, self.pixel_limit))
-            except ImageError as error:
-                outcomes.append(error)
-            else:
-                outcomes.append([])
-                owners.append(index)
-        decoded = time.perf_counter()
-        sizes = []
-        for start in range(0, len(images), self.max_batch):
-            chunk = images[start : start + self.max_batch]
+        outcomes: list[Outcome] = [[] for _ in items]
+        chunk: dict[int, torch.Tensor] = {}
+        sizes: list[int] = []
+        inference = 0.0
+
+        def answer_chunk() -> None:
+            nonlocal inference
+            begun = time.perf_counter()
+            for index, row in zip(chunk, self.probabilities(torch.stack([*chunk.values()])), strict=True):
+                outcomes[index] = self.top(row, wanted[index])
             sizes.append(len(chunk))
-            for owner, row in zip(owners[start:], self.probabilities(torch.stack(chunk)), strict=False):
-                outcomes[owner] = self.top(row, wanted[owner])
-        done = time.perf_counter()
-        self.timings = Timings((decoded - started) * 1e3, (done - decoded) * 1e3, sizes)
+            chunk.clear()
+            inference += time.perf_counter() - begun
+
+        for index, image in take_in(items, owners, self.card.preprocessing, self.budget):
+            if isinstance(image, Refusal):
+                outcomes[index] = image
+                continue
+            chunk[index] = image
+            if len(chunk) == self.max_batch:
+                answer_chunk()
+        if chunk:
+            answer_chunk()
+        total = time.perf_counter() - started
+        self.timings = Timings((total - inference) * 1e3, inference * 1e3, sizes)
         return outcomes
 
     def top(self, probabilities: torch.Tensor, k: int) -> list[Label]:

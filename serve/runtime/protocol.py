@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .errors import ImageError, RequestError
+from .errors import Refusal, RequestError
 from .predictor import Outcome
 
 #: Parameter names under which an image or a JSON document may come, in order of preference.
@@ -25,11 +25,11 @@ BODY_NAMES = ("data", "body")
 class Request:
     """One request: its images in order, how many classes each is to get, and the form of the answer.
 
-    ``images`` has an error in the place of an instance that holds no image. ``listed`` tells a request
+    ``images`` has a refusal in the place of an instance that holds no image. ``listed`` tells a request
     of ``instances`` (answered with ``predictions``) from one image (answered with its classes).
     """
 
-    images: tuple[bytes | RequestError, ...]
+    images: tuple[bytes | Refusal, ...]
     k: int
     listed: bool
 
@@ -78,28 +78,28 @@ def parse_k(value: object) -> int:
     return int(text)
 
 
-def answer(request: Request, outcomes: Sequence[Outcome | RequestError]) -> tuple[int, Any]:
+def answer(request: Request, outcomes: Sequence[Outcome]) -> tuple[int, Any]:
     """HTTP status and JSON body for a request whose images had these outcomes, in order.
 
-    One image: the list of its classes, best first, or ``{"error": …}`` with the fault's own status.
-    Instances: ``{"predictions": [list or {"error": …}, …]}`` with status 200, or the first fault's
-    status when every one of them failed.
+    One image: the list of its classes, best first, or ``{"error": …}`` with the refusal's own status.
+    Instances: ``{"predictions": [list or {"error": …}, …]}`` with status 200, or the first refusal's
+    status when every one of them was refused.
     """
     bodies = [_body(outcome) for outcome in outcomes]
-    faults = [outcome for outcome in outcomes if isinstance(outcome, ImageError | RequestError)]
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if not request.listed:
-        return (faults[0].status if faults else 200), bodies[0]
-    if len(faults) == len(outcomes):
-        return faults[0].status, {**refuse(faults[0])[1], "predictions": bodies}
+        return (refusals[0].status if refusals else 200), bodies[0]
+    if len(refusals) == len(outcomes):
+        return refusals[0].status, {**refuse(refusals[0])[1], "predictions": bodies}
     return 200, {"predictions": bodies}
 
 
-def refuse(error: ImageError | RequestError) -> tuple[int, dict[str, str]]:
-    """HTTP status and JSON body for a fault."""
-    return error.status, {"error": str(error)}
+def refuse(refusal: Refusal) -> tuple[int, dict[str, str]]:
+    """HTTP status and JSON body for a refusal."""
+    return refusal.status, {"error": refusal.message}
 
 
-def _instances(document: object, limit: int) -> tuple[bytes | RequestError, ...]:
+def _instances(document: object, limit: int) -> tuple[bytes | Refusal, ...]:
     """The images of ``{"instances": [{"b64": …}, …]}``."""
     shape = 'the JSON body must be {"instances": [{"b64": "<base64 of an image>"}, …]}'
     instances = document.get("instances") if isinstance(document, Mapping) else None
@@ -112,19 +112,19 @@ def _instances(document: object, limit: int) -> tuple[bytes | RequestError, ...]
     return tuple(_image(instance, index) for index, instance in enumerate(instances))
 
 
-def _image(instance: object, index: int) -> bytes | RequestError:
+def _image(instance: object, index: int) -> bytes | Refusal:
     """The bytes of one instance, or what is wrong with it."""
     encoded = instance.get("b64") if isinstance(instance, Mapping) else None
     if not isinstance(encoded, str):
-        return RequestError(f"instance {index} has no text field 'b64'")
+        return Refusal(400, f"instance {index} has no text field 'b64'")
     try:
         # `base64` on a command line wraps its output, so white space is let through; nothing else is.
         return base64.b64decode("".join(encoded.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        return RequestError(f"instance {index}: 'b64' is not valid base64 ({error})")
+        return Refusal(400, f"instance {index}: 'b64' is not valid base64 ({error})")
 
 
-def _body(outcome: Outcome | RequestError) -> Any:
-    if isinstance(outcome, ImageError | RequestError):
+def _body(outcome: Outcome) -> Any:
+    if isinstance(outcome, Refusal):
         return refuse(outcome)[1]
     return [asdict(label) for label in outcome]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,11 @@ from serve.archive import ServingOptions, build_archive
 from serve.client import Client
 from serve.configuration import HOST, Ports
 from serve.runs import archive_path, model_name
+from serve.runtime.budget import SERVING
 from tests.serve import artifacts
+
+#: What a batch of the exported program may hold; the others have the default.
+BATCH_PIXELS = 60_000_000
 
 KINDS = ("script", "int8", "exported", "onnx")
 
@@ -75,8 +79,11 @@ def served(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     store = folders["script"].parents[2]
     archives = {}
     for kind, folder in folders.items():
-        # The exported program waits long for others, so that a test can send one batch.
-        options = ServingOptions(max_batch_delay_ms=300 if kind == "exported" else 1, batch_size=8, k=3)
+        options = ServingOptions(batch_size=8, k=3)
+        if kind == "exported":
+            # It waits long for others, so that a test can send one batch, and that may hold few pixels.
+            budget = replace(SERVING, batch_pixels=BATCH_PIXELS)
+            options = ServingOptions(batch_size=8, k=3, max_batch_delay_ms=300, budget=budget)
         archives[name_of(kind)] = build_archive(
             folder, archive_path(store, "small", kind), model_name=name_of(kind), options=options
         )

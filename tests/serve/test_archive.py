@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import zipfile
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from serve.archive import ServingOptions, build_archive, read_archived_card
+from serve.runtime.budget import SERVING, Budget
 from serve.runtime.card import load_card, sha256_file
 from serve.runtime.errors import CardError, UserError
 from serve.runtime.predictor import Predictor
@@ -63,11 +66,15 @@ def test_onnx_weights_kept_beside_the_graph_travel(tmp_path: Path) -> None:
 
 def test_the_options_are_written_where_torchserve_and_the_handler_read_them(tmp_path: Path) -> None:
     folder = artifacts.torchscript(tmp_path / "artifact", device="cpu")
-    options = ServingOptions(batch_size=4, max_batch_delay_ms=7, workers=2, k=1, threads=1, pixel_limit=1000)
+    options = ServingOptions(batch_size=4, max_batch_delay_ms=7, workers=2, k=1, threads=1, budget=Budget(1000))
     path = build_archive(folder, tmp_path / "x.mar", model_name="x", options=options)
     config = yaml.safe_load(zipfile.ZipFile(path).read("model-config.yaml"))
     handler = config.pop("handler")
-    assert handler == {"k": 1, "allow_fallback": False, "pixel_limit": 1000, "instance_limit": 64, "threads": 1}
+    budget = handler.pop("budget")
+    assert handler == {"k": 1, "allow_fallback": False, "instance_limit": 64, "threads": 1}
+    assert budget.pop("image_pixels") == 1000
+    assert budget.pop("batch_seconds") == 30, "half of responseTimeout, where no other limit is set"
+    assert budget == {"jpeg_scans": 100, "request_pixels": None, "batch_pixels": None, "request_seconds": None}
     assert config == {
         "minWorkers": 2,
         "maxWorkers": 2,
@@ -77,6 +84,27 @@ def test_the_options_are_written_where_torchserve_and_the_handler_read_them(tmp_
         "startupTimeout": 600,
         "deviceType": "cpu",
     }
+
+
+def test_a_batch_is_given_less_time_than_torchserve_gives_its_worker(tmp_path: Path) -> None:
+    folder = artifacts.torchscript(tmp_path / "artifact")
+    path = build_archive(
+        folder, tmp_path / "x.mar", model_name="x", options=ServingOptions(response_timeout_s=8, budget=SERVING)
+    )
+    assert yaml.safe_load(zipfile.ZipFile(path).read("model-config.yaml"))["handler"]["budget"]["batch_seconds"] == 4
+
+
+def test_a_budget_that_names_one_limit_keeps_the_other_defaults() -> None:
+    options = ServingOptions.model_validate({"budget": {"image_pixels": 5}})
+    assert options.budget == dataclasses.replace(SERVING, image_pixels=5)
+
+
+@pytest.mark.parametrize(
+    "budget", [{"image_pixels": 0}, {"pixels": 1}, {"image_pixels": "many"}, {"batch_seconds": -1}]
+)
+def test_a_budget_that_means_nothing_is_refused(budget: dict[str, object]) -> None:
+    with pytest.raises((ValidationError, UserError), match=next(iter(budget))):
+        ServingOptions.model_validate({"budget": budget})
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "-a", "a b", "naïve", "a=b", "a,b"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 import signal
@@ -19,8 +20,10 @@ from PIL import Image
 from serve.client import ServerError
 from serve.configuration import HOST
 from serve.runtime.predictor import Predictor
+from tests.serve import bombs
 from tests.serve.artifacts import CLASSES, encoded, jpeg, picture
-from tests.serve.conftest import KINDS, Served, name_of
+from tests.serve.bombs import webp
+from tests.serve.conftest import BATCH_PIXELS, KINDS, Served, name_of
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +152,46 @@ def test_bad_items_of_a_concurrent_batch_leave_their_mates_alone(served: Served)
     for index, seed in ((0, 1), (2, 2), (5, 3)):
         assert_same(answers[index].json(), before[seed])
     assert _metric(served.client.metrics(), "BatchSize", "exported") > 1, "the requests were not one batch"
+
+
+def test_64_images_of_49_megapixels_in_one_request_cost_the_worker_nothing(served: Served) -> None:
+    name, image = name_of("script"), webp(7000)
+    (worker,) = served.client.workers(name)
+    bomb = {"instances": [b64(image)] * 64}
+    assert len(json.dumps(bomb)) < 200_000
+    expected = served.client.predict(name, jpeg(1))
+    taken = []
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(5):  # the quickest: other processes use these cores too
+            neighbour = pool.submit(served.client.predict, name, jpeg(1))
+            started = time.perf_counter()
+            answer = post(served, json=bomb)
+            taken.append(time.perf_counter() - started)
+            assert answer.status_code == 413
+            assert "64 images have 3136000000 pixels together" in answer.json()["error"]
+            assert_same(neighbour.result(), expected)
+    assert min(taken) < 0.1
+    (after,) = served.client.workers(name)
+    assert after["pid"] == worker["pid"]
+
+
+def test_what_a_batch_has_too_little_for_is_told_to_try_again_and_its_neighbours_are_answered(served: Served) -> None:
+    large = encoded(Image.new("1", (6000, 5000 + 1)), "PNG")  # two of them are too much for one batch
+    assert BATCH_PIXELS < 2 * 6000 * 5001
+    bodies = [large, jpeg(1), large, bombs.BOMBS["progressive jpeg"], jpeg(2)]
+    together = threading.Barrier(len(bodies))
+
+    def send(body: bytes) -> httpx.Response:
+        together.wait()
+        return post(served, "exported", content=body)
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(send, bodies))
+    assert sorted(answers[index].status_code for index in (0, 2)) == [200, 503]
+    (refused,) = (answer for answer in answers if answer.status_code == 503)
+    assert "try again later" in refused.json()["error"]
+    assert [answers[index].status_code for index in (1, 3, 4)] == [200, 413, 200]
+    assert post(served, "exported", content=large).status_code == 200, "alone, it is answered"
 
 
 @pytest.mark.parametrize("k", [1, 2, len(CLASSES)])

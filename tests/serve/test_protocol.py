@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.runtime.errors import ImageError, RequestError
+from serve.runtime.errors import Refusal, RequestError
 from serve.runtime.predictor import Label
 from serve.runtime.protocol import Request, answer, parse, parse_k
 
@@ -62,9 +62,9 @@ ANT = {"label": "ant", "index": 0, "probability": 0.75}
     ("listed", "outcomes", "status", "body"),
     [
         (False, [GOOD], 200, [ANT]),
-        (False, [ImageError("too large", 413)], 413, {"error": "too large"}),
-        (True, [GOOD, ImageError("bad")], 200, {"predictions": [[ANT], {"error": "bad"}]}),
-        (True, [ImageError("a", 415)], 415, {"error": "a", "predictions": [{"error": "a"}]}),
+        (False, [Refusal(413, "too large")], 413, {"error": "too large"}),
+        (True, [GOOD, Refusal(400, "bad")], 200, {"predictions": [[ANT], {"error": "bad"}]}),
+        (True, [Refusal(415, "a")], 415, {"error": "a", "predictions": [{"error": "a"}]}),
     ],
 )
 def test_the_answer_has_the_form_of_the_request(listed: bool, outcomes: list, status: int, body: object) -> None:  # type: ignore[type-arg]

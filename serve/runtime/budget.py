@@ -1,0 +1,140 @@
+"""What decoding may cost: pixels and seconds of an image, a request and a batch, and who is refused for it.
+
+Pixels are what images claim in their headers, known before anything is decoded. Seconds are for what no
+header tells; they are looked at between images.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .errors import Refusal, UserError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of decoding; None is no limit.
+
+    By itself it bounds each image only: who calls in process brings images of their own. A server that
+    answers strangers takes `SERVING`.
+
+    Attributes:
+        image_pixels: of one image. A 20 kB PNG can claim a gigapixel.
+        jpeg_scans: of one progressive JPEG. Encoders write about 10; each costs a pass over all pixels (18 ms
+            at 49 megapixels) and may have 50 bytes. The authors of libjpeg-turbo know no use for more than 100
+            ("Two Issues with the JPEG Standard", 2016).
+        request_pixels: of all images of one request together.
+        batch_pixels: of all requests that the server answers together.
+        request_seconds: spent on the images of one request.
+        batch_seconds: from the batch's arrival; decoding that has not begun by then does not begin.
+    """
+
+    image_pixels: int = 50_000_000
+    jpeg_scans: int = 100
+    request_pixels: int | None = None
+    batch_pixels: int | None = None
+    request_seconds: float | None = None
+    batch_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise UserError(f"budget: {field.name} must be above 0, got {value}")
+
+
+#: For a server. The slowest coding that was found (WebP, PNG) decodes 13 to 20 megapixels a second on one
+#: core: a full request takes about 15 s, a full batch about 30, half of what TorchServe's worker is given.
+#: A batch of 8 requests holds the largest image of each.
+SERVING = Budget(request_pixels=200_000_000, batch_pixels=400_000_000, request_seconds=15.0, batch_seconds=30.0)
+
+# 503, and not 408 (the client was slow to send) or 413 (this request is too large, always): the same
+# request may be answered where less is to be done beside it.
+_TRY_AGAIN = 503
+
+
+class Accounts:
+    """What the requests of one batch have claimed and used. Made for one batch, used from one thread.
+
+    Args:
+        budget: the limits.
+        clock: seconds from any beginning.
+    """
+
+    def __init__(self, budget: Budget, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._started = clock()
+        self._seconds: dict[int, float] = {}
+
+    @contextmanager
+    def charged(self, request: int) -> Iterator[None]:
+        """Charge the time that the block takes to ``request``."""
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[request] = self._seconds.get(request, 0.0) + self._clock() - begun
+
+    def late(self, request: int) -> Refusal | None:
+        """The refusal of further images of ``request``, if its time or the batch's is over."""
+        limit = self._budget.request_seconds
+        if limit is not None and self._seconds.get(request, 0.0) >= limit:
+            return Refusal(
+                _TRY_AGAIN,
+                f"the request's images took more than {limit:g} s: send fewer or smaller ones, or try again later",
+            )
+        limit = self._budget.batch_seconds
+        if limit is not None and self._clock() - self._started >= limit:
+            return Refusal(
+                _TRY_AGAIN, f"the requests that came with this one took more than {limit:g} s: try again later"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Which requests of a batch are decoded, in which order, and why the others are not.
+
+    ``order`` holds the numbers of the admitted requests, ``refused`` a refusal for each other one.
+    """
+
+    order: tuple[int, ...]
+    refused: dict[int, Refusal]
+
+
+def admit(budget: Budget, claims: Mapping[int, Sequence[int]]) -> Admission:
+    """Share a batch's pixels among its requests, cheapest first; equal ones as they came.
+
+    So what one request asks for is never taken from a smaller one, and a request that asks for no more
+    than its equal share of the batch is always admitted.
+
+    Args:
+        budget: the limits.
+        claims: by the request's number, the pixels of each of its images.
+    """
+    refused: dict[int, Refusal] = {}
+    order: list[int] = []
+    spent = 0
+    for request, pixels in sorted(claims.items(), key=lambda claim: sum(claim[1])):
+        asked = sum(pixels)
+        if budget.request_pixels is not None and asked > budget.request_pixels:
+            refused[request] = Refusal(
+                413,
+                f"the request's {len(pixels)} images have {asked} pixels together, more than the limit of "
+                f"{budget.request_pixels}: send fewer or smaller ones in one request",
+            )
+        elif budget.batch_pixels is not None and spent + asked > budget.batch_pixels:
+            refused[request] = Refusal(
+                _TRY_AGAIN,
+                f"the requests that came with this one left too little of the batch's {budget.batch_pixels} pixels "
+                f"for its {asked}: try again later",
+            )
+        else:
+            spent += asked
+            order.append(request)
+    return Admission(tuple(order), refused)

@@ -1,0 +1,131 @@
+"""Images of a few kilobytes that are expensive to decode, one or more for each format."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from functools import cache
+
+from PIL import Image
+
+from tests.serve.artifacts import encoded, picture
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_of(width: int, height: int, *extra: bytes, interlaced: bool = False) -> bytes:
+    """A PNG that claims a size, whose pixels are missing."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, interlaced))
+    return SIGNATURE + header + b"".join(extra) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@cache
+def webp(side: int = 7000) -> bytes:
+    """A black square of 2 kB, within the limit of one image."""
+    return encoded(Image.new("RGB", (side, side)), "WEBP", lossless=True, method=0)
+
+
+def webp_that_claims(side: int) -> bytes:
+    """The header of a VP8X file; what would follow is missing."""
+    size = (side - 1).to_bytes(3, "little")
+    body = b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + size + size
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def gif_that_claims(side: int) -> bytes:
+    data = bytearray(encoded(picture(1).quantize(8), "GIF"))
+    data[6:10] = struct.pack("<HH", side, side)
+    return bytes(data)
+
+
+def gif_with_a_frame_of(side: int) -> bytes:
+    """A small screen, and a frame that is larger than it."""
+    data = bytearray(encoded(picture(1).quantize(8), "GIF"))
+    frame = data.index(b",", 13 + 3 * 8)
+    data[frame + 5 : frame + 9] = struct.pack("<HH", side, side)
+    return bytes(data)
+
+
+def bmp_that_claims(side: int) -> bytes:
+    data = bytearray(encoded(picture(1), "BMP"))
+    data[18:26] = struct.pack("<ii", side, side)
+    return bytes(data)
+
+
+def jpeg_that_claims(side: int) -> bytes:
+    data = bytearray(encoded(picture(1), "JPEG"))
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = struct.pack(">HH", side, side)
+    return bytes(data)
+
+
+def tiff(*tags: tuple[int, int, int, int]) -> bytes:
+    """The header of a TIFF with these tags (number, type, count, value)."""
+    entries = b"".join(struct.pack("<HHII", *tag) for tag in sorted(tags))
+    return b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def tiff_that_claims(side: int) -> bytes:
+    size = ((256, 4, 1, side), (257, 4, 1, side), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (277, 3, 1, 1))
+    strip = ((273, 4, 1, 8), (278, 4, 1, side), (279, 4, 1, 100))
+    return tiff(*size, *strip)
+
+
+def tiff_with_a_tile_of(side: int) -> bytes:
+    """100x100 pixels, deflated, in one tile that is larger."""
+    data = zlib.compress(bytes(1_000_000))
+    tags = ((256, 4, 1, 100), (257, 4, 1, 100), (258, 3, 1, 8), (259, 3, 1, 8), (262, 3, 1, 1), (277, 3, 1, 1))
+    tile = ((322, 4, 1, side), (323, 4, 1, side), (324, 4, 1, 200), (325, 4, 1, len(data)))
+    opening = tiff(*tags, *tile)
+    return opening + bytes(200 - len(opening)) + data
+
+
+def progressive(scans: int, side: int = 2000) -> bytes:
+    """A progressive JPEG whose last scan is repeated, at 50 bytes each time."""
+    data = encoded(Image.new("RGB", (side, side)), "JPEG", progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * (scans - data.count(b"\xff\xda")) + data[-2:]
+
+
+def sequential(scans: int, side: int = 2000) -> bytes:
+    """A baseline JPEG in scans of one component each, one of them repeated and empty."""
+    data = encoded(Image.new("L", (side, side)), "JPEG")
+    frame, scan = data.index(b"\xff\xc0"), data.index(b"\xff\xda")
+    size = data[frame + 5 : frame + 9]
+    three = b"\xff\xc0" + struct.pack(">HB", 17, 8) + size + b"\3" + b"\1\x11\0\2\x11\0\3\x11\0"
+    ended = frame + 2 + int.from_bytes(data[frame + 2 : frame + 4], "big")
+    empty = b"\xff\xda\0\x08\1\1\0\0\x3f\0"
+    return data[:frame] + three + data[ended:scan] + data[scan:-2] + empty * (scans - 1) + data[-2:]
+
+
+_INFLATES = b"k\0\0" + zlib.compress(bytes(1 << 20), 9)
+_JPEG = encoded(picture(1), "JPEG")
+
+#: By name: encoded images that must be refused with 413, and quickly.
+BOMBS = {
+    "webp": webp(7100),
+    "webp header": webp_that_claims(16_000),
+    "png": png_of(10_000, 10_000),
+    "png of 16 bits": encoded(Image.new("I;16", (8000, 7000)), "PNG"),
+    "interlaced png": png_of(60_000, 60_000, interlaced=True),
+    "png with texts": png_of(10, 10, chunk(b"zTXt", _INFLATES) * 60),
+    "png with colour profiles": png_of(10, 10, chunk(b"iCCP", _INFLATES) * 2000),
+    "png of empty chunks": png_of(10, 10, chunk(b"abCd", b"") * 100_000),
+    "png of empty pixels": png_of(10, 10, chunk(b"IDAT", b"") * 100_000),
+    "tiff": tiff_that_claims(60_000),
+    "tiff with a tile": tiff_with_a_tile_of(30_000),
+    "gif": gif_that_claims(60_000),
+    "gif with a frame": gif_with_a_frame_of(60_000),
+    "bmp": bmp_that_claims(60_000),
+    "jpeg": jpeg_that_claims(60_000),
+    "progressive jpeg": progressive(2000),
+    "jpeg of many scans": sequential(2000),
+    "jpeg of segments": _JPEG[:2] + b"\xff\xe5\0\2" * 500_000 + _JPEG[2:],
+    "jpeg of fill bytes": _JPEG[:2] + b"\xff" * 2_000_000 + _JPEG[2:],
+    "jpeg of stray bytes": _JPEG[:2] + b"\xff\xe0\0\2" + b"\1" * 2_000_000 + _JPEG[2:],
+    "jpeg of nothing": b"\xff\xd8\xff" + bytes(2_000_000),
+}  # fmt: skip

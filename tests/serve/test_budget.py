@@ -1,0 +1,273 @@
+"""What a stranger's images may cost: pixels, seconds and memory, and that only she pays for it."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from serve.runtime.budget import SERVING, Accounts, Budget, admit
+from serve.runtime.errors import ImageError, Refusal, UserError
+from serve.runtime.headers import read_header
+from serve.runtime.predictor import Outcome, Predictor
+from tests.serve import artifacts, bombs
+from tests.serve.artifacts import encoded, jpeg, picture
+
+MILLION = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return artifacts.torchscript(tmp_path_factory.mktemp("budget") / "script")
+
+
+@pytest.fixture(scope="module")
+def predictor(artifact: Path) -> Predictor:
+    predictor = Predictor(artifact, max_batch=4, budget=SERVING)
+    predictor.warm_up(range(1, 5))
+    return predictor
+
+
+def statuses(outcomes: list[Outcome]) -> list[int]:
+    return [outcome.status if isinstance(outcome, Refusal) else 200 for outcome in outcomes]
+
+
+@pytest.mark.parametrize("name", bombs.BOMBS)
+def test_a_bomb_of_any_kind_is_413_within_milliseconds(name: str) -> None:
+    data = bombs.BOMBS[name]
+    taken = []
+    for _ in range(3):  # the quickest: other processes use these cores too
+        started = time.perf_counter()
+        with pytest.raises(ImageError) as caught:
+            read_header(data, SERVING)
+        taken.append(time.perf_counter() - started)
+    assert caught.value.status == 413
+    assert "\n" not in str(caught.value)
+    assert min(taken) < 0.03
+
+
+@pytest.mark.parametrize("scans", [10, 40, 100])
+def test_a_jpeg_of_as_many_scans_as_encoders_may_write_is_decoded(predictor: Predictor, scans: int) -> None:
+    assert statuses(predictor.predict([bombs.progressive(scans, 200)])) == [200]
+    assert statuses(predictor.predict([bombs.sequential(scans, 200)])) == [200]
+
+
+def test_scans_are_not_counted_where_they_are_none() -> None:
+    scan = b"\xff\xda\0\x08\1\1\0\0\x3f\0"
+    comment = b"\xff\xfe" + (2 + 6000 * len(scan)).to_bytes(2, "big") + scan * 6000
+    for data in (jpeg(1), bombs.progressive(10, 64)):
+        assert read_header(data[:2] + comment + data[2:], SERVING).format == "JPEG"  # a thumbnail has scans of its own
+        assert read_header(data + scan * 500, SERVING).format == "JPEG"  # and so has what follows the end
+
+
+def test_64_large_images_in_one_request_are_refused_at_once_and_their_neighbours_answered(predictor: Predictor) -> None:
+    image = bombs.webp(7000)
+    assert len(image) < 3000
+    items = [jpeg(1), *[image] * 64, jpeg(2), jpeg(3)]
+    taken = []
+    for _ in range(4):  # the quickest: other processes use these cores too
+        outcomes = predictor.predict(items, 2, [0, *[1] * 64, 2, 2])
+        taken.append(predictor.timings.decode)
+    assert min(taken) < 100
+    assert statuses(outcomes) == [200, *[413] * 64, 200, 200]
+    refused = outcomes[1]
+    assert isinstance(refused, Refusal)
+    assert f"64 images have {64 * 7000 * 7000} pixels together, more than the limit of 200000000" in refused.message
+    assert outcomes[0] == predictor.predict([jpeg(1)], 2)[0]
+
+
+def test_a_request_is_refused_by_what_would_be_decoded_of_it_only(artifact: Path) -> None:
+    predictor = Predictor(artifact, budget=Budget(image_pixels=10_000, request_pixels=10_000))
+    good = jpeg(1, (60, 45))
+    assert statuses(predictor.predict([good, jpeg(1, (101, 100)), b"no image", good])) == [200, 413, 415, 200]
+    assert statuses(predictor.predict([good] * 4)) == [413] * 4
+
+
+def test_a_request_of_ordinary_photographs_is_not_touched_by_the_serving_budget() -> None:
+    phone = [12 * MILLION] * 16
+    assert admit(SERVING, {0: phone, 1: phone}).refused == {}
+    assert admit(SERVING, {number: [50 * MILLION] for number in range(8)}).refused == {}
+    assert admit(Budget(), {0: [50 * MILLION] * 1000}).refused == {}
+
+
+def test_what_a_batch_has_too_little_for_is_told_to_try_again_and_the_smaller_ones_are_admitted() -> None:
+    admission = admit(Budget(batch_pixels=100), {0: [60], 1: [10, 10], 2: [70], 3: [20]})
+    assert admission.order == (1, 3, 0)
+    assert [(number, refusal.status) for number, refusal in admission.refused.items()] == [(2, 503)]
+
+
+@given(
+    st.dictionaries(st.integers(0, 50), st.lists(st.integers(1, 100), min_size=1, max_size=5), max_size=12),
+    st.integers(1, 400),
+    st.integers(1, 900),
+)
+def test_pixels_are_shared_fairly(claims: dict[int, list[int]], request_pixels: int, batch_pixels: int) -> None:
+    admission = admit(Budget(request_pixels=request_pixels, batch_pixels=batch_pixels), claims)
+    assert sorted([*admission.order, *admission.refused]) == sorted(claims)
+    asked = {number: sum(pixels) for number, pixels in claims.items()}
+    assert sum(asked[number] for number in admission.order) <= batch_pixels
+    for number, refusal in admission.refused.items():
+        assert refusal.status == (413 if asked[number] > request_pixels else 503)
+        # Whoever asks for no more than an equal share has nothing to fear from the others.
+        assert asked[number] > min(request_pixels, batch_pixels // len(claims))
+
+
+def test_time_is_charged_to_the_request_that_takes_it() -> None:
+    now = [0.0]
+    accounts = Accounts(Budget(request_seconds=2, batch_seconds=10), clock=lambda: now[0])
+    with accounts.charged(1):
+        now[0] += 2
+    assert accounts.late(0) is None
+    late = accounts.late(1)
+    assert late is not None
+    assert late.status == 503
+    assert "more than 2 s" in late.message
+    now[0] = 10
+    late = accounts.late(0)
+    assert late is not None
+    assert "10 s" in late.message
+
+
+def test_a_slow_request_is_cut_off_between_its_images_and_its_neighbour_answered(artifact: Path) -> None:
+    slow = encoded(Image.fromarray(np.zeros((3000, 3000, 3), np.uint8)), "PNG")
+    predictor = Predictor(artifact, budget=Budget(request_seconds=0.01))
+    outcomes = predictor.predict([slow, slow, slow, jpeg(1)], 1, [0, 0, 0, 1])
+    assert statuses(outcomes) == [200, 503, 503, 200]
+
+
+@pytest.mark.parametrize("limit", ["image_pixels", "jpeg_scans", "request_pixels", "batch_seconds"])
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_a_limit_that_would_refuse_everything_is_a_mistake(limit: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"{limit} must be above 0"):
+        Budget(**{limit: value})  # type: ignore[arg-type]
+
+
+def test_no_more_images_are_held_than_go_through_the_network_at_once(artifact: Path) -> None:
+    predictor = Predictor(artifact, max_batch=4)
+    large = encoded(Image.new("RGB", (2000, 2000)), "JPEG")
+    outcomes = predictor.predict([large] * 11, 1)
+    assert statuses(outcomes) == [200] * 11
+    assert predictor.timings.batch_sizes == [4, 4, 3]
+    assert predictor.timings.decode > 0
+    assert predictor.timings.inference > 0
+
+
+def truncated(image: Image.Image, kind: str, **options: object) -> bytes:
+    data = encoded(image, kind, **options)
+    return data[: len(data) // 2]
+
+
+def test_ten_thousand_refused_images_leave_nothing_behind(predictor: Predictor) -> None:
+    large = picture(1, (3000, 3000))
+    kinds = [
+        b"no image at all",
+        b"",
+        bombs.BOMBS["png"],
+        bombs.BOMBS["progressive jpeg"],
+        *(truncated(picture(1), kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP")),
+    ]
+    costly = [truncated(large, "JPEG"), truncated(large, "PNG", compress_level=1), truncated(large, "TIFF")]
+    process = psutil.Process()
+    assert 200 not in statuses(predictor.predict([*kinds, *costly]))
+    gc.collect()
+    before = process.memory_info().rss
+    kept = predictor.predict((kinds * 1000)[:9970] + costly * 10)
+    grown = process.memory_info().rss - before
+    assert len(kept) == 10_000
+    assert 200 not in statuses(kept)
+    assert grown < 50e6
+
+
+STARVED = """
+import resource, sys
+from pathlib import Path
+import psutil, torch
+from PIL import Image
+torch.set_num_threads(1)
+from serve.runtime.predictor import Predictor
+from tests.serve.artifacts import encoded, jpeg
+predictor = Predictor(Path(sys.argv[1]), threads=1)
+large = [encoded(Image.new("RGB", (6000, 6000)), kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "BMP")]
+deep = encoded(Image.new("I;16", (6000, 6000)), "PNG")
+items = [*large, deep, jpeg(1)]
+print([type(outcome).__name__ for outcome in predictor.predict(items)])
+used = psutil.Process().memory_info().vms
+resource.setrlimit(resource.RLIMIT_AS, (used + 40_000_000, resource.RLIM_INFINITY))
+starved = predictor.predict(items)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print([getattr(outcome, "status", 200) for outcome in starved])
+print([type(outcome).__name__ for outcome in predictor.predict(items)])
+"""
+
+
+@pytest.mark.slow
+def test_too_little_memory_is_the_servers_fault_and_passes(artifact: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", STARVED, str(artifact)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [str(["list"] * 7), str([503] * 6 + [200]), str(["list"] * 7)]
+
+
+KINDS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+SEEDS = [encoded(picture(1, (40, 30)), kind) for kind in KINDS]
+SEEDS += [encoded(picture(1, (40, 30)), "JPEG", progressive=True), encoded(picture(1).convert("CMYK"), "JPEG")]
+SEEDS += [encoded(picture(1), "TIFF", compression=name) for name in ("tiff_lzw", "tiff_adobe_deflate", "jpeg")]
+SEEDS += [
+    encoded(picture(1).convert("I;16"), "PNG"),
+    encoded(Image.fromarray(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30)), "TIFF"),
+    encoded(picture(1).quantize(16), "GIF", save_all=True, append_images=[picture(2).quantize(16)]),
+    encoded(picture(1), "WEBP", save_all=True, append_images=[picture(2)]),
+    encoded(picture(1), "PNG", save_all=True, append_images=[picture(2)]),
+]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(SEEDS), st.lists(st.tuples(st.floats(0, 0.999), st.binary(min_size=1, max_size=4)))),
+        min_size=1,
+        max_size=4,
+    ),
+    st.data(),
+)
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+def test_no_damage_raises_out_of_predict_or_takes_long(
+    predictor: Predictor, drawn: list[tuple[bytes, list[tuple[float, bytes]]]], data: st.DataObject
+) -> None:
+    items = []
+    for seed, changes in drawn:
+        damaged = bytearray(seed)
+        for place, value in changes:
+            # Headers are where it hurts: half of the changes fall into the first 64 bytes.
+            start = int(place * data.draw(st.sampled_from((min(64, len(seed)), len(seed)))))
+            damaged[start : start + len(value)] = value
+        items.append(bytes(damaged[: data.draw(st.integers(len(seed) // 3, len(damaged)))]))
+    started = time.perf_counter()
+    outcomes = predictor.predict([*items, jpeg(1)], 2)
+    # An image that claims 50 megapixels may be one, and takes a second or two for each.
+    assert time.perf_counter() - started < 6 * len(items)
+    assert set(statuses(outcomes)) <= {200, 400, 413, 415}
+    assert statuses(outcomes)[-1] == 200 or sum(header_pixels(item) for item in items) > 190 * MILLION
+    for outcome in outcomes:
+        assert "\n" not in (outcome.message if isinstance(outcome, Refusal) else outcome[0].label)
+
+
+def header_pixels(item: bytes) -> int:
+    try:
+        return read_header(item, SERVING).pixels
+    except ImageError:
+        return 0
