@@ -10,6 +10,15 @@ DEVICE ?= auto
 CHECKPOINT ?=
 RECIPE ?=
 IMAGE_SIZE ?=
+WEIGHTS ?=
+RESIZE ?=
+CROP ?=
+MEAN ?=
+STD ?=
+INTERPOLATION ?=
+# Those of them that are given, as options of `run`.
+RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS RESIZE CROP MEAN STD INTERPOLATION,$(if \
+	$($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))'))
 # The run's name: that of the model, or of the factory in path/to/file.py:factory.
 RUN ?= $(lastword $(subst :, ,$(MODEL)))
 
@@ -23,7 +32,8 @@ BIN := $(VENV)/bin
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
-	@echo "                   [DEVICE=auto|cpu|cuda] [IMAGE_SIZE=pixels]"
+	@echo "                   [DEVICE=auto|cpu|cuda] [IMAGE_SIZE=pixels] [WEIGHTS=name]"
+	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name]"
 	@echo
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -41,13 +51,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 optimize: $(VENV)/.installed ## build, measure and pack MODEL's artifacts
 	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' \
-		$(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(RECIPE),--recipe '$(RECIPE)') \
-		$(if $(IMAGE_SIZE),--image-size '$(IMAGE_SIZE)')
+		$(RUN_OPTIONS)
 
 bench: $(VENV)/.installed ## as optimize, and time the artifacts anew
 	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' --remeasure \
-		$(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(if $(RECIPE),--recipe '$(RECIPE)') \
-		$(if $(IMAGE_SIZE),--image-size '$(IMAGE_SIZE)')
+		$(RUN_OPTIONS)
 
 package: $(VENV)/.installed ## pack the archives of a run again
 	@$(BIN)/python -m serve package '$(RUN)' --store '$(STORE)'

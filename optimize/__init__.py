@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from optimize.api import Comparison, Variant, apply, compare, load, package, save
     from optimize.errors import NotApplicableError, PassError
     from optimize.measure.latency import Timing
+    from optimize.models.preprocessing import PreprocessingConfig
     from optimize.passes.dynamic import Dynamic
     from optimize.passes.fuse import Fuse
     from optimize.passes.half import Half
@@ -36,6 +37,7 @@ __all__ = [
     "OnnxInt8",
     "PassError",
     "PipelineError",
+    "PreprocessingConfig",
     "Ptq",
     "Qat",
     "Timing",
@@ -53,6 +55,7 @@ _HOMES = {
     **dict.fromkeys(("Comparison", "Variant", "apply", "compare", "load", "package", "save"), "optimize.api"),
     "Timing": "optimize.measure.latency",
     "Dynamic": "optimize.passes.dynamic",
+    "PreprocessingConfig": "optimize.models.preprocessing",
     "Fuse": "optimize.passes.fuse",
     "Half": "optimize.passes.half",
     "Onnx": "optimize.passes.onnx",

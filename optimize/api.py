@@ -22,6 +22,7 @@ from rich.console import Console
 
 from optimize.measure.bench import Bench
 from optimize.measure.latency import Timing
+from optimize.models.preprocessing import PreprocessingConfig, Wish
 from optimize.noise import silenced
 from optimize.passes.base import find_pass, pass_of
 from optimize.report.progress import here
@@ -194,6 +195,7 @@ def load(
     store: str | Path = "model_store",
     device: str = "auto",
     image_size: int | None = None,
+    preprocessing: PreprocessingConfig | None = None,
     seed: int = 0,
     trust_checkpoint: bool = False,
 ) -> Variant:
@@ -208,6 +210,7 @@ def load(
         store: where artifacts are kept.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         image_size: side of the network's input in pixels.
+        preprocessing: what images go through, where that is to differ from what model and data ask for.
         seed: of every random choice.
         trust_checkpoint: let the checkpoint's pickle run code.
 
@@ -222,6 +225,7 @@ def load(
         device=device,
         image_size=image_size,
         weights=weights,
+        preprocessing=Wish(preprocessing, "your setting {}") if preprocessing is not None else None,
         trust_checkpoint=trust_checkpoint,
         seed=seed,
     )

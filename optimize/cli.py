@@ -51,6 +51,23 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     weights: Annotated[
         Optional[str], typer.Option(help="torchvision's own weights, such as DEFAULT.")  # noqa: UP045
     ] = None,
+    resize: Annotated[
+        Optional[str], typer.Option(help="Pixels that an image's shorter side is scaled to.", metavar="PIXELS")  # noqa: UP045
+    ] = None,
+    crop: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Pixels cut from the centre, the input's size: 224, or 224x192 (HxW).", metavar="PIXELS"),
+    ] = None,
+    mean: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Of each channel in [0, 1]: 0.485,0.456,0.406; one number for grey.", metavar="NUMBERS"),
+    ] = None,
+    std: Annotated[
+        Optional[str], typer.Option(help="That each channel is divided by, as --mean.", metavar="NUMBERS")  # noqa: UP045
+    ] = None,
+    interpolation: Annotated[
+        Optional[str], typer.Option(help="How images are scaled: nearest, bilinear or bicubic.")  # noqa: UP045
+    ] = None,
     name: Annotated[Optional[str], typer.Option(help="The run's name; the model's by default.")] = None,  # noqa: UP045
     seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Time everything anew.")] = False,
@@ -62,6 +79,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     """Run a recipe on a model: build, measure, pack and report."""
     with reported("interrupted; what was finished is kept, the same command goes on from there"):
         from optimize import noise
+        from optimize.models.preprocessing import Wish, parse_preprocessing
         from optimize.report.terminal import Display
         from optimize.run.job import Job
         from optimize.run.pipeline import run as run_job
@@ -75,6 +93,11 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             device=device,
             image_size=image_size,
             weights=weights,
+            preprocessing=Wish(
+                parse_preprocessing(
+                    {"resize": resize, "crop": crop, "mean": mean, "std": std, "interpolation": interpolation}, "--{}"
+                )
+            ),
             run=name,
             trust_checkpoint=trust_checkpoint,
             seed=seed,

@@ -7,8 +7,6 @@ are loaded into is found by `optimize.models.source`.
 from __future__ import annotations
 
 import re
-import sys
-import urllib.parse
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -19,9 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from optimize.models.source import ModelSource
 from serve.runtime.card import sha256_file
-from serve.runtime.errors import UserError, did_you_mean, first_line
+from serve.runtime.errors import UserError, first_line
 
 TRUST_FLAG = "--trust-checkpoint"
 
@@ -124,54 +121,6 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, path: Path) -> None:
     if metadata is not None:
         loaded._metadata = metadata  # type: ignore[attr-defined]
     model.load_state_dict(loaded)
-
-
-def head_size(checkpoint: Checkpoint) -> int | None:
-    """Best guess of how many classes the checkpoint tells apart: outputs of its last linear weight, or bias."""
-    matrices = [value for value in checkpoint.state.values() if value.ndim == 2]
-    if matrices:
-        return int(matrices[-1].shape[0])
-    # SqueezeNet and fully convolutional heads have no matrix.
-    biases = [value for key, value in checkpoint.state.items() if key.endswith("bias") and value.ndim == 1]
-    return int(biases[-1].shape[0]) if biases else None
-
-
-def download_weights(source: ModelSource, weights: str) -> Checkpoint:
-    """Torchvision's own weights of a torchvision model, from torch's cache or the network.
-
-    Args:
-        source: a torchvision model.
-        weights: ``DEFAULT`` or an entry's name, such as ``IMAGENET1K_V1``.
-
-    Raises:
-        UserError: the model is not torchvision's, the entry does not exist, or it is not in the cache
-            and cannot be downloaded.
-    """
-    if source.origin != "torchvision":
-        raise UserError(f"{source.reference}: weights by name exist only for torchvision's models; give a checkpoint")
-    from torchvision import models
-
-    entries = models.get_model_weights(source.name)
-    if weights not in entries.__members__:
-        known = ", ".join(["DEFAULT", *(entry.name for entry in entries)])
-        raise UserError(
-            f"{source.name} has no weights {weights!r}{did_you_mean(weights, list(entries.__members__))}: {known}"
-        )
-    url = str(entries[weights].url)
-    path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urllib.parse.urlparse(url).path).name
-    if not path.is_file():
-        digest = re.search(r"-([a-f0-9]{8,})\.", path.name)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(
-                url, str(path), digest.group(1) if digest else None, progress=sys.stderr.isatty()
-            )
-        except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
-            raise UserError(
-                f"{source.name}: the weights {weights} cannot be downloaded ({first_line(error)}); "
-                f"without a network their file must lie at {path}"
-            ) from None
-    return read_checkpoint(path)
 
 
 def _load_safetensors(path: Path) -> object:

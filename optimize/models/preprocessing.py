@@ -1,39 +1,257 @@
-"""How a data set's images reach a model's network: size, crop, mean, std, interpolation."""
+"""How a data set's images reach a model's network (size, crop, mean, std, interpolation), and who says so.
+
+The one place that decides: what the user asks for, before what the model declares or the data suggest.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
 from optimize.data.records import ImageData
 from optimize.models.source import ModelSource
-from serve.runtime.card import Preprocessing
+from serve.config import Config, faults
+from serve.runtime.card import Interpolation, Preprocessing
+from serve.runtime.errors import CardError, UserError
 
 #: Side in pixels that the 8x8 digits are scaled to for a network that does not ask for another.
 DIGITS_SIDE = 64
 
+#: What a model gets that declares nothing, size apart: ImageNet's statistics.
+FALLBACK: Mapping[str, Any] = {
+    name: Preprocessing.__dataclass_fields__[name].default for name in ("mean", "std", "interpolation")
+}
 
-def default_preprocessing(source: ModelSource, data: ImageData, image_size: int | None = None) -> Preprocessing:
+
+def _pixels(value: object) -> object:
+    """A whole number of pixels, also as text; the error says what would be right."""
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 16:
+        raise ValueError("must be a whole number of pixels, at least 1, such as 256")
+    return value
+
+
+def _sides(value: object) -> object:
+    """One side or height and width: ``224``, ``[224, 192]``, ``"224"``, ``"224x192"``."""
+    sides = re.split(r"\s*[x×,]\s*", value.strip()) if isinstance(value, str) else value
+    sides = list(sides) if isinstance(sides, list | tuple) else [sides]
+    try:
+        numbers = [_pixels(side) for side in sides]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2):
+        raise ValueError("must be whole pixels, one side or height and width, such as 224 or 224x192")
+    return (numbers[0], numbers[-1])
+
+
+def _numbers(value: object) -> object:
+    """One finite number per channel: ``[0.5, 0.5, 0.5]``, ``0.5``, ``"0.5, 0.5, 0.5"``."""
+    parts: list[Any]
+    if isinstance(value, str):
+        parts = [part for part in re.split(r"[\s,]+", value.strip()) if part]
+    else:
+        parts = list(value) if isinstance(value, list | tuple) else [value]
+    try:
+        numbers = tuple(float("nan") if isinstance(part, bool) else float(part) for part in parts)
+    except (TypeError, ValueError, OverflowError):
+        numbers = ()
+    if len(numbers) not in (1, 3) or not all(map(math.isfinite, numbers)):
+        raise ValueError("must be one number per channel (three for RGB, one for grey), such as 0.485,0.456,0.406")
+    return numbers
+
+
+def _spreads(value: object) -> object:
+    numbers = _numbers(value)
+    assert isinstance(numbers, tuple)
+    if min(numbers) <= 0:
+        raise ValueError("must be positive")
+    return numbers
+
+
+def _unless_none(check: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: None if value is None else check(value))
+
+
+class PreprocessingConfig(Config):
+    """How images reach the network, where that is to differ from what model and data ask for; None leaves it to them.
+
+    Sizes and numbers may also be given as text, as on a command line: ``crop="224x192"``, ``mean="0.5,0.5,0.5"``.
+    """
+
+    resize: Annotated[int | None, _unless_none(_pixels)] = Field(
+        default=None, description="pixels that an image's shorter side is scaled to"
+    )
+    crop: Annotated[int | tuple[int, int] | None, _unless_none(_sides)] = Field(
+        default=None, description="pixels that are cut from the centre, one side or height and width: the input's size"
+    )
+    mean: Annotated[float | tuple[float, ...] | None, _unless_none(_numbers)] = Field(
+        default=None, description="subtracted from each channel after scaling to [0, 1]; one number per channel"
+    )
+    std: Annotated[float | tuple[float, ...] | None, _unless_none(_spreads)] = Field(
+        default=None, description="each channel is divided by it; one number per channel"
+    )
+    interpolation: Interpolation | None = Field(default=None, description="how images are scaled, antialiased")
+
+    @model_validator(mode="after")
+    def _fits_itself(self) -> PreprocessingConfig:
+        given = self.given()
+        if "resize" in given and "crop" in given and min(given["crop"]) > given["resize"]:
+            raise ValueError(
+                f"crop {_size(given['crop'])} is larger than resize {given['resize']}: images would get a black "
+                f"border; resize must be at least {min(given['crop'])}"
+            )
+        if "mean" in given and "std" in given and len(given["mean"]) != len(given["std"]):
+            raise ValueError(f"mean has {len(given['mean'])} numbers and std {len(given['std'])}; give as many")
+        return self
+
+    def given(self) -> dict[str, Any]:
+        """The parts that are given, in the form that `Preprocessing` takes them."""
+        return {name: value for name in _PARTS if (value := getattr(self, name)) is not None}
+
+
+_PARTS = tuple(PreprocessingConfig.model_fields)
+
+
+def parse_preprocessing(given: Mapping[str, object], spelled: str) -> PreprocessingConfig:
+    """Check what a user wrote somewhere.
+
+    Args:
+        given: parts by name.
+        spelled: how a part is named there, with ``{}`` for its name: ``--{}``.
+
+    Raises:
+        UserError: a part is unknown, or has an illegal value; each is named.
+    """
+    try:
+        return PreprocessingConfig.model_validate({str(name): value for name, value in given.items()})
+    except ValidationError as error:
+        # What is wrong between parts names them itself.
+        found = [
+            f"{spelled.format(fault.field)}: {fault.message}" if fault.field else f"preprocessing: {fault.message}"
+            for fault in faults(PreprocessingConfig, error)
+        ]
+        raise UserError("; ".join(found)) from None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asks for in one place; ``spelled`` is how a part is named there, with ``{}`` for its name."""
+
+    config: PreprocessingConfig
+    spelled: str = "--{}"
+
+
+@dataclass(frozen=True)
+class ChosenPreprocessing:
+    """How images reach the network, and in words who said so of each part (``resize``, ``crop``, ``mean`` …)."""
+
+    preprocessing: Preprocessing
+    origins: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """All parts in one line, those of one origin together: ``resize 256, crop 224x224, … (--crop)``."""
+        chosen = self.preprocessing
+        words = {
+            "resize": f"resize {chosen.resize}",
+            "crop": f"crop {_size(chosen.crop)}",
+            "interpolation": chosen.interpolation,
+            "mean": f"mean {_listed(chosen.mean)}",
+            "std": f"std {_listed(chosen.std)}",
+        }
+        groups = itertools.groupby(words, key=lambda part: self.origins[part])
+        return "; ".join(f"{', '.join(words[part] for part in parts)} ({origin})" for origin, parts in groups)
+
+
+def choose_preprocessing(
+    source: ModelSource, data: ImageData, image_size: int | None = None, wishes: Iterable[Wish] = ()
+) -> ChosenPreprocessing:
     """How the images of ``data`` reach the network of ``source``.
 
     Mean, std and interpolation are what the model declares, or ImageNet's. The size is, first that
     applies: ``image_size``, with ``resize`` in the declared proportion to the crop; a user's own
-    declaration; for ``digits`` `DIGITS_SIDE`, and for other square images of up to 64 pixels their own
-    size, each raised to what the network can take; torchvision's declaration; 224 out of 256.
+    declaration, and that of weights that fix it; for ``digits`` `DIGITS_SIDE`, and for other square images of up
+    to 64 pixels their own size, each raised to what the network can take; a library's declaration; 224 out of
+    256. What ``wishes`` give goes before all of these, the later of them before the earlier.
 
     Raises:
-        UserError: the network cannot take ``image_size``; the nearest legal one is named.
+        UserError: the network cannot take the size (the nearest legal one is named), or the parts do not fit together.
     """
-    base = source.preprocessing or Preprocessing(resize=256, crop=(224, 224))
+    parts, origins = _declared(source)
+    if (sized := _sized(source, data, image_size, parts)) is not None:
+        resize, side, why = sized
+        parts |= {"resize": resize, "crop": (side, side)}
+        origins |= dict.fromkeys(("resize", "crop"), why)
+    for wish in wishes:
+        given = wish.config.given()
+        if image_size is not None and given.get("crop", (image_size, image_size)) != (image_size, image_size):
+            raise UserError(
+                f"{wish.spelled.format('crop')} {_size(given['crop'])} and an image size of {image_size} are both "
+                "given, and mean the same; give one of them"
+            )
+        parts |= given
+        origins |= {name: wish.spelled.format(name) for name in given}
+    for side in sorted(set(parts["crop"])):
+        source.check_size(side)
+    if min(parts["crop"]) > parts["resize"]:
+        raise UserError(
+            f"crop {_size(parts['crop'])} ({origins['crop']}) is larger than resize {parts['resize']} "
+            f"({origins['resize']}): images would get a black border; resize must be at least {min(parts['crop'])}"
+        )
+    try:
+        return ChosenPreprocessing(Preprocessing(**parts), origins)
+    except CardError:
+        raise UserError(
+            f"mean has {len(parts['mean'])} numbers ({origins['mean']}) and std {len(parts['std'])} "
+            f"({origins['std']}); give both, with as many"
+        ) from None
 
-    def sized(resize: int, side: int) -> Preprocessing:
-        return Preprocessing(resize, (side, side), base.mean, base.std, base.interpolation)
 
-    declared_by_user = source.origin == "user" and source.preprocessing is not None
+def _declared(source: ModelSource) -> tuple[dict[str, Any], dict[str, str]]:
+    """Every part as the model declares it, or else as it is by default; and who says so."""
+    nothing = "because your model declares none"
+    origins = {
+        "resize": f"the usual, {nothing}",
+        "crop": f"the usual, {nothing}",
+        "mean": f"ImageNet's mean and std, {nothing}",
+        "std": f"ImageNet's mean and std, {nothing}",
+        "interpolation": f"the default, {nothing}",
+    }
+    parts: dict[str, Any] = {"resize": 256, "crop": (224, 224), **FALLBACK}
+    if source.preprocessing is not None:
+        told = [name for name in _PARTS if name not in source.undeclared]
+        parts |= {name: getattr(source.preprocessing, name) for name in told}
+        origins |= dict.fromkeys(told, source.declared_by)
+    return parts, origins
+
+
+def _sized(
+    source: ModelSource, data: ImageData, image_size: int | None, declared: Mapping[str, Any]
+) -> tuple[int, int, str] | None:
+    """Resize, crop and the reason, where the declared size is not the one to take."""
     if image_size is not None:
         source.check_size(image_size)
-        return sized(round(image_size * base.resize / min(base.crop)), image_size)
-    if declared_by_user:
-        return base
+        resize = round(image_size * declared["resize"] / min(declared["crop"]))
+        return resize, image_size, f"your image size of {image_size}"
     small = data.native_size is not None and data.native_size[0] == data.native_size[1] <= 64
-    if small and data.native_size is not None:
-        side = source.legal_size(DIGITS_SIDE if data.name == "digits" else data.native_size[0])
-        return sized(side, side)
-    return base
+    declared_by_user = source.origin == "user" and source.preprocessing is not None
+    if not small or data.native_size is None or declared_by_user or source.only_size is not None:
+        return None
+    native = DIGITS_SIDE if data.name == "digits" else data.native_size[0]
+    side = source.legal_size(native)
+    why = f"digits scaled to {side}x{side}" if data.name == "digits" else f"the data's images are {native}x{native}"
+    return side, side, why if side == native or data.name == "digits" else f"{why}, the network needs {side}x{side}"
+
+
+def _size(sides: tuple[int, int]) -> str:
+    return "x".join(map(str, sides))
+
+
+def _listed(numbers: tuple[float, ...]) -> str:
+    return ",".join(f"{number:.4g}" for number in numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from optimize.context import Context
 from optimize.data.formats.base import open_data
 from optimize.listener import Listener
 from optimize.measure.machine import resolve_device
-from optimize.models.checkpoint import Checkpoint, download_weights, read_checkpoint
-from optimize.models.preprocessing import default_preprocessing
-from optimize.models.source import ModelSource, resolve_model
+from optimize.models.checkpoint import Checkpoint, read_checkpoint
+from optimize.models.preprocessing import Wish, choose_preprocessing
+from optimize.models.resolve import resolve_model, with_checkpoint, with_named_weights
+from optimize.models.source import ModelSource
 from optimize.run.session import Session
 from optimize.store.objects import Store
 from serve.runtime.errors import UserError
@@ -31,6 +33,7 @@ class Job:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         image_size: side of the network's input in pixels; None leaves it to model and data.
         weights: name of torchvision's own weights, such as ``DEFAULT``.
+        preprocessing: what images go through that model and data do not ask for.
         run: the run's name; the model's by default.
         trust_checkpoint: let the checkpoint's pickle run code.
         seed: of every random choice.
@@ -45,6 +48,7 @@ class Job:
     device: str = "auto"
     image_size: int | None = None
     weights: str | None = None
+    preprocessing: Wish | None = None
     run: str | None = None
     trust_checkpoint: bool = False
     seed: int = 0
@@ -53,16 +57,25 @@ class Job:
 
 @dataclass(frozen=True)
 class Opened:
-    """A job whose parts were found and fit: the session, the run's name, and the weights if there are any."""
+    """A job whose parts were found and fit: the session, the run's name, and the weights if there are any.
+
+    ``preprocessing_origins`` says in words where each part of the preprocessing came from.
+    """
 
     session: Session
     run: str
     checkpoint: Checkpoint | None
     origin: Path | None
+    preprocessing_origins: Mapping[str, str]
 
 
-def open_job(job: Job, listener: Listener) -> Opened:
+def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened:
     """Find and check everything that a job names.
+
+    Args:
+        job: what the user asks for.
+        listener: told in one line what was found, and which preprocessing is used, by whose word.
+        recipe: the preprocessing that the recipe asks for; the job's goes before it.
 
     Raises:
         UserError: something is missing, unreadable, or does not fit.
@@ -75,22 +88,28 @@ def open_job(job: Job, listener: Listener) -> Opened:
         )
     if job.checkpoint is not None and job.weights is not None:
         raise UserError("--checkpoint and --weights are both given; the weights can come from one of them only")
-    checkpoint, origin = _checkpoint(job, source)
+    source, checkpoint, origin = _with_weights(job, source)
     data = open_data(job.data, seed=job.seed)
-    preprocessing = default_preprocessing(source, data, job.image_size)
+    wishes = [wish for wish in (recipe, job.preprocessing) if wish is not None]
+    chosen = choose_preprocessing(source, data, job.image_size, wishes)
+    preprocessing = chosen.preprocessing
     context = Context(data, preprocessing, device, job.seed, listener)
     store = Store(job.store)
     listener.said(
         f"{source.name} on {data.name}: {len(data.classes)} classes, {len(data.train)} training and "
-        f"{len(data.val)} validation images, input {'x'.join(map(str, preprocessing.shape))}, {device}"
+        f"{len(data.val)} validation images, input {'x'.join(map(str, preprocessing.shape))}, {device}; "
+        f"preprocessing: {chosen}"
     )
     session = Session(store, source, context, lambda name: listener.said(f"{name}: another run is making it"))
-    return Opened(session, job.run or source.name, checkpoint, origin)
+    return Opened(session, job.run or source.name, checkpoint, origin, chosen.origins)
 
 
-def _checkpoint(job: Job, source: ModelSource) -> tuple[Checkpoint | None, Path | None]:
+def _with_weights(job: Job, source: ModelSource) -> tuple[ModelSource, Checkpoint | None, Path | None]:
+    """The source as its weights want it, the weights, and where they come from, for messages."""
     if job.weights is not None:
-        return download_weights(source, job.weights), Path(f"torchvision's {job.weights}")
+        source, checkpoint = with_named_weights(source, job.weights)
+        return source, checkpoint, Path(f"torchvision's {job.weights}")
     if job.checkpoint is not None:
-        return read_checkpoint(job.checkpoint, trust_pickle=job.trust_checkpoint), job.checkpoint
-    return None, None
+        checkpoint = read_checkpoint(job.checkpoint, trust_pickle=job.trust_checkpoint)
+        return with_checkpoint(source, checkpoint), checkpoint, job.checkpoint
+    return source, None, None

@@ -17,6 +17,7 @@ from optimize.errors import NotApplicableError, PassError
 from optimize.listener import Listener
 from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
+from optimize.models.preprocessing import Wish
 from optimize.report.page import plot, write_html
 from optimize.run.job import Job, Opened, open_job
 from optimize.run.publishing import publish
@@ -49,8 +50,9 @@ def run(job: Job, listener: Listener) -> Outcome:
         PipelineError: the baseline cannot be made; another stage that fails is reported as skipped instead.
     """
     started = time.perf_counter()
-    recipe = load_recipe(job.recipe or DEFAULT_RECIPE)
-    opened = open_job(job, listener)
+    path = job.recipe or DEFAULT_RECIPE
+    recipe = load_recipe(path)
+    opened = open_job(job, listener, Wish(recipe.preprocessing, f"preprocessing.{{}} in {path.name}"))
     session, context = opened.session, opened.session.context
     folder = job.store / opened.run
     with session.store.in_use():
@@ -62,7 +64,7 @@ def run(job: Job, listener: Listener) -> Outcome:
             "run": opened.run,
             "model": job.model,
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "data": _describe(context),
+            "data": {**_describe(context), "preprocessing_origin": dict(opened.preprocessing_origins)},
             "machine": machine(context.device),
             "device": context.device.type,
             "versions": versions(),

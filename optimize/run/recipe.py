@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from optimize.measure.latency import Timing
 from optimize.measure.references import REFERENCES
+from optimize.models.preprocessing import PreprocessingConfig
 from optimize.passes.base import Pass, find_pass, passes
 from optimize.training.loop import TrainingConfig
 from serve.config import Config, faults
@@ -61,6 +62,7 @@ class Recipe:
     baseline: TrainingConfig
     measure: Timing
     recommend: Recommend
+    preprocessing: PreprocessingConfig
 
 
 class _Node:
@@ -150,12 +152,13 @@ def _parse(text: str) -> Recipe:
         raise _Fault(1, "not valid YAML: nested without end") from None
     if root is None:
         raise _Fault(1, "the recipe is empty; it needs a list of stages")
-    fields = root.mapping("the recipe", ("stages", "baseline", "measure", "recommend"))
+    fields = root.mapping("the recipe", ("stages", "baseline", "preprocessing", "measure", "recommend"))
     return Recipe(
         stages=_stages(fields.get("stages"), root.line),
         baseline=_config(TrainingConfig, fields.get("baseline"), "baseline"),
         measure=_config(Timing, fields.get("measure"), "measure"),
         recommend=_config(Recommend, fields.get("recommend"), "recommend"),
+        preprocessing=_config(PreprocessingConfig, fields.get("preprocessing"), "preprocessing"),
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from optimize.context import Context
 from optimize.data.formats.base import open_data
 from optimize.data.records import ImageData
-from optimize.models.source import resolve_model
+from optimize.models.resolve import resolve_model
 from optimize.passes.base import find_pass
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact

@@ -17,7 +17,7 @@ from optimize.data.records import ImageData
 from optimize.measure.bench import Bench
 from optimize.measure.latency import Timing
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.source import resolve_model
+from optimize.models.resolve import resolve_model
 from optimize.passes.fuse import Fuse
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from optimize.models.checkpoint import Checkpoint, download_weights, head_size, load_into, read_checkpoint
-from optimize.models.source import resolve_model
+from optimize.models.checkpoint import Checkpoint, load_into, read_checkpoint
+from optimize.models.resolve import resolve_model, with_named_weights
 from serve.runtime.errors import UserError
 
 PREFIXES = st.lists(st.sampled_from(["module.", "_orig_mod."]), max_size=4).map("".join)
@@ -348,14 +348,9 @@ def test_a_model_that_checks_its_versions_loads_with_and_without_them(tmp_path):
         assert_same(other.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "squeezenet1_1", "shufflenet_v2_x0_5"])
-def test_head_size_is_the_number_of_classes(name):
-    assert head_size(checkpoint_of(resolve_model(name).build(37).state_dict())) == 37
-
-
 def test_a_wrong_name_of_weights_lists_the_right_ones():
     with pytest.raises(UserError, match=r"no weights 'IMAGENET'.*DEFAULT, IMAGENET1K_V1"):
-        download_weights(resolve_model("resnet18"), "IMAGENET")
+        with_named_weights(resolve_model("resnet18"), "IMAGENET")
 
 
 def test_weights_are_taken_from_torchs_cache_without_a_network(tmp_path, monkeypatch):
@@ -368,7 +363,7 @@ def test_weights_are_taken_from_torchs_cache_without_a_network(tmp_path, monkeyp
     file = tmp_path / "checkpoints" / SqueezeNet1_1_Weights.DEFAULT.url.rsplit("/", 1)[1]
     model = source.build(1000)
     torch.save(model.state_dict(), file)
-    assert_same(download_weights(source, "DEFAULT").state, model.state_dict())
+    assert_same(with_named_weights(source, "DEFAULT")[1].state, model.state_dict())
 
 
 def test_without_a_network_the_message_says_where_the_file_would_have_to_be(tmp_path, monkeypatch):
@@ -380,4 +375,4 @@ def test_without_a_network_the_message_says_where_the_file_would_have_to_be(tmp_
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
     with pytest.raises(UserError, match=re.escape(f"must lie at {tmp_path}/checkpoints/resnet18-")):
-        download_weights(resolve_model("resnet18"), "DEFAULT")
+        with_named_weights(resolve_model("resnet18"), "DEFAULT")

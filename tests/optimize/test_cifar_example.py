@@ -13,8 +13,8 @@ import torch
 from optimize.data.formats.base import open_data
 from optimize.data.loading import loader
 from optimize.models.checkpoint import load_into, read_checkpoint
-from optimize.models.preprocessing import default_preprocessing
-from optimize.models.source import resolve_model
+from optimize.models.preprocessing import choose_preprocessing
+from optimize.models.resolve import resolve_model
 from serve.runtime import images
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def test_the_published_checkpoint_reaches_81_percent_on_the_re_encoded_test_imag
     source = resolve_model(EXAMPLE)
     model = source.build(len(data.classes)).eval()
     load_into(model, read_checkpoint(SHARED / "cifar10-resnet20.th"), SHARED / "cifar10-resnet20.th")
-    preprocessing = default_preprocessing(source, data)
+    preprocessing = choose_preprocessing(source, data).preprocessing
     right = seen = 0
     with torch.inference_mode():
         for split in (data.train, data.val):  # without a train/ beside it, test/ is split; all of it counts

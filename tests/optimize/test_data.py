@@ -19,8 +19,9 @@ from optimize.data.formats.base import open_data
 from optimize.data.loading import decoded, loader
 from optimize.data.records import ImageData, Split
 from optimize.data.splits import subset
-from optimize.models.preprocessing import default_preprocessing
-from optimize.models.source import ModelSource, resolve_model
+from optimize.models.preprocessing import choose_preprocessing
+from optimize.models.resolve import resolve_model
+from optimize.models.source import ModelSource
 from serve.runtime import images
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
@@ -259,7 +260,7 @@ DIGITS, CIFAR, PHOTOS = data_of("digits", (8, 8)), data_of("cifar10", (32, 32)),
 )
 def test_the_size_follows_model_data_and_wish(model, data, image_size, expected):
     source = resolve_model(model)
-    preprocessing = default_preprocessing(source, data, image_size)
+    preprocessing = choose_preprocessing(source, data, image_size).preprocessing
     assert size_of(preprocessing) == expected
     assert (preprocessing.mean, preprocessing.std, preprocessing.interpolation) == (
         source.preprocessing.mean,
@@ -271,19 +272,21 @@ def test_the_size_follows_model_data_and_wish(model, data, image_size, expected)
 def test_a_users_declaration_wins_over_the_data_and_its_proportion_is_kept():
     declared = Preprocessing(40, (32, 32), (0.5,) * 3, (0.25,) * 3, "bicubic")
     source = ModelSource("m.py:net", "net", "0", declared)
-    assert default_preprocessing(source, DIGITS) == declared
-    assert default_preprocessing(source, PHOTOS, 64) == Preprocessing(80, (64, 64), (0.5,) * 3, (0.25,) * 3, "bicubic")
+    assert choose_preprocessing(source, DIGITS).preprocessing == declared
+    assert choose_preprocessing(source, PHOTOS, 64).preprocessing == Preprocessing(
+        80, (64, 64), (0.5,) * 3, (0.25,) * 3, "bicubic"
+    )
 
 
 def test_a_user_who_declares_nothing_gets_imagenets_numbers_at_the_datas_size():
     source = ModelSource("m.py:net", "net", "0", None)
-    assert default_preprocessing(source, CIFAR) == Preprocessing(32, (32, 32))
-    assert default_preprocessing(source, PHOTOS) == Preprocessing(256, (224, 224))
+    assert choose_preprocessing(source, CIFAR).preprocessing == Preprocessing(32, (32, 32))
+    assert choose_preprocessing(source, PHOTOS).preprocessing == Preprocessing(256, (224, 224))
 
 
 def test_a_size_that_the_network_cannot_take_is_refused():
     with pytest.raises(UserError, match="96 or 112"):
-        default_preprocessing(resolve_model("vit_b_16"), PHOTOS, 100)
+        choose_preprocessing(resolve_model("vit_b_16"), PHOTOS, 100)
 
 
 def test_paths_and_bytes_give_the_same_pixels(tmp_path):

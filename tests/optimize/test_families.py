@@ -18,8 +18,8 @@ from optimize.context import Context
 from optimize.data.loading import decoded
 from optimize.data.splits import subset
 from optimize.models.checkpoint import read_checkpoint
-from optimize.models.preprocessing import default_preprocessing
-from optimize.models.source import resolve_model
+from optimize.models.preprocessing import choose_preprocessing
+from optimize.models.resolve import resolve_model
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
@@ -34,7 +34,7 @@ from .workbench import CPU
 @pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "convnext_tiny"])
 def test_a_family_keeps_its_answers_through_fuse_ptq_and_int8_onnx(name: str, digits, tmp_path: Path) -> None:
     source = resolve_model(name)
-    preprocessing = default_preprocessing(source, digits)
+    preprocessing = choose_preprocessing(source, digits).preprocessing
     context = Context(digits, preprocessing, CPU)
     pixels = decoded(subset(digits.val, 24), preprocessing)
     inputs = normalise(pixels, preprocessing, CPU, torch.float32)

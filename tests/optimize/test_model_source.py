@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchvision
 
-from optimize.models.source import resolve_model
+from optimize.models.resolve import resolve_model
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
 
@@ -184,12 +184,18 @@ def test_declared_preprocessing_is_taken(write):
     [
         ("[1]", "must be a dict"),
         ('{"resize": 32}', "lacks 'crop'"),
-        ('{"resize": 32, "crop": [32, 32], "size": 1}', "unknown key 'size'"),
-        ('{"resize": 32, "crop": [32]}', "sizes must be positive"),
-        ('{"resize": "32", "crop": 32}', "whole numbers"),
-        ('{"resize": 32, "crop": None}', "not usable"),
-        ('{"resize": 32, "crop": 32, "std": [0, 0, 0], "mean": [0, 0, 0]}', "std must be positive"),
-        ('{"resize": 32, "crop": 32, "mean": ["a"], "std": [1]}', "not usable"),
+        (
+            '{"resize": 32, "crop": [32, 32], "size": 1}',
+            r"PREPROCESSING\['size'\]: unknown.*known are resize, crop",
+        ),
+        ('{"resize": 32, "crop": [32, 32, 3]}', r"'crop'\]: must be whole pixels.*it is \[32, 32, 3\]"),
+        ('{"resize": 32.5, "crop": 32}', r"'resize'\]: must be a whole number.*it is 32.5"),
+        ('{"resize": 32, "crop": None}', "lacks 'crop'"),
+        ('{"resize": 32, "crop": 0}', r"'crop'\]: must be whole pixels"),
+        ('{"resize": 32, "crop": 32, "std": [0, 0, 0], "mean": [0, 0, 0]}', r"'std'\]: must be positive"),
+        ('{"resize": 32, "crop": 32, "mean": ["a"], "std": [1]}', r"'mean'\]: must be one number per channel"),
+        ('{"resize": 32, "crop": 32, "mean": [0.5]}', "need one number per channel"),
+        ('{"resize": 32, "crop": 48}', "crop 48x48 is larger than resize 32"),
         ('{"resize": 32, "crop": 32, "interpolation": "lanczos"}', "lanczos"),
     ],
 )

@@ -1,0 +1,148 @@
+"""torchvision's image classifiers: their builders, what their weights want to see, and those weights' files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+from torchvision import models
+
+from optimize.models.source import ModelSource
+from serve.runtime.card import Preprocessing
+from serve.runtime.errors import UserError, did_you_mean, first_line
+
+
+def torchvision_source(name: str) -> ModelSource:
+    """A torchvision classifier, with the preprocessing of its default weights.
+
+    Raises:
+        UserError: there is no such classifier; the nearest names are suggested.
+    """
+    known = models.list_models(module=models)
+    if name not in known:
+        if name in models.list_models():
+            raise UserError(f"{name} is a torchvision model, but not an image classifier of floating-point kind")
+        raise UserError(
+            f"there is no torchvision classifier {name!r}{did_you_mean(name, known)}; timm's are timm:NAME, "
+            "your own model is path/to/file.py:FACTORY or package.module:FACTORY"
+        )
+    weights = models.get_model_weights(name).DEFAULT
+    min_size, multiple = max(weights.meta.get("min_size", (1, 1))), 1
+    # What torchvision gives as min_size for these is the size of training, not what the network needs.
+    if name.startswith("vit_"):
+        min_size = multiple = int(name.rpartition("_")[2])
+    elif name.startswith("swin"):
+        min_size = 32  # five halvings of the side; windows are padded
+    elif name.startswith("maxvit"):
+        min_size = multiple = 224  # windows of 7 after five halvings, and no padding
+    return ModelSource(
+        reference=name,
+        name=name,
+        fingerprint=f"torchvision/{torchvision.__version__}/{name}",
+        preprocessing=_transforms(weights),
+        declared_by=f"torchvision's weights {weights.name}, the default ones",
+        min_size=min_size,
+        size_multiple=multiple,
+        origin="torchvision",
+        factory=functools.partial(_build, models.get_model_builder(name), name),
+    )
+
+
+def with_weights(source: ModelSource, weights: str) -> ModelSource:
+    """``source`` as those weights want it: their own transforms, and their one image size if they have one.
+
+    Args:
+        source: a torchvision classifier.
+        weights: ``DEFAULT`` or an entry's name, such as ``IMAGENET1K_V1``.
+
+    Raises:
+        UserError: there are no such weights; the message lists those that there are.
+    """
+    entry = _entry(source.name, weights)
+    # A ViT's position embedding has one row per patch of the images that it was trained on.
+    only = max(entry.meta["min_size"]) if source.name.startswith("vit_") else None
+    return dataclasses.replace(
+        source,
+        preprocessing=_transforms(entry),
+        declared_by=f"torchvision's weights {entry.name}",
+        only_size=only,
+    )
+
+
+def recognised(source: ModelSource, sha256: str) -> ModelSource:
+    """``source`` as the weights want it whose file has this SHA-256; unchanged if it is none of torchvision's files."""
+    for entry in models.get_model_weights(source.name):
+        digest = _digest(str(entry.url))
+        if digest is not None and sha256.startswith(digest):
+            found = with_weights(source, entry.name)
+            return dataclasses.replace(found, declared_by=f"{found.declared_by}, known by the checkpoint's SHA-256")
+    return source
+
+
+def download(source: ModelSource, weights: str) -> Path:
+    """The file of torchvision's own weights, from torch's cache or the network.
+
+    Raises:
+        UserError: there are no such weights, or they are not in the cache and cannot be downloaded.
+    """
+    url = str(_entry(source.name, weights).url)
+    path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urllib.parse.urlparse(url).path).name
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(path), _digest(url), progress=sys.stderr.isatty())
+        except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
+            raise UserError(
+                f"{source.name}: the weights {weights} cannot be downloaded ({first_line(error)}); "
+                f"without a network their file must lie at {path}"
+            ) from None
+    return path
+
+
+def _entry(name: str, weights: str) -> Any:
+    entries = models.get_model_weights(name)
+    if weights not in entries.__members__:
+        known = ", ".join(["DEFAULT", *(entry.name for entry in entries)])
+        raise UserError(f"{name} has no weights {weights!r}{did_you_mean(weights, list(entries.__members__))}: {known}")
+    return entries[weights]
+
+
+def _digest(url: str) -> str | None:
+    """The beginning of the file's SHA-256, which torch's hub puts into its name."""
+    found = re.search(r"-([a-f0-9]{8,})\.", url.rpartition("/")[2])
+    return found.group(1) if found else None
+
+
+def _transforms(weights: Any) -> Preprocessing:
+    presets = weights.transforms()
+    return Preprocessing(
+        resize=presets.resize_size[0],
+        crop=(presets.crop_size[0], presets.crop_size[0]),
+        mean=tuple(presets.mean),
+        std=tuple(presets.std),
+        interpolation=presets.interpolation.value,
+    )
+
+
+def _build(builder: Callable[..., nn.Module], name: str, num_classes: int, image_size: int | None) -> nn.Module:
+    options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
+    if name in ("googlenet", "inception_v3"):
+        # Auxiliary heads would make the training forward a tuple. torchvision's own weights were
+        # trained on inputs in [-1, 1]: their builder sets transform_input, which changes ImageNet's
+        # normalisation into that one, and so must we or such a checkpoint loses accuracy silently.
+        # Their own initialisation takes 5 s (truncated normals) and is on its way out upstream.
+        options |= {"aux_logits": False, "init_weights": False, "transform_input": True}
+    if image_size is not None and name.startswith("vit_"):
+        options["image_size"] = image_size
+    if image_size is not None and name.startswith("maxvit"):
+        options["input_size"] = (image_size, image_size)
+    return builder(**options)
