@@ -19,6 +19,7 @@ import serve
 from serve.config import Config
 from serve.runtime.budget import SERVING, Budget
 from serve.runtime.card import CARD_FILE, Card, load_card, read_card, write_card
+from serve.runtime.engines.base import engine_for
 from serve.runtime.errors import CardError, UserError, did_you_mean
 
 CONFIG_FILE = "model-config.yaml"
@@ -128,8 +129,8 @@ def build_archive(
     package = Path(serve.__file__).parent
     entries[HANDLER_FILE] = package / "handler.py"
     entries["serve/__init__.py"] = package / "__init__.py"
-    for source in (package / "runtime").glob("*.py"):
-        entries[f"serve/runtime/{source.name}"] = source
+    for source in (package / "runtime").rglob("*.py"):
+        entries[source.relative_to(package.parent).as_posix()] = source
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         _write_zip(destination, entries)
@@ -176,8 +177,9 @@ def model_config(card: Card, options: ServingOptions) -> str:
 
 
 def _files_to_serve(card: Card) -> list[str]:
-    """The model file and, where an ONNX graph keeps its weights beside it, those (``model.onnx.data``)."""
-    return sorted(name for name in card.files if name == card.file or name.startswith(f"{card.file}."))
+    """The model file and what its engine keeps beside it, such as an ONNX graph's ``model.onnx.data``."""
+    own = {card.file, *(f"{card.file}{ending}" for ending in engine_for(card).companions)}
+    return sorted(own & card.files.keys())
 
 
 def _card_bytes(card: Card) -> bytes:

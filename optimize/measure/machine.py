@@ -13,9 +13,10 @@ from typing import Any
 import psutil
 import torch
 
+from serve.runtime.engines.base import engines
 from serve.runtime.errors import UserError
 
-_LIBRARIES = ("torch", "torchvision", "onnx", "onnxruntime-gpu", "onnxruntime", "onnxscript", "numpy", "pillow")
+_LIBRARIES = ("torch", "torchvision", "onnx", "onnxscript", "numpy", "pillow")
 _ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16", "asimddp")
 
 
@@ -41,7 +42,8 @@ def resolve_device(wanted: str) -> torch.device:
 def versions() -> dict[str, str]:
     """Versions of the libraries that results depend on, of Python and of this project."""
     found = {"python": platform.python_version(), "optimize": project_version()}
-    for name in _LIBRARIES:
+    of_engines = [name for engine in engines().values() for name in engine.libraries]
+    for name in dict.fromkeys([*_LIBRARIES, *of_engines]):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

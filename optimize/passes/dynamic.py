@@ -18,7 +18,7 @@ from optimize.export.program import write_script
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
-from serve.runtime.engines import use_x86_kernels
+from serve.runtime.engines.torchscript import use_x86_kernels
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 

@@ -16,7 +16,7 @@ from optimize.export.trace import trace
 from optimize.quantization.qdq import reference_program
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
-from serve.runtime.engines import use_x86_kernels
+from serve.runtime.engines.torchscript import use_x86_kernels
 
 
 def trace_calls(module: nn.Module) -> fx.GraphModule:

@@ -126,5 +126,5 @@ def _remove(path: Path) -> None:
 def _serving_code() -> str:
     """SHA-256 of the code that an archive carries or is made by."""
     root = Path(handler.__file__).parent
-    files = [Path(handler.__file__), Path(archive.__file__), *sorted((root / "runtime").glob("*.py"))]
+    files = [Path(handler.__file__), Path(archive.__file__), *sorted((root / "runtime").rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

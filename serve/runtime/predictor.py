@@ -12,7 +12,7 @@ import torch
 
 from .budget import Budget
 from .card import Card, Preprocessing, load_card
-from .engines import Engine, open_engine
+from .engines.base import Engine, Opening, open_engine
 from .errors import Refusal
 from .images import normalise
 from .intake import take_in
@@ -79,9 +79,7 @@ class Predictor:
         self.card: Card = load_card(folder)
         self.max_batch = max_batch
         self.budget = budget or Budget()
-        self.engine: Engine = open_engine(
-            folder, self.card, torch.device(device), threads=threads, allow_fallback=allow_fallback
-        )
+        self.engine: Engine = open_engine(folder, self.card, Opening(torch.device(device), threads, allow_fallback))
         self.device = self.engine.device
         self.timings = Timings()
         self._dtype: torch.dtype = getattr(torch, self.card.input_dtype)

@@ -17,7 +17,8 @@ from optimize.errors import NotApplicableError, PassError
 from optimize.export.program import write_program
 from optimize.passes.dynamic import DYNAMIC, Dynamic
 from optimize.passes.half import HALF, Half
-from serve.runtime.engines import open_engine, use_x86_kernels
+from serve.runtime.engines.base import Opening, open_engine
+from serve.runtime.engines.torchscript import use_x86_kernels
 from serve.runtime.errors import EngineError
 from serve.runtime.program_file import load_program
 
@@ -40,7 +41,7 @@ def test_fp16_is_stored_in_fp16_and_labelled_for_cuda(trained, made):
     card = artifact.card
     assert (card.precision, card.input_dtype, card.device) == ("float16", "float16", "cuda")
     with pytest.raises(EngineError, match="runs on cuda only"):
-        open_engine(artifact.folder, card, CPU)
+        open_engine(artifact.folder, card, Opening(CPU))
 
 
 def test_the_fp16_program_holds_the_parents_weights_rounded(trained, made):
@@ -88,7 +89,7 @@ def test_the_half_program_agrees_with_its_parent_on_cuda(dtype, session, trained
     cuda = torch.device("cuda")
     on_cuda = dataclasses.replace(session, context=dataclasses.replace(digits_context, device=cuda))
     artifact = on_cuda.apply(trained, Half(dtype=dtype), f"half-{dtype}").artifact
-    engine = open_engine(artifact.folder, artifact.card, cuda)
+    engine = open_engine(artifact.folder, artifact.card, Opening(cuda))
     batch = digits_context.example(16)
     with torch.no_grad():
         logits = engine.run(batch.to(cuda, getattr(torch, dtype)))
@@ -104,7 +105,7 @@ def test_the_half_program_agrees_with_its_parent_on_cuda(dtype, session, trained
 @NEEDS_GPU
 def test_the_fp16_graph_agrees_with_its_parent_on_cuda(trained, made, digits_context):
     artifact = made("onnx-half")
-    engine = open_engine(artifact.folder, artifact.card, torch.device("cuda"))
+    engine = open_engine(artifact.folder, artifact.card, Opening(torch.device("cuda")))
     batch = digits_context.example(16)
     with torch.no_grad():
         logits, wanted = engine.run(batch.cuda()).cpu(), trained.module()(batch)
@@ -210,10 +211,10 @@ sys.path.insert(0, {root!r})
 import torch
 from pathlib import Path
 from serve.runtime.card import load_card
-from serve.runtime.engines import open_engine
+from serve.runtime.engines.base import open_engine, Opening
 folder = Path({folder!r})
 card = load_card(folder)
-engine = open_engine(folder, card, torch.device("cpu"))
+engine = open_engine(folder, card, Opening(torch.device("cpu")))
 batch = torch.load({batch!r}).to(getattr(torch, card.input_dtype))
 torch.save(engine.run(batch).detach().float(), {out!r})
 assert not [name for name in sys.modules if "tiny_net" in name or name.split(".")[0] in ("optimize", "tests")]

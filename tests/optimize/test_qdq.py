@@ -19,7 +19,7 @@ from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.qdq import lint
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE
-from serve.runtime.engines import use_x86_kernels
+from serve.runtime.engines.torchscript import use_x86_kernels
 from serve.runtime.program_file import load_program
 
 from .workbench import noise_context, packed_weights, parent_of, quantizers, run, with_running_statistics

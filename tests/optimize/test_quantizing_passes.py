@@ -22,7 +22,7 @@ from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.targets import Target, x86_target
 from optimize.training.loop import TrainingConfig
-from serve.runtime.engines import use_x86_kernels
+from serve.runtime.engines.torchscript import use_x86_kernels
 from serve.runtime.images import normalise
 
 from .workbench import (

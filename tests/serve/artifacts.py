@@ -73,7 +73,7 @@ def int8(folder: Path) -> Path:
     from torch.ao.quantization import get_default_qconfig_mapping
     from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 
-    from serve.runtime.engines import use_x86_kernels
+    from serve.runtime.engines.torchscript import use_x86_kernels
 
     folder.mkdir(parents=True)
     use_x86_kernels()

@@ -22,7 +22,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from serve.runtime.card import load_card
-from serve.runtime.engines import open_engine
+from serve.runtime.engines.base import Opening, open_engine
 from serve.runtime.errors import EngineError
 from serve.runtime.onnx_file import external_files
 from serve.runtime.predictor import Predictor
@@ -399,7 +399,7 @@ def test_a_graph_that_reads_what_its_card_does_not_name_is_refused(location: str
     (folder / "model.onnx").write_bytes(model_of(graph).SerializeToString())
     artifacts.write_artifact(folder, "x", "onnx", "model.onnx", extra=("named.bin",))
     with pytest.raises(EngineError, match="which is not one of the card's files"):
-        open_engine(folder, load_card(folder), CPU)
+        open_engine(folder, load_card(folder), Opening(CPU))
 
 
 def test_a_graph_may_keep_tensors_in_a_file_that_the_card_names(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_a_graph_may_keep_tensors_in_a_file_that_the_card_names(tmp_path: Path) 
     graph.node[0].CopyFrom(helper.make_node("Add", ["x", "w"], ["y"]))
     (folder / "model.onnx").write_bytes(model_of(graph).SerializeToString())
     artifacts.write_artifact(folder, "x", "onnx", "model.onnx", extra=("model.onnx.data",))
-    assert open_engine(folder, load_card(folder), CPU).run(torch.ones(4)).tolist() == [1, 2, 3, 4]
+    assert open_engine(folder, load_card(folder), Opening(CPU)).run(torch.ones(4)).tolist() == [1, 2, 3, 4]
 
 
 @settings(max_examples=200, deadline=None)
