@@ -102,7 +102,7 @@ class Variant:
         for number, (picture, outcome) in enumerate(zip(pictures, outcomes, strict=True)):
             if not isinstance(outcome, list):
                 which = str(picture) if isinstance(picture, str | Path) else f"image {number}"
-                raise UserError(f"{which}: {outcome}")
+                raise UserError(f"{which}: {outcome.message}")
             answers.append(outcome)
         return answers[0] if single else answers
 
