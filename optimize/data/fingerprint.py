@@ -1,63 +1,106 @@
-"""What identifies a data set (a hash over every image, label and split), and what can be read off its images."""
+"""What identifies the images of a split: a hash that is the same wherever they lie, and follows every change.
+
+Two kinds, and the kind says which:
+
+- ``content``, of splits of at most `CONTENT_LIMIT` bytes: the label and every byte of every image, in order. Names
+  and places do not count.
+- ``sample``, of larger ones: the label, the path below the data set's folder and the size in bytes of every image,
+  in order, and every byte of `SAMPLE` images at equal distances. An image that is replaced by another one of the
+  same size, and is not among those, goes unnoticed.
+
+Neither holds times of change, which a copy does not keep. An image that cannot be read counts as such.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import os
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-from optimize.data.records import Augmentation, ImageData, Split, read_source
-from serve.runtime import images
-from serve.runtime.errors import ImageError, UserError
+from optimize.data.sources import Files, Selected, Source
 
-#: Above this many bytes, files are fingerprinted by size and time of change instead of content.
-STAT_FINGERPRINT_ABOVE = 1 << 30
+#: Splits of at most this many bytes (1 GiB) are read whole.
+CONTENT_LIMIT = 1 << 30
 
+#: So many images of a larger one are read.
+SAMPLE = 1024
 
-def described(
-    name: str, classes: tuple[str, ...], splits: tuple[Split, Split], augment: Augmentation, root: Path | None = None
-) -> ImageData:
-    """Complete a data set with what can be read off its images."""
-    train, val = splits
-    data = ImageData(name, classes, train, val, "", "content", augment, _native_size(train))
-    digest, kind = _fingerprint(data, root)
-    return replace(data, fingerprint=digest, fingerprint_kind=kind)
+#: Stands for the size of a file that cannot be looked at.
+NO_SIZE = -1
 
 
-def _native_size(split: Split) -> tuple[int, int] | None:
-    """``(height, width)`` that 16 images, spread over the split, all have; None if they differ."""
-    sizes = set()
-    for index in torch.linspace(0, len(split) - 1, min(16, len(split))).long().tolist():
-        source = split.sources[index]
+@dataclass(frozen=True)
+class Fingerprint:
+    """SHA-256 in hexadecimal, and what it covers: see the module."""
+
+    digest: str
+    kind: Literal["content", "sample"]
+
+    def part(self, rows: npt.NDArray[np.integer[Any]]) -> Fingerprint:
+        """That of the images at ``rows``, in that order, of what this is the fingerprint of."""
+        chosen = rows.astype("<i8").tobytes()
+        return Fingerprint(hashlib.sha256(f"{self.digest} part ".encode() + chosen).hexdigest(), self.kind)
+
+
+def fingerprint(
+    sources: Sequence[Source], labels: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64] | None = None
+) -> Fingerprint:
+    """Fingerprint images and their labels, in their order.
+
+    Args:
+        sources: the images.
+        labels: ``int64 (N,)``.
+        sizes: ``int64 (N,)``, their sizes in bytes or `NO_SIZE`, where they are known; else they are looked up.
+    """
+    sizes = np.fromiter(map(_size, sources), np.int64, len(sources)) if sizes is None else sizes
+    digest = hashlib.sha256(labels.astype("<i8").tobytes())
+    if int(sizes.clip(0).sum()) <= CONTENT_LIMIT:
+        for source in sources:
+            digest.update(_content(source))
+        return Fingerprint(digest.hexdigest(), "content")
+    digest.update(sizes.astype("<i8").tobytes())
+    for place in _places(sources):
+        digest.update(place + b"\0")
+    for row in np.linspace(0, len(sources) - 1, min(SAMPLE, len(sources))).astype(np.int64).tolist():
+        digest.update(_content(sources[row]))
+    return Fingerprint(digest.hexdigest(), "sample")
+
+
+def both(train: Fingerprint, val: Fingerprint) -> Fingerprint:
+    """That of a data set: of its two splits."""
+    digest = hashlib.sha256(f"{train.digest} {val.digest}".encode()).hexdigest()
+    return Fingerprint(digest, "content" if train.kind == val.kind == "content" else "sample")
+
+
+def _size(source: Source) -> int:
+    if isinstance(source, Path):
         try:
-            height, width = images.decode(read_source(source)).shape[-2:]
-        except (ImageError, MemoryError) as error:
-            where = "an image in memory" if isinstance(source, bytes) else source
-            raise UserError(f"{where}: {error}") from None
-        sizes.add((height, width))
-    return sizes.pop() if len(sizes) == 1 else None
+            return source.stat().st_size
+        except OSError:
+            return NO_SIZE
+    return len(source) if isinstance(source, bytes) else source.nbytes
 
 
-def _fingerprint(data: ImageData, root: Path | None) -> tuple[str, Literal["content", "stat"]]:
-    splits = (("train", data.train), ("val", data.val))
-    try:
-        stats = {source: source.stat() for _, split in splits for source in split.sources if isinstance(source, Path)}
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
-    by_stat = sum(stat.st_size for stat in stats.values()) > STAT_FINGERPRINT_ABOVE
-    digest = hashlib.sha256(repr(data.classes).encode("utf-8", "surrogateescape"))
-    above = f"{root}{os.sep}"
-    for title, split in splits:
-        for source, label in zip(split.sources, split.labels.tolist(), strict=True):
-            if isinstance(source, Path) and by_stat:
-                content = f"{stats[source].st_size} {stats[source].st_mtime_ns}"
-            else:
-                content = hashlib.sha256(read_source(source)).hexdigest()
-            # Cut as text: Path.relative_to takes longer than reading a small file.
-            place = str(source).removeprefix(above) if isinstance(source, Path) else ""
-            digest.update(f"{title}\0{place}\0{label}\0{content}\n".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest(), "stat" if by_stat else "content"
+def _content(source: Source) -> bytes:
+    """SHA-256 of an image's bytes; of one that cannot be read, as many zeros."""
+    if isinstance(source, Path):
+        try:
+            return hashlib.sha256(source.read_bytes()).digest()
+        except OSError:
+            return bytes(32)
+    if isinstance(source, bytes):
+        return hashlib.sha256(source).digest()
+    return hashlib.sha256(repr(source.shape).encode() + source.tobytes()).digest()
+
+
+def _places(sources: Sequence[Source]) -> Iterator[bytes]:
+    """Each file's path below its data set's folder, if that is known."""
+    whole, rows = (sources.whole, sources.rows) if isinstance(sources, Selected) else (sources, range(len(sources)))
+    if isinstance(whole, Files):
+        for row in rows:
+            yield whole.relative(int(row))

@@ -5,32 +5,27 @@ Training, calibration and measurement all read from here, so that each sees what
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from optimize.data.records import Split, read_source
+from optimize.data.pixels import Fitted, Told, cores, fitted, load
+from optimize.data.records import Split
 from optimize.data.splits import subset
-from serve.runtime import images
+from optimize.data.unreadable import NAMED, refused
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import ImageError, UserError
 
-#: A split whose fitted images need at most this many bytes is decoded once and kept in memory.
-MEMORY_LIMIT = 1 << 30
-
+#: How long others are looked for, in seconds, once there are too many unreadable images, so that all can be named.
+_SEARCH_SECONDS = 30.0
 
 _Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-# Both live as long as their split: a command opens its data once, and its passes share the pixels.
-_decoded: WeakKeyDictionary[Split, dict[Preprocessing, torch.Tensor]] = WeakKeyDictionary()
+_Numbered = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def loader(
@@ -42,6 +37,10 @@ def loader(
     shuffle: bool = False,
     seed: int = 0,
     limit: int | None = None,
+    skip_unreadable: float = 0.0,
+    remedy: str = "",
+    scratch: Path | None = None,
+    told: Told | None = None,
 ) -> Loader:
     """Batches of ``split``: ``uint8`` ``(N, C, H, W)`` images and ``int64`` ``(N,)`` labels, in host memory.
 
@@ -50,26 +49,33 @@ def loader(
         preprocessing: how bytes become pixels; normalising is left to ``images.normalise`` on the device.
         batch_size: images per batch; the last batch has what is left.
         device: where the batches will be used: for CUDA they lie in pinned memory.
-        shuffle: another order in each epoch, and no last batch of a single image, on which BatchNorm
-            in training cannot work.
+        shuffle: another order in each epoch, and no batch of a single image, on which BatchNorm in
+            training cannot work.
         seed: of the order, and of the subset.
         limit: read only so many images, drawn at random and stratified.
+        skip_unreadable: share of the images, in [0, 1], that may be unreadable: they are left out of their
+            batches and noted in ``left_out``.
+        remedy: ends the message about too many of them.
+        scratch: folder for pixels that memory does not hold; the user's cache folder by default.
+        told: called with the share that is done where all images are decoded before the first batch.
 
     Raises:
-        UserError: ``batch_size`` or ``limit`` is not positive; while iterating, an image cannot be decoded.
+        UserError: ``batch_size`` or ``limit`` is not positive; while iterating, too many images are unreadable, or all.
     """
     if batch_size < 1:
         raise UserError(f"the batch size must be at least 1, got {batch_size}")
     chosen = split if limit is None else subset(split, limit, seed)
-    return Loader(chosen, preprocessing, batch_size, device, shuffle, seed)
+    return Loader(chosen, preprocessing, batch_size, device, shuffle, seed, skip_unreadable, remedy, scratch, told)
 
 
 @dataclass(eq=False)
 class Loader:
     """Reads a split in batches, as often as wanted; made by `loader`.
 
-    A small split is decoded at first use by threads and kept; batches are then slices of one tensor.
-    A large one is decoded anew each epoch by worker processes that stay alive between epochs.
+    A small split is decoded at first use by threads and kept in memory, one that is read in order also in a
+    file. Any other is decoded anew each epoch by worker processes that stay alive between epochs.
+
+    ``left_out`` has the reason for each row that was unreadable so far.
     """
 
     split: Split
@@ -78,11 +84,17 @@ class Loader:
     device: torch.device
     shuffle: bool = False
     seed: int = 0
+    skip_unreadable: float = 0.0
+    remedy: str = ""
+    scratch: Path | None = None
+    told: Told | None = None
+    left_out: dict[int, str] = field(default_factory=dict)
     _streaming: tuple[DataLoader[Any], _Batches] | None = None
 
     def __len__(self) -> int:
-        """Number of batches."""
-        return len(self._indices(0))
+        """Number of batches; one in which no image is readable is left out when its turn comes."""
+        count, rest = divmod(len(self.split), self.batch_size)
+        return count + (rest > 0 and not (self.shuffle and rest == 1 and count > 0))
 
     def __iter__(self) -> Iterator[_Batch]:
         """The batches of epoch 0."""
@@ -90,144 +102,119 @@ class Loader:
 
     def epoch(self, number: int) -> Iterator[_Batch]:
         """The batches of one epoch; its order depends on the seed and on ``number`` alone."""
-        indices = self._indices(number)
-        if fits_in_memory(self.split, self.preprocessing):
-            return self._from_memory(indices)
-        return self._from_workers(indices)
+        return ((batch, labels) for _, batch, labels in self.numbered(number))
 
-    def _indices(self, number: int) -> list[torch.Tensor]:
-        count = len(self.split)
+    def numbered(self, number: int = 0) -> Iterator[_Numbered]:
+        """As `epoch`, each batch behind the rows of the split, ``int64 (N,)``, that it has."""
+        order = self._order(number)
+        # What is read in another order each time would be read from a disk in random order.
+        kept = fitted(self.split, self.preprocessing, self.scratch, disk=not self.shuffle, told=self.told)
+        batches = self._from_kept(order, kept) if kept is not None else self._from_workers(order)
+        found = False
+        for rows, batch in batches:
+            # A lone image has no variance, unless all batches are of one.
+            if not len(rows) or (self.shuffle and len(rows) == 1 and min(self.batch_size, len(self.split)) > 1):
+                continue
+            found = True
+            labels = self.split.labels.index_select(0, rows)
+            if self.device.type == "cuda":
+                yield rows, batch.pin_memory(), labels.pin_memory()
+            else:
+                yield rows, batch, labels
+        if not found and self.left_out:
+            raise self._refused()
+
+    def _order(self, number: int) -> torch.Tensor:
         if not self.shuffle:
-            return list(torch.split(torch.arange(count), self.batch_size)) if count else []
+            return torch.arange(len(self.split))
         # A plain sum would give seed 1 the order of seed 0, one epoch later.
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
-        batches = list(torch.split(torch.randperm(count, generator=generator), self.batch_size)) if count else []
-        return batches[:-1] if len(batches) > 1 and len(batches[-1]) == 1 else batches
+        return torch.randperm(len(self.split), generator=generator)
 
-    def _from_memory(self, indices: list[torch.Tensor]) -> Iterator[_Batch]:
-        pixels = decoded(self.split, self.preprocessing)
-        for chosen in indices:
-            if self.shuffle:
-                batch, labels = pixels.index_select(0, chosen), self.split.labels.index_select(0, chosen)
-            else:
-                window = slice(int(chosen[0]), int(chosen[-1]) + 1)
-                batch, labels = pixels[window], self.split.labels[window]
-            if self.device.type == "cuda":
-                batch, labels = batch.pin_memory(), labels.pin_memory()
-            yield batch, labels
+    def _from_kept(self, order: torch.Tensor, kept: Fitted) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self.left_out.update(kept.unreadable)
+        if len(self.left_out) > self._allowed:
+            raise self._refused()
+        bad = torch.zeros(len(self.split), dtype=torch.bool)
+        bad[list(kept.unreadable)] = True
+        for rows in _Batches(order, self.batch_size, len(self)).tensors():
+            good = rows[~bad[rows]] if kept.unreadable else rows
+            if len(good):
+                yield good, kept.read(good)
 
-    def _from_workers(self, indices: list[torch.Tensor]) -> Iterator[_Batch]:
+    def _from_workers(self, order: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if self._streaming is None:
-            batches = _Batches([])
+            batches = _Batches(order, self.batch_size, len(self))
             # On the CPU the network itself needs the cores.
-            workers = min(8, _cores()) if self.device.type == "cuda" else max(1, _cores() // 2)
+            workers = min(8, cores()) if self.device.type == "cuda" else max(1, cores() // 2)
             stream: DataLoader[Any] = DataLoader(
                 _Encoded(self.split, self.preprocessing),
                 batch_sampler=batches,
                 num_workers=workers,
                 collate_fn=_collate,
-                pin_memory=self.device.type == "cuda",
                 persistent_workers=True,
                 prefetch_factor=2,
             )
             self._streaming = (stream, batches)
         stream, batches = self._streaming
         # The sampler stays in this process, so that it can change under workers that stay alive.
-        batches.indices = indices
-        for item in stream:
-            if isinstance(item, str):
-                raise UserError(item)
-            yield item
+        batches.order = order
+        deadline = None
+        for good, images, faults in stream:
+            self.left_out.update(faults)
+            if len(self.left_out) > self._allowed:
+                deadline = deadline or time.monotonic() + _SEARCH_SECONDS
+                if len(self.left_out) > NAMED or time.monotonic() > deadline:
+                    raise self._refused(more=True)
+            elif images is not None:
+                yield torch.tensor(good), images
+        if deadline is not None:
+            raise self._refused()
+
+    @property
+    def _allowed(self) -> float:
+        return self.skip_unreadable * len(self.split)
+
+    def _refused(self, *, more: bool = False) -> UserError:
+        return refused(self.left_out, self.split.sources, self.remedy, more=more)
 
 
 class _Batches:
-    """A batch sampler whose batches are set from outside."""
+    """A batch sampler whose order is set from outside; a batch is cut from it when it is asked for."""
 
-    def __init__(self, indices: list[torch.Tensor]) -> None:
-        self.indices = indices
+    def __init__(self, order: torch.Tensor, batch_size: int, count: int) -> None:
+        self.order = order
+        self._size = batch_size
+        self._count = count
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return (self.order[self._size * n : self._size * (n + 1)] for n in range(self._count))
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (chosen.tolist() for chosen in self.indices)
+        return (rows.tolist() for rows in self.tensors())
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return self._count
 
 
 class _Encoded(Dataset[Any]):
     """Decodes in a worker. A fault is returned as text: raised there, it would arrive wrapped in a traceback."""
 
     def __init__(self, split: Split, preprocessing: Preprocessing) -> None:
-        self.split = split
+        self.sources = split.sources
         self.preprocessing = preprocessing
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | str:
+    def __getitem__(self, row: int) -> tuple[int, torch.Tensor | str]:
         try:
-            return _load(self.split.sources[index], self.preprocessing), self.split.labels[index]
-        except UserError as error:
-            return str(error)
+            return row, load(self.sources[row], self.preprocessing)
+        except ImageError as error:
+            return row, str(error)
 
 
-def _collate(items: Sequence[tuple[torch.Tensor, torch.Tensor] | str]) -> _Batch | str:
-    good = []
-    for item in items:
-        if isinstance(item, str):
-            return item
-        good.append(item)
-    return torch.stack([image for image, _ in good]), torch.stack([label for _, label in good])
-
-
-def fits_in_memory(split: Split, preprocessing: Preprocessing) -> bool:
-    """Whether the split's fitted images need at most `MEMORY_LIMIT` bytes."""
-    channels, height, width = preprocessing.shape
-    return len(split) * channels * height * width <= MEMORY_LIMIT
-
-
-def decoded(split: Split, preprocessing: Preprocessing) -> torch.Tensor:
-    """All of a split as ``uint8`` ``(N, C, H, W)``, decoded once and kept as long as ``split`` lives.
-
-    Raises:
-        UserError: a file cannot be read or is not a usable image; it is named.
-    """
-    kept = _decoded.setdefault(split, {})
-    if preprocessing not in kept:
-        # A caller who measures is in inference mode, whose tensors could not be trained on later; and the
-        # mode is a thread's own (torch 2.14), so that the pool's threads may not even write to them.
-        with torch.inference_mode(False):
-            pixels = torch.empty((len(split), *preprocessing.shape), dtype=torch.uint8)
-
-        def work(indices: range) -> None:
-            for index in indices:
-                pixels[index] = _load(split.sources[index], preprocessing)
-
-        chunks = [range(start, min(start + 64, len(split))) for start in range(0, len(split), 64)]
-        pool = ThreadPoolExecutor(max_workers=_decoding_threads(split))
-        try:
-            for _ in pool.map(work, chunks):
-                pass
-        finally:
-            pool.shutdown(cancel_futures=True)  # after a fault or Ctrl-C, the rest is not wanted
-        kept[preprocessing] = pixels
-    return kept[preprocessing]
-
-
-def _load(source: Path | bytes, preprocessing: Preprocessing) -> torch.Tensor:
-    try:
-        return images.load(read_source(source), preprocessing)
-    except (ImageError, MemoryError) as error:
-        where = "an image in memory" if isinstance(source, bytes) else source
-        raise UserError(f"{where}: {error}") from None
-
-
-def _decoding_threads(split: Split) -> int:
-    """One thread for thumbnails, whose decoding is mostly Python and so holds the GIL; else one a core.
-
-    Measured on 2 cores with 2 threads instead of one: photographs 1.65 times faster, CIFAR's 1 kB JPEGs
-    1.4 times slower.
-    """
-    sample = [read_source(source) for source in split.sources[:8]]
-    return min(8, _cores()) if sum(map(len, sample)) > len(sample) * 16_384 else 1
-
-
-def _cores() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _collate(
+    items: Sequence[tuple[int, torch.Tensor | str]],
+) -> tuple[list[int], torch.Tensor | None, dict[int, str]]:
+    """The rows that could be read, their images, and the reason for each that could not."""
+    good = [(row, image) for row, image in items if isinstance(image, torch.Tensor)]
+    faults = {row: fault for row, fault in items if isinstance(fault, str)}
+    return [row for row, _ in good], torch.stack([image for _, image in good]) if good else None, faults

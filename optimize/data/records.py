@@ -1,32 +1,34 @@
-"""What a data set is: encoded images (a file or its bytes), labels, two splits, and what is known of them."""
+"""What a data set is: images, labels, two splits, and what is known of them."""
 
 from __future__ import annotations
 
-import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from functools import cached_property
+from typing import Literal
 
-import numpy as np
 import torch
-from PIL import Image
 
-from serve.runtime.errors import UserError
+from optimize.data.fingerprint import Fingerprint, both, fingerprint
+from optimize.data.sources import Source
+from serve.runtime.card import Preprocessing
 
 Augmentation = Literal["none", "shift", "shift+flip"]
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Encoded images and their labels. Compared by identity, so that it can key a cache.
+    """Images and their labels. Compared by identity, so that it can key a cache.
 
     Attributes:
-        sources: a file or its bytes for each image.
+        sources: a file, its bytes or finished pixels for each image; see `optimize.data.sources`.
         labels: int64 of shape ``(N,)``, indices of classes.
+        known: the fingerprint, where it is known already.
     """
 
-    sources: tuple[Path | bytes, ...]
+    sources: Sequence[Source]
     labels: torch.Tensor
+    known: Fingerprint | None = None
 
     def __post_init__(self) -> None:
         if self.labels.shape != (len(self.sources),) or self.labels.dtype != torch.int64:
@@ -38,48 +40,49 @@ class Split:
     def __len__(self) -> int:
         return len(self.sources)
 
+    @cached_property
+    def identity(self) -> Fingerprint:
+        """What its images and labels are identified by; taken once."""
+        return self.known or fingerprint(self.sources, self.labels.numpy())
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over its images and labels; what it covers is said by ``identity.kind``."""
+        return self.identity.digest
+
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
     """A classification data set.
+
+    What was trained or calibrated depends on ``train.fingerprint``, an accuracy on ``val.fingerprint``.
 
     Attributes:
         name: short name, for reports.
         classes: label of each class index.
         train: images to train and calibrate with.
         val: images to measure with, none of them in ``train``.
-        fingerprint: SHA-256 over every image, its label and its split.
-        fingerprint_kind: ``content`` if files' bytes were hashed, ``stat`` if only their sizes and times.
         augment: which random changes keep an image's label true.
         native_size: ``(height, width)`` in pixels if all of a sample of the images share it.
+        preferred_side: side in pixels that the images are scaled to for a network that asks for none; None: their own.
+        preprocessing: what was done to the images already, whose sources then are pixels; None: nothing yet.
     """
 
     name: str
     classes: tuple[str, ...]
     train: Split
     val: Split
-    fingerprint: str
-    fingerprint_kind: Literal["content", "stat"]
     augment: Augmentation
     native_size: tuple[int, int] | None
+    preferred_side: int | None = None
+    preprocessing: Preprocessing | None = None
 
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over both splits."""
+        return both(self.train.identity, self.val.identity).digest
 
-def read_source(source: Path | bytes) -> bytes:
-    """An image's encoded bytes.
-
-    Raises:
-        UserError: its file cannot be read.
-    """
-    if isinstance(source, bytes):
-        return source
-    try:
-        return source.read_bytes()
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read ({error.strerror})") from None
-
-
-def png(pixels: np.ndarray[Any, Any]) -> bytes:
-    """``uint8 (H, W)`` or ``(H, W, 3)`` as an encoded image: what a `Split` holds of images that lie in memory."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
+    @property
+    def fingerprint_kind(self) -> Literal["content", "sample"]:
+        """``content`` if every byte of every image counts, ``sample`` if not; see `optimize.data.fingerprint`."""
+        return both(self.train.identity, self.val.identity).kind

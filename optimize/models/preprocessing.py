@@ -20,9 +20,6 @@ from serve.config import Config, faults
 from serve.runtime.card import Interpolation, Preprocessing
 from serve.runtime.errors import CardError, UserError
 
-#: Side in pixels that the 8x8 digits are scaled to for a network that does not ask for another.
-DIGITS_SIDE = 64
-
 #: What a model gets that declares nothing, size apart: ImageNet's statistics.
 FALLBACK: Mapping[str, Any] = {
     name: Preprocessing.__dataclass_fields__[name].default for name in ("mean", "std", "interpolation")
@@ -176,13 +173,16 @@ def choose_preprocessing(
 
     Mean, std and interpolation are what the model declares, or ImageNet's. The size is, first that
     applies: ``image_size``, with ``resize`` in the declared proportion to the crop; a user's own
-    declaration, and that of weights that fix it; for ``digits`` `DIGITS_SIDE`, and for other square images of up
-    to 64 pixels their own size, each raised to what the network can take; a library's declaration; 224 out of
-    256. What ``wishes`` give goes before all of these, the later of them before the earlier.
+    declaration, and that of weights that fix it; the side that the data prefers, or for square images of up to 64
+    pixels their own size, each raised to what the network can take; a library's declaration; 224 out of 256.
+    What ``wishes`` give goes before all of these, the later of them before the earlier. Of images that are prepared
+    already, it is what was done to them.
 
     Raises:
         UserError: the network cannot take the size (the nearest legal one is named), or the parts do not fit together.
     """
+    if data.preprocessing is not None:
+        return _prepared(source, data, data.preprocessing, image_size, wishes)
     parts, origins = _declared(source)
     if (sized := _sized(source, data, image_size, parts)) is not None:
         resize, side, why = sized
@@ -213,6 +213,27 @@ def choose_preprocessing(
         ) from None
 
 
+def _prepared(
+    source: ModelSource, data: ImageData, done: Preprocessing, image_size: int | None, wishes: Iterable[Wish]
+) -> ChosenPreprocessing:
+    """What was done to the images already; nobody can ask for anything else."""
+    parts = {name: getattr(done, name) for name in _PARTS}
+    asked = [
+        (wish.spelled.format(name), value, parts[name])
+        for wish in wishes
+        for name, value in wish.config.given().items()
+    ]
+    asked += [("image size", (image_size, image_size), done.crop)] if image_size is not None else []
+    for spelled, wanted, there in asked:
+        if wanted != there:
+            raise UserError(
+                f"the images of {data.name} are prepared already, with {there}; {spelled} cannot be {wanted}"
+            )
+    for side in sorted(set(done.crop)):
+        source.check_size(side)
+    return ChosenPreprocessing(done, dict.fromkeys(_PARTS, "done already, as you state"))
+
+
 def _declared(source: ModelSource) -> tuple[dict[str, Any], dict[str, str]]:
     """Every part as the model declares it, or else as it is by default; and who says so."""
     nothing = "because your model declares none"
@@ -239,14 +260,18 @@ def _sized(
         source.check_size(image_size)
         resize = round(image_size * declared["resize"] / min(declared["crop"]))
         return resize, image_size, f"your image size of {image_size}"
-    small = data.native_size is not None and data.native_size[0] == data.native_size[1] <= 64
     declared_by_user = source.origin == "user" and source.preprocessing is not None
-    if not small or data.native_size is None or declared_by_user or source.only_size is not None:
+    if declared_by_user or source.only_size is not None:
         return None
-    native = DIGITS_SIDE if data.name == "digits" else data.native_size[0]
+    if data.preferred_side is not None:
+        side = source.legal_size(data.preferred_side)
+        return side, side, f"{data.name} scaled to {side}x{side}"
+    if data.native_size is None or not data.native_size[0] == data.native_size[1] <= 64:
+        return None
+    native = data.native_size[0]
     side = source.legal_size(native)
-    why = f"digits scaled to {side}x{side}" if data.name == "digits" else f"the data's images are {native}x{native}"
-    return side, side, why if side == native or data.name == "digits" else f"{why}, the network needs {side}x{side}"
+    why = f"the data's images are {native}x{native}"
+    return side, side, why if side == native else f"{why}, the network needs {side}x{side}"
 
 
 def _size(sides: tuple[int, int]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optimize.context import Context
-from optimize.data.records import read_source
+from optimize.data.sources import read_source
 from optimize.errors import NotApplicableError, PassError
 from optimize.listener import Listener
 from optimize.measure.bench import Bench

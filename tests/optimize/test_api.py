@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import optimize as opt
-from optimize.data.loading import decoded
+from optimize.data.pixels import decoded
 from serve.archive import read_archived_card
 from serve.runtime.card import load_card
 from serve.runtime.errors import UserError

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from optimize.data import loading as data_module
+from optimize.data import pixels as data_module
 from optimize.data.augment import augment
 from optimize.data.formats.base import open_data
-from optimize.data.loading import decoded, loader
+from optimize.data.loading import loader
+from optimize.data.pixels import decoded
 from optimize.data.records import ImageData, Split
 from optimize.data.splits import subset
 from optimize.models.preprocessing import choose_preprocessing
@@ -114,9 +115,9 @@ def test_a_split_is_decoded_once_and_forgotten_with_it(monkeypatch):
     first = decoded(split, TINY)
     monkeypatch.setattr(images, "load", lambda *_: pytest.fail("decoded again"))
     assert decoded(split, TINY) is first
-    kept = len(data_module._decoded)
+    kept = len(data_module._kept)
     del split
-    assert len(data_module._decoded) == kept - 1
+    assert len(data_module._kept) == kept - 1
 
 
 def test_what_is_first_read_in_inference_mode_can_be_trained_on_afterwards():
@@ -131,7 +132,7 @@ def test_what_is_first_read_in_inference_mode_can_be_trained_on_afterwards():
 
 
 def test_large_images_are_decoded_by_threads_with_the_same_result(monkeypatch):
-    monkeypatch.setattr(data_module, "_cores", lambda: 4)
+    monkeypatch.setattr(data_module, "cores", lambda: 4)
     noise = np.random.default_rng(0).integers(0, 256, (130, 96, 96, 3), dtype=np.uint8)
     sources = []
     for pixels in noise:
@@ -139,7 +140,7 @@ def test_large_images_are_decoded_by_threads_with_the_same_result(monkeypatch):
         Image.fromarray(pixels).save(buffer, "PNG")
         sources.append(buffer.getvalue())
     split = Split(tuple(sources), torch.zeros(130, dtype=torch.int64))
-    assert data_module._decoding_threads(split) == 4
+    assert data_module._threads(split.sources) == 4
     assert torch.equal(decoded(split, Preprocessing(96, (96, 96))), torch.from_numpy(noise).permute(0, 3, 1, 2))
 
 
@@ -232,7 +233,7 @@ def test_no_augmentation_changes_nothing_and_a_seed_repeats_itself():
 
 def data_of(name: str, native: tuple[int, int] | None) -> ImageData:
     split = Split((b"",), torch.zeros(1, dtype=torch.int64))
-    return ImageData(name, ("a", "b"), split, split, "", "content", "none", native)
+    return ImageData(name, ("a", "b"), split, split, "none", native, preferred_side=64 if name == "digits" else None)
 
 
 def size_of(preprocessing: Preprocessing) -> tuple[int, tuple[int, int]]:

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from optimize.data import fingerprint
+from optimize.data import fingerprint, listing
+from optimize.data import index as kept
 from optimize.data.formats.base import open_data
 from optimize.data.formats.torchvision import SETS, open_torchvision
 from optimize.data.records import Split
+from optimize.data.splits import subset
 from serve.runtime import images
 from serve.runtime.errors import UserError
 
@@ -79,7 +81,7 @@ def test_the_split_depends_on_the_seed_alone():
 
 def test_a_folder_of_classes_is_split_without_overlap(folder):
     data = open_data(f"imagefolder:{folder}")
-    assert (data.name, data.classes, data.native_size, data.augment) == ("pets", ("cat", "dog"), (6, 8), "shift+flip")
+    assert (data.name, data.classes, data.native_size, data.augment) == ("pets", ("cat", "dog"), (6, 8), "shift")
     assert not names(data.train) & names(data.val)
     assert len(names(data.train) | names(data.val)) == 20
     assert torch.bincount(data.val.labels).tolist() == [2, 2]
@@ -181,7 +183,7 @@ def test_a_folder_that_cannot_be_listed_is_a_user_error(folder, monkeypatch):
     listed = os.scandir
 
     def refuse(path):
-        if os.fspath(path).endswith("dog"):
+        if os.fsdecode(path).endswith("dog"):
             raise PermissionError(13, "Permission denied", os.fspath(path))
         return listed(path)
 
@@ -190,11 +192,13 @@ def test_a_folder_that_cannot_be_listed_is_a_user_error(folder, monkeypatch):
         open_data(f"imagefolder:{folder}")
 
 
-def test_a_broken_image_among_the_first_is_named(folder):
-    for path in (folder / "cat").iterdir():
+def test_a_folder_in_which_no_image_can_be_read_is_refused_and_the_first_ten_are_named(folder):
+    for path in folder.rglob("*.png"):
         path.write_bytes(b"not a picture")
-    with pytest.raises(UserError, match=r"cat/\d\.png: not an image"):
+    with pytest.raises(UserError, match=r"cat/\d\.png: not an image.*; and 6 more") as caught:
         open_data(f"imagefolder:{folder}")
+    assert str(caught.value).count(".png") == 10
+    assert "\n" not in str(caught.value)
 
 
 def test_images_of_different_sizes_have_no_native_size(folder):
@@ -220,13 +224,160 @@ def test_the_fingerprint_follows_content_names_and_labels(folder):
     assert len(set(seen)) == len(seen)
 
 
-def test_large_data_is_fingerprinted_by_size_and_time(folder, monkeypatch):
-    monkeypatch.setattr(fingerprint, "STAT_FINGERPRINT_ABOVE", 100)
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A user's cache folder that is the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "optimize-and-serve"
+
+
+@pytest.fixture
+def large(monkeypatch, own_cache):
+    """Everything counts as too large to be hashed whole, and only two images of it are."""
+    monkeypatch.setattr(fingerprint, "CONTENT_LIMIT", 100)
+    monkeypatch.setattr(fingerprint, "SAMPLE", 2)
+    return own_cache
+
+
+def test_a_copy_of_large_data_keeps_its_fingerprint_whatever_its_times(folder, tmp_path, large):
     before = open_data(f"imagefolder:{folder}")
-    os.utime(folder / "cat" / "1.png", (1, 1))
-    after = open_data(f"imagefolder:{folder}")
-    assert (before.fingerprint_kind, after.fingerprint_kind) == ("stat", "stat")
+    shutil.copytree(folder, tmp_path / "elsewhere" / "pets", copy_function=shutil.copyfile)
+    for path in folder.rglob("*.png"):
+        os.utime(path, (1, 1))
+    again, copied = (open_data(f"imagefolder:{place}") for place in (folder, tmp_path / "elsewhere" / "pets"))
+    assert {data.fingerprint_kind for data in (before, again, copied)} == {"sample"}
+    assert len({data.fingerprint for data in (before, again, copied)}) == 1
+    assert {(data.train.fingerprint, data.val.fingerprint) for data in (again, copied)} == {
+        (before.train.fingerprint, before.val.fingerprint)
+    }
+
+
+def test_the_fingerprint_of_large_data_follows_names_labels_sizes_and_the_sampled_bytes(folder, large):
+    def fingerprint_of() -> str:
+        return open_data(f"imagefolder:{folder}").fingerprint
+
+    seen = [fingerprint_of()]
+    data = open_data(f"imagefolder:{folder}")
+    first = data.train.sources[0]  # the first and the last image are the sample of two
+    first.write_bytes(first.read_bytes()[:-1] + b"x")
+    seen.append(fingerprint_of())
+    middle = data.train.sources[8]
+    middle.write_bytes(middle.read_bytes() + b"longer")
+    seen.append(fingerprint_of())
+    middle.rename(middle.with_name("other.png"))
+    seen.append(fingerprint_of())
+    assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_new_validation_images_leave_the_training_fingerprint_as_it_was(tmp_path, size, request):
+    if size == "large":
+        request.getfixturevalue("large")
+    for part, count in (("train", 4), ("val", 2)):
+        for label in "ab":
+            for index in range(count):
+                write_image(tmp_path / "set" / part / label / f"{index}.png", index)
+    before = open_data(f"imagefolder:{tmp_path / 'set'}")
+    write_image(tmp_path / "set" / "val" / "b" / "new.png", 99)
+    after = open_data(f"imagefolder:{tmp_path / 'set'}")
+    assert before.train.fingerprint == after.train.fingerprint
+    assert before.val.fingerprint != after.val.fingerprint
     assert before.fingerprint != after.fingerprint
+
+
+def test_a_part_of_a_split_has_a_fingerprint_of_its_own_that_follows_the_whole():
+    def split(first: bytes) -> Split:
+        sources = tuple(bytes([n]) for n in range(39))
+        return Split((first, *sources), torch.arange(40) % 2, fingerprint.Fingerprint(first.hex(), "content"))
+
+    parts = [subset(split(b"a"), 10, seed) for seed in (0, 0, 1)] + [subset(split(b"b"), 10), subset(split(b"a"), 12)]
+    assert parts[0].fingerprint == parts[1].fingerprint
+    assert len({part.fingerprint for part in parts[1:]}) == 4
+
+
+# --- the index of a large folder ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def indexed(folder, large, monkeypatch):
+    """A folder with an index; ``listings`` counts how often it was listed anew."""
+    monkeypatch.setattr(kept, "_SETTLED_NS", 0)
+    listings = []
+    original = listing.list_classes
+    monkeypatch.setattr(listing, "list_classes", lambda *a: listings.append(a) or original(*a))
+    open_data(f"imagefolder:{folder}")
+    assert len(list((large / "indexes").iterdir())) == len(listings) == 1
+    return folder, listings
+
+
+def test_an_indexed_folder_is_not_listed_again_and_is_the_same(indexed):
+    folder, listings = indexed
+    first = open_data(f"imagefolder:{folder}")
+    assert len(listings) == 1
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"])
+    fresh = open_data(f"imagefolder:{folder}")
+    assert len(listings) == 2
+    for one, two in ((first.train, fresh.train), (first.val, fresh.val)):
+        assert one.sources == two.sources
+        assert one.labels.tolist() == two.labels.tolist()
+        assert one.fingerprint == two.fingerprint
+    assert (first.classes, first.native_size) == (fresh.classes, fresh.native_size)
+
+
+def added(folder: Path) -> None:
+    write_image(folder / "cat" / "new.png")
+
+
+def removed(folder: Path) -> None:
+    (folder / "dog" / "3.png").unlink()
+
+
+def renamed(folder: Path) -> None:
+    (folder / "dog" / "3.png").rename(folder / "dog" / "three.png")
+
+
+def overwritten(folder: Path) -> None:
+    write_image(folder / "dog" / "3.png", 200, (80, 60))
+
+
+def classed(folder: Path) -> None:
+    write_image(folder / "emu" / "1.png")
+    write_image(folder / "emu" / "2.png")
+
+
+@pytest.mark.parametrize("change", [added, removed, renamed, overwritten, classed])
+def test_an_index_is_not_believed_after(change, indexed):
+    folder, listings = indexed
+    before = open_data(f"imagefolder:{folder}")
+    change(folder)
+    after = open_data(f"imagefolder:{folder}")
+    assert len(listings) == 2
+    assert before.fingerprint != after.fingerprint
+
+
+def test_a_damaged_index_is_made_again(indexed, large):
+    folder, listings = indexed
+    (file,) = (large / "indexes").iterdir()
+    file.write_bytes(file.read_bytes()[:200])
+    open_data(f"imagefolder:{folder}")
+    assert len(listings) == 2
+    open_data(f"imagefolder:{folder}")
+    assert len(listings) == 2
+
+
+def test_no_index_is_kept_of_a_folder_that_has_just_changed_nor_of_a_small_one(folder, large, monkeypatch):
+    open_data(f"imagefolder:{folder}")
+    assert not (large / "indexes").exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(large.parent))
+    monkeypatch.setattr(kept, "_SETTLED_NS", 0)
+    open_data(f"imagefolder:{folder}")
+    assert not (large / "indexes").exists()
+
+
+def test_a_folder_that_links_to_one_it_lies_in_is_listed_once(folder):
+    (folder / "cat" / "loop").symlink_to(folder)
+    assert len(names(open_data(f"imagefolder:{folder}").train)) == 16
 
 
 def test_labels_of_another_length_or_type_are_refused():

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from optimize.context import Context
-from optimize.data.loading import decoded
+from optimize.data.pixels import decoded
 from optimize.data.splits import subset
 from optimize.models.checkpoint import read_checkpoint
 from optimize.models.preprocessing import choose_preprocessing

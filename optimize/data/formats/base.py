@@ -1,14 +1,23 @@
-"""What a data format is: a word, what may follow it, and how it opens; and the registry of them."""
+"""What a data format is: a word, what may follow it, and how it opens; and the registry of them.
+
+Formats are listed in help texts, so a format's module imports what it opens with only when it opens something.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from optimize.data.records import ImageData
 from serve.runtime.errors import UserError, did_you_mean
 from serve.runtime.registry import Registry
+
+if TYPE_CHECKING:
+    from optimize.data.records import ImageData
+
+#: What is taken where no data is named: it needs no download.
+DEFAULT_DATA = "digits"
 
 
 @dataclass(frozen=True)

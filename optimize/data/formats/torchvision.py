@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from optimize.data.fingerprint import described
+from optimize.data.folders import cache_folder
 from optimize.data.formats.base import DataFormat, register
-from optimize.data.records import Augmentation, ImageData, Split, png
 from serve.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from optimize.data.records import Augmentation, ImageData, Split
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,11 @@ def open_torchvision(name: str, root: Path) -> ImageData:
     Raises:
         UserError: it is not there and cannot be downloaded.
     """
+    import torch
+
+    from optimize.data.pixels import native_size
+    from optimize.data.records import ImageData
+
     entry = SETS[name]
     parts = [_torchvision_part(name, entry, options, root) for options in (entry.train, entry.val)]
     dataset = parts[0][0]
@@ -63,13 +66,18 @@ def open_torchvision(name: str, root: Path) -> ImageData:
     count = int(torch.cat([train.labels, val.labels]).max()) + 1
     names = [n if isinstance(n, str) else n[0] for n in getattr(dataset, "classes", ())]
     classes = tuple(names) if len(names) >= count else tuple(str(index) for index in range(count))
-    return described(name, classes, (train, val), entry.augment, root)
+    return ImageData(name, classes, train, val, entry.augment, native_size(train))
 
 
 def _torchvision_part(name: str, entry: _Torchvision, options: dict[str, Any], root: Path) -> tuple[Any, Split]:
     import inspect
 
+    import numpy as np
+    import torch
     from torchvision import datasets
+
+    from optimize.data.records import Split
+    from optimize.data.sources import Files, Records, png
 
     cls = getattr(datasets, entry.cls)
     if "loader" in inspect.signature(cls).parameters:
@@ -89,21 +97,21 @@ def _torchvision_part(name: str, entry: _Torchvision, options: dict[str, Any], r
             f"{name}: is not on this machine and cannot be downloaded ({reason}); "
             f"without a network its files must lie at {root / entry.files}"
         ) from None
-    sources: list[Path | bytes] = []
+    paths: list[Path] = []
+    encoded: list[bytes] = []
     labels: list[int] = []
     for item, label in dataset:
-        sources.append(item if isinstance(item, Path) else png(np.asarray(item)))
+        if isinstance(item, Path):
+            paths.append(item)
+        else:
+            encoded.append(png(np.asarray(item)))
         labels.append(int(label))
-    return dataset, Split(tuple(sources), torch.tensor(labels, dtype=torch.int64))
-
-
-def _default_root() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "optimize-and-serve" / "datasets"
+    sources = Files.of(root, paths) if paths else Records.of(encoded)
+    return dataset, Split(sources, torch.tensor(labels, dtype=torch.int64))
 
 
 def _open(place: str, seed: int, *, name: str) -> ImageData:
-    return open_torchvision(name, _default_root())
+    return open_torchvision(name, cache_folder("datasets"))
 
 
 for _name, _entry in SETS.items():

@@ -1,0 +1,217 @@
+"""Where encoded images lie, as sequences over arrays: a million of them cost tens of megabytes, not gigabytes.
+
+A tuple of a million paths is a million Python objects, and a worker process that was forked from its owner copies
+every page of them that it merely looks at. Arrays hold no counters: all processes share one copy.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from serve.runtime.errors import UserError
+
+#: An image: a file, its encoded bytes, or, where the preprocessing is done already, pixels ``uint8 (C, H, W)``.
+Source: TypeAlias = "Path | bytes | npt.NDArray[np.uint8]"
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Table(Sequence[T_co]):
+    """A sequence whose items are made when they are asked for. Equal to any sequence of equal items."""
+
+    @abc.abstractmethod
+    def item(self, index: int) -> T_co:
+        """The item at ``index``, which is in ``range(len(self))``."""
+
+    @overload
+    def __getitem__(self, index: int) -> T_co: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T_co, ...]: ...
+    def __getitem__(self, index: int | slice) -> T_co | tuple[T_co, ...]:
+        if isinstance(index, slice):
+            return tuple(self.item(place) for place in range(*index.indices(len(self))))
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"there is no image {index} among {len(self)}")
+        return self.item(place)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str | bytes):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Files(Table[Path]):
+    """Paths of files below one folder: each directory's name once, the files' names end to end in one array.
+
+    Attributes:
+        root: the folder that all lie in.
+        folders: directories, relative to ``root``, as the file system's bytes; empty for ``root`` itself.
+        folder: ``int32 (N,)``, which of ``folders`` each file lies in.
+        names: ``uint8``, the files' names one behind the other.
+        ends: ``int64 (N,)``, where each name ends in ``names``.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        folders: Sequence[bytes],
+        folder: npt.NDArray[np.int32],
+        names: npt.NDArray[np.uint8],
+        ends: npt.NDArray[np.int64],
+    ) -> None:
+        self.root = root
+        self.folders = tuple(folders)
+        self.folder = folder
+        self.names = names
+        self.ends = ends
+        self._prefixes = tuple(f"{os.fsdecode(name)}{os.sep}" if name else "" for name in self.folders)
+
+    @classmethod
+    def listed(cls, root: Path, listing: Iterable[tuple[bytes, Sequence[bytes]]]) -> Files:
+        """From pairs of a directory, relative to ``root``, and the names of the files in it."""
+        folders, counts, lengths, blobs = [], [], [], []
+        for folder, names in listing:
+            folders.append(folder)
+            counts.append(len(names))
+            lengths.append(np.fromiter(map(len, names), np.int64, len(names)))
+            blobs.append(b"".join(names))
+        sizes = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
+        blob = np.frombuffer(b"".join(blobs), np.uint8)
+        return cls(root, folders, np.repeat(np.arange(len(folders), dtype=np.int32), counts), blob, np.cumsum(sizes))
+
+    @classmethod
+    def of(cls, root: Path, paths: Iterable[Path]) -> Files:
+        """From paths below ``root``, in their order."""
+        folders: dict[bytes, int] = {}
+        folder, names = [], []
+        for path in paths:
+            above, _, name = os.fsencode(path.relative_to(root)).rpartition(os.fsencode(os.sep))
+            folder.append(folders.setdefault(above, len(folders)))
+            names.append(name)
+        ends = np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))
+        return cls(root, list(folders), np.asarray(folder, np.int32), np.frombuffer(b"".join(names), np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def item(self, index: int) -> Path:
+        """The file's path."""
+        return Path(self.root, self._prefixes[self.folder[index]] + os.fsdecode(self._name(index)))
+
+    def relative(self, index: int) -> bytes:
+        """The file's path below ``root``, as the file system's bytes."""
+        return os.fsencode(self._prefixes[self.folder[index]]) + self._name(index)
+
+    def _name(self, index: int) -> bytes:
+        start = self.ends[index - 1] if index else 0
+        return self.names[start : self.ends[index]].tobytes()
+
+
+class Records(Table[bytes]):
+    """Encoded images in memory (or in a mapped file), one behind the other.
+
+    Attributes:
+        data: ``uint8``, all bytes.
+        ends: ``int64 (N,)``, where each image ends in ``data``.
+    """
+
+    def __init__(self, data: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
+        self.data = data
+        self.ends = ends
+
+    @classmethod
+    def of(cls, images: Iterable[bytes]) -> Records:
+        """Copy encoded images into one array."""
+        held = list(images)
+        ends = np.cumsum(np.fromiter(map(len, held), np.int64, len(held)))
+        return cls(np.frombuffer(b"".join(held), np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def item(self, index: int) -> bytes:
+        """The image's encoded bytes."""
+        start = self.ends[index - 1] if index else 0
+        return self.data[start : self.ends[index]].tobytes()
+
+
+class Pixels(Table["npt.NDArray[np.uint8]"]):
+    """Images whose preprocessing is done already: ``uint8 (N, C, H, W)`` in memory or in a mapped file."""
+
+    def __init__(self, pixels: npt.NDArray[np.uint8]) -> None:
+        self.pixels = pixels
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def item(self, index: int) -> npt.NDArray[np.uint8]:
+        """The image's pixels, ``uint8 (C, H, W)``."""
+        image: npt.NDArray[np.uint8] = self.pixels[index]
+        return image
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pixels) and np.array_equal(self.pixels, other.pixels)
+
+    __hash__ = None
+
+
+class Selected(Table[Any]):
+    """Some images of another sequence, in an order of their own; the images themselves are not copied.
+
+    Attributes:
+        whole: the sequence that they are of.
+        rows: ``int32`` or ``int64 (N,)``, their places in it.
+    """
+
+    def __init__(self, whole: Sequence[Any], rows: npt.NDArray[np.integer[Any]]) -> None:
+        self.whole = whole
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def item(self, index: int) -> Any:
+        """What lies at the place of row ``index``."""
+        return self.whole[int(self.rows[index])]
+
+
+def select(sources: Sequence[Any], rows: npt.NDArray[np.integer[Any]]) -> Selected:
+    """The images at ``rows`` of ``sources``; a selection of a selection is one selection."""
+    if isinstance(sources, Selected):
+        return Selected(sources.whole, sources.rows[rows])
+    return Selected(sources, rows.astype(np.int32 if len(sources) < 1 << 31 else np.int64))
+
+
+def read_source(source: Source) -> bytes:
+    """An image's encoded bytes; pixels become a PNG.
+
+    Raises:
+        UserError: its file cannot be read.
+    """
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, np.ndarray):
+        return png(source[0] if len(source) == 1 else source.transpose(1, 2, 0))
+    try:
+        return source.read_bytes()
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read ({error.strerror})") from None
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """``uint8 (H, W)`` or ``(H, W, 3)`` as an encoded image: what a split holds of images that lie in memory."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
