@@ -18,7 +18,7 @@ from optimize.export.program import write_script
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
-from serve.runtime.engines.torchscript import use_x86_kernels
+from serve.runtime.engines.torchscript import use_int8_kernels
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
@@ -53,7 +53,7 @@ def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) ->
     names = _called_layers(module, context.example())
     if not names:
         raise NotApplicableError("the model has no linear or recurrent layer")
-    use_x86_kernels()
+    use_int8_kernels()
     linear = per_channel_dynamic_qconfig if config.per_channel else default_dynamic_qconfig
     recipe = {
         name: linear if isinstance(module.get_submodule(name), nn.Linear) else default_dynamic_qconfig for name in names

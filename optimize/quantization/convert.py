@@ -16,7 +16,7 @@ from optimize.export.trace import trace
 from optimize.quantization.qdq import reference_program
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
-from serve.runtime.engines.torchscript import use_x86_kernels
+from serve.runtime.engines.torchscript import use_int8_kernels
 
 
 def trace_calls(module: nn.Module) -> fx.GraphModule:
@@ -56,7 +56,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     Raises:
         NotApplicableError: torch.ao found nothing to quantize in this model.
     """
-    use_x86_kernels()
+    use_int8_kernels()
     backend_config = target.backend_config()
     converted = convert_fx(copy.deepcopy(prepared), backend_config=backend_config)
     layers = quantized_layers(converted)

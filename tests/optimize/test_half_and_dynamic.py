@@ -18,7 +18,7 @@ from optimize.export.program import write_program
 from optimize.passes.dynamic import DYNAMIC, Dynamic
 from optimize.passes.half import HALF, Half
 from serve.runtime.engines.base import Opening, open_engine
-from serve.runtime.engines.torchscript import use_x86_kernels
+from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import EngineError
 from serve.runtime.program_file import load_program
 
@@ -118,7 +118,7 @@ def test_the_fp16_graph_agrees_with_its_parent_on_cuda(trained, made, digits_con
 
 def test_dynamic_quantizes_the_linear_layers_and_says_which(trained, made, digits_context):
     artifact = made("dynamic")
-    use_x86_kernels()
+    use_int8_kernels()
     nodes = list(torch.jit.load(str(artifact.path)).inlined_graph.nodes())
     kinds = [node.kind() for node in nodes]
     assert kinds.count("quantized::linear_dynamic") == 1
@@ -143,7 +143,7 @@ def test_dynamic_weights_have_a_scale_for_each_output_or_one_for_all(tmp_path, p
     parent = parent_of(module, context, tmp_path / "parent")
     DYNAMIC.apply(parent, Dynamic(per_channel=per_channel), context, tmp_path)
     batch = context.example(8)
-    use_x86_kernels()
+    use_int8_kernels()
     with torch.no_grad():
         logits, wanted = torch.jit.load(str(tmp_path / "model.pt"))(batch), module(batch)
     error = (logits - wanted).abs().amax(0) / wanted.abs().amax(0)
@@ -166,7 +166,7 @@ def test_dynamic_quantizes_recurrent_layers(tmp_path):
     module, context = Recurrent().eval(), noise_context()
     DYNAMIC.apply(parent_of(module, context, tmp_path / "parent"), Dynamic(), context, tmp_path)
     batch = context.example(6)
-    use_x86_kernels()
+    use_int8_kernels()
     program = torch.jit.load(str(tmp_path / "model.pt"))
     assert "aten::quantized_lstm" in [node.kind() for node in program.inlined_graph.nodes()]
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_dynamic_leaves_alone_what_is_not_called(tmp_path):
     product = DYNAMIC.apply(parent_of(module, context, tmp_path / "parent"), Dynamic(), context, tmp_path)
     assert product.notes == ("1 layers quantized: called",)
     batch = context.example(8)
-    use_x86_kernels()
+    use_int8_kernels()
     with torch.no_grad():
         difference = torch.jit.load(str(tmp_path / "model.pt"))(batch) - module(batch)
     assert 0 < difference.abs().max() < 0.05 * module(batch).abs().max()

@@ -19,7 +19,7 @@ from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.qdq import lint
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE
-from serve.runtime.engines.torchscript import use_x86_kernels
+from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
 
 from .workbench import noise_context, packed_weights, parent_of, quantizers, run, with_running_statistics
@@ -162,7 +162,7 @@ def integer_weights(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def packed_in_torchscript(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each packed weight of torch's own int8 program: integers and scales."""
-    use_x86_kernels()
+    use_int8_kernels()
     found = []
     for node in torch.jit.load(str(path)).inlined_graph.nodes():
         if node.kind().startswith(("quantized::conv", "quantized::linear")):
@@ -253,7 +253,7 @@ def test_on_equal_integers_each_layer_agrees_with_torch_to_a_step(name, tmp_path
     scale, zero_point, low, high = quantizers(folder)[0]
     integers = torch.randint(low, high + 1, (4, 1, 16, 16), generator=torch.Generator().manual_seed(5))
     batch = (integers - zero_point) * scale  # on the grid: both sides quantize it to the same integers
-    use_x86_kernels()
+    use_int8_kernels()
     with torch.no_grad():
         expected = torch.jit.load(str(folder / "model.pt"))(batch)
     found = infer(path, batch)
@@ -326,7 +326,7 @@ def test_unusual_constants_are_lowered_too(kind, tmp_path):
     module = kind().eval()
     folder, path = lowered(module, tmp_path)
     batch = noise_context().example(8)
-    use_x86_kernels()
+    use_int8_kernels()
     with torch.no_grad():
         expected = torch.jit.load(str(folder / "model.pt"))(batch)
         in_float = module(batch)

@@ -22,7 +22,7 @@ from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.targets import Target, x86_target
 from optimize.training.loop import TrainingConfig
-from serve.runtime.engines.torchscript import use_x86_kernels
+from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.images import normalise
 
 from .workbench import (
@@ -86,7 +86,7 @@ def test_ptq_packs_its_weights_as_int8(made, session):
     assert artifact.card.precision == "int8"
     assert artifact.card.format == "torchscript"
     assert artifact.card.device == "cpu"
-    use_x86_kernels()
+    use_int8_kernels()
     program = torch.jit.load(str(artifact.path))
     code = program.inlined_graph
     kernels = [n.kind() for n in code.nodes() if n.kind().startswith("quantized::")]
@@ -378,7 +378,7 @@ def test_functional_dropout_and_stochastic_depth_are_not_baked_in_active(name, t
         ptq(module, context, tmp_path)
     else:
         qat(module, context, tmp_path, epochs=2, learning_rate=1e-6)
-    use_x86_kernels()
+    use_int8_kernels()
     program = torch.jit.load(str(tmp_path / "model.pt"))
     batch = context.example(8)
     with torch.no_grad():

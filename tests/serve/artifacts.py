@@ -73,10 +73,10 @@ def int8(folder: Path) -> Path:
     from torch.ao.quantization import get_default_qconfig_mapping
     from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 
-    from serve.runtime.engines.torchscript import use_x86_kernels
+    from serve.runtime.engines.torchscript import use_int8_kernels
 
     folder.mkdir(parents=True)
-    use_x86_kernels()
+    use_int8_kernels()
     example = torch.zeros(1, 3, 32, 32)
     prepared = prepare_fx(small_network(), get_default_qconfig_mapping("x86"), (example,))
     torch.manual_seed(1)
