@@ -35,11 +35,12 @@ from optimize.run.results import Entry, measure
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from optimize.training.loop import TrainingConfig
-from serve.archive import ServingOptions, build_archive
 from serve.config import Config
+from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE
 from serve.runtime.errors import UserError
 from serve.runtime.predictor import Label, Predictor
+from serve.torchserve.archive import build_archive
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,7 +13,7 @@ from serve.command_line import OneLineGroup, reported
 from serve.runtime.errors import PipelineError, UserError
 
 if TYPE_CHECKING:
-    from serve.server import RunningServer
+    from serve.torchserve.server import RunningServer
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -66,8 +66,9 @@ def start(  # noqa: PLR0917 - each is an option of the command line
     out, and named. If a worker dies while it loads, its last lines are shown and all is stopped again.
     """
     with reported("error: interrupted: the server was stopped"):
-        from serve import runs, server
-        from serve.configuration import Ports
+        from serve import runs
+        from serve.torchserve import server
+        from serve.torchserve.configuration import Ports
 
         if device not in ("auto", "cpu", "cuda"):
             raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
@@ -146,7 +147,7 @@ def predict(
 def stop(store: Store = DEFAULT_STORE) -> None:
     """Stop the running server and its workers; without one, there is nothing to do."""
     with reported():
-        from serve import server
+        from serve.torchserve import server
 
         stopped = server.stop(store)
         typer.echo(f"stopped: run {stopped.run}" if stopped else "no server of this store is running")
@@ -158,7 +159,7 @@ def main() -> None:
 
 
 def _running(store: Path) -> RunningServer:
-    from serve import server
+    from serve.torchserve import server
 
     running = server.running(store)
     if running is None:
@@ -172,7 +173,7 @@ def _curl(store: Path, running: RunningServer, sample: Path | None) -> str:
     ``-T`` and not ``--data-binary``: that one says it is a web form, which TorchServe takes apart.
     """
     from serve.client import HEADER_FILE
-    from serve.server import state_folder
+    from serve.torchserve.server import state_folder
 
     header = shlex.quote(f"@{state_folder(store) / HEADER_FILE}")
     image = shlex.quote(str(sample.resolve())) if sample is not None else "IMAGE.jpg"

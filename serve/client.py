@@ -14,8 +14,8 @@ from typing import Any, Literal, Self
 
 import httpx
 
-from serve.configuration import HOST, Ports
 from serve.runtime.errors import PipelineError
+from serve.torchserve.configuration import HOST, Ports
 
 KEY_FILE = "key_file.json"
 HEADER_FILE = "authorization"

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from serve.archive import ServingOptions, build_archive, check_model_name, read_archived_card
+from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE
 from serve.runtime.errors import UserError, did_you_mean
+from serve.torchserve.archive import build_archive, check_model_name, read_archived_card
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 

@@ -14,8 +14,9 @@ from optimize.store.artifact import Artifact
 from optimize.store.files import TEMPORARY, write_atomically
 from optimize.store.keys import make_key
 from optimize.store.objects import Store
-from serve import archive, handler
+from serve import options
 from serve.runtime.card import CARD_FILE, sha256_file, write_card
+from serve.torchserve import archive, handler
 
 #: Fields of a report's row that the artifact's card repeats as its measurements.
 _MEASURED = (
@@ -125,6 +126,11 @@ def _remove(path: Path) -> None:
 @functools.cache
 def _serving_code() -> str:
     """SHA-256 of the code that an archive carries or is made by."""
-    root = Path(handler.__file__).parent
-    files = [Path(handler.__file__), Path(archive.__file__), *sorted((root / "runtime").rglob("*.py"))]
+    root = Path(handler.__file__).parents[1]
+    files = [
+        Path(handler.__file__),
+        Path(archive.__file__),
+        Path(options.__file__),
+        *sorted((root / "runtime").rglob("*.py")),
+    ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -11,9 +11,9 @@ from PIL import Image
 
 import optimize as opt
 from optimize.data.pixels import decoded
-from serve.archive import read_archived_card
 from serve.runtime.card import load_card
 from serve.runtime.errors import UserError
+from serve.torchserve.archive import read_archived_card
 
 MODEL = str(Path(__file__).parents[1] / "examples" / "tiny_cnn.py") + ":tiny"
 

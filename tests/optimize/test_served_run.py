@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from optimize.data.formats.base import open_data
-from serve import server
 from serve.runtime.predictor import Predictor
+from serve.torchserve import server
 from tests.serve.artifacts import jpeg
 from tests.serve.conftest import free_ports
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from serve import server
-from serve.archive import ServingOptions, build_archive
 from serve.client import Client
-from serve.configuration import HOST, Ports
+from serve.options import ServingOptions
 from serve.runs import archive_path, model_name
 from serve.runtime.budget import SERVING
+from serve.torchserve import server
+from serve.torchserve.archive import build_archive
+from serve.torchserve.configuration import HOST, Ports
 from tests.serve import artifacts
 
 #: What a batch of the exported program may hold; the others have the default.

@@ -12,11 +12,12 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from serve.archive import ServingOptions, build_archive, read_archived_card
+from serve.options import ServingOptions
 from serve.runtime.budget import SERVING, Budget
 from serve.runtime.card import load_card, sha256_file
 from serve.runtime.errors import CardError, UserError
 from serve.runtime.predictor import Predictor
+from serve.torchserve.archive import build_archive, read_archived_card
 from tests.serve import artifacts
 
 

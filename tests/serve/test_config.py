@@ -10,8 +10,8 @@ from pydantic import Field
 
 import optimize as opt
 from optimize.passes.base import passes
-from serve.archive import ServingOptions
 from serve.config import Config
+from serve.options import ServingOptions
 from serve.runtime.errors import UserError
 
 

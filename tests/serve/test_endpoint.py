@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 
 from serve.client import ServerError
-from serve.configuration import HOST
 from serve.runtime.predictor import Predictor
+from serve.torchserve.configuration import HOST
 from tests.serve import bombs
 from tests.serve.artifacts import CLASSES, encoded, jpeg, picture
 from tests.serve.bombs import webp

@@ -11,9 +11,10 @@ import torch
 import yaml
 from ts.context import Context
 
-from serve.archive import ServingOptions, build_archive
-from serve.handler import ImageClassifierHandler, assigned_device
+from serve.options import ServingOptions
 from serve.runtime.errors import CardError, EngineError
+from serve.torchserve.archive import build_archive
+from serve.torchserve.handler import ImageClassifierHandler, assigned_device
 from tests.serve import artifacts
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

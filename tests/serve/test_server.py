@@ -17,10 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serve import runs, server
-from serve.archive import ServingOptions, build_archive
-from serve.configuration import HOST, Ports, properties
+from serve import runs
+from serve.options import ServingOptions
 from serve.runtime.errors import UserError
+from serve.torchserve import server
+from serve.torchserve.archive import build_archive
+from serve.torchserve.configuration import HOST, Ports, properties
 from tests.serve import artifacts
 from tests.serve.conftest import Served, free_ports, name_of
 

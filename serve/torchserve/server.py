@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 
 from serve.client import HEADER_FILE, KEY_FILE, Client
-from serve.configuration import Ports, java_executable, metrics_yaml, properties
 from serve.runtime.errors import PipelineError, UserError
-from serve.watch import CONSOLE_LOG, StartError, wait_until_ready
+from serve.torchserve.configuration import Ports, java_executable, metrics_yaml, properties
+from serve.torchserve.watch import CONSOLE_LOG, StartError, wait_until_ready
 
 STATE_FOLDER = ".server"
 _STATE_FILE = "state.json"

@@ -9,78 +9,48 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
-from pydantic import Field, field_validator
 
 import serve
-from serve.config import Config
-from serve.runtime.budget import SERVING, Budget
+from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, Card, load_card, read_card, write_card
 from serve.runtime.engines.base import engine_for
-from serve.runtime.errors import CardError, UserError, did_you_mean
+from serve.runtime.errors import CardError, UserError
 
 CONFIG_FILE = "model-config.yaml"
+
+
 HANDLER_FILE = "handler.py"
+
+
 MANIFEST_FILE = "MAR-INF/MANIFEST.json"
+
+
 CLASSES_FILE = "index_to_name.json"
+
+
 MODEL_VERSION = "1.0"
+
 
 # torch-model-archiver's rule for model names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
+
 
 # The stock archiver writes the present time here, and entries with the times and the order of a
 # folder's listing: two archives of one artifact never compare equal, so nobody can tell by its hash
 # whether an archive is what it should be. Ours depend on their contents alone.
 _CREATED_ON = "01/01/1980 00:00:00"
+
+
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
+
 
 _CONFIG_HEAD = """\
 # TorchServe reads the first part (a lone request waits the whole of maxBatchDelay, in ms),
 # the handler the second. Times are in seconds where not said otherwise.
 """
-
-
-class ServingOptions(Config):
-    """How an archive is served: TorchServe's batching and the handler's own settings."""
-
-    workers: int = Field(default=1, ge=1, description="Worker processes; each loads the model and uses all threads.")
-    batch_size: int = Field(default=8, ge=1, le=1024, description="Most requests that are answered together.")
-    max_batch_delay_ms: int = Field(
-        default=1,
-        ge=1,
-        description="How long the first request of a batch waits for others, idle workers or not. While a worker "
-        "is busy, batches form in the queue by themselves, so that a longer wait costs a lone client and buys little.",
-    )
-    response_timeout_s: int = Field(default=60, ge=1, description="A batch that takes longer has its worker restarted.")
-    startup_timeout_s: int = Field(
-        default=600, ge=1, description="Most time for a worker to load and warm up, its turn awaited."
-    )
-    k: int = Field(default=5, ge=1, description="Classes in an answer where the request does not say.")
-    allow_fallback: bool = Field(
-        default=False, description="Let an ONNX artifact run on the CPU where CUDA is not active."
-    )
-    budget: Budget = Field(
-        default=SERVING,
-        description="Pixels and seconds that decoding an image, a request and a batch may take. A batch is given half "
-        "of response_timeout_s at most.",
-    )
-    instance_limit: int = Field(default=64, ge=1, description="Most images in one JSON request.")
-    threads: int | None = Field(default=None, ge=1, description="Intra-op threads of a worker; None: one per core.")
-
-    @field_validator("budget", mode="before")
-    @classmethod
-    def _name_what_differs(cls, value: object) -> object:
-        """Take what a mapping leaves out from the default, and not as unlimited."""
-        if not isinstance(value, Mapping):
-            return value
-        known = dataclasses.asdict(SERVING)
-        for name in value:
-            if name not in known:
-                raise ValueError(f"unknown limit {name}{did_you_mean(str(name), known)}; known are {', '.join(known)}")
-        return {**known, **value}
 
 
 def check_model_name(name: str) -> str:
@@ -127,7 +97,7 @@ def build_archive(
     entries[CONFIG_FILE] = model_config(card, options or ServingOptions()).encode()
     entries[MANIFEST_FILE] = _manifest(model_name, card)
     package = Path(serve.__file__).parent
-    entries[HANDLER_FILE] = package / "handler.py"
+    entries[HANDLER_FILE] = package / "torchserve" / "handler.py"
     entries["serve/__init__.py"] = package / "__init__.py"
     for source in (package / "runtime").rglob("*.py"):
         entries[source.relative_to(package.parent).as_posix()] = source
