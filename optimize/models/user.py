@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib
-import importlib.util
+import importlib.metadata
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType
 from typing import Any
 
+from optimize.models.neighbours import (
+    Neighbourhood,
+    import_module,
+    is_installed,
+    of_file,
+    of_module,
+    running,
+)
 from optimize.models.preprocessing import FALLBACK, parse_preprocessing
 from optimize.models.source import ModelSource
-from serve.runtime.card import Preprocessing, sha256_file
+from serve.runtime.card import Preprocessing
 from serve.runtime.errors import CardError, UserError, did_you_mean, one_line
 
 
@@ -30,8 +35,11 @@ def user_source(reference: str) -> ModelSource:
     where, _, attribute = reference.rpartition(":")
     if not where or not attribute:
         raise UserError(f"{reference}: must be path/to/file.py:FACTORY or package.module:FACTORY")
-    is_file = where.endswith(".py") or "/" in where
-    module = _module_from_file(Path(where).expanduser()) if is_file else _module_by_name(where)
+    neighbourhood = _neighbourhood(where)
+    try:
+        module = import_module(neighbourhood)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+        raise UserError(f"{where}: does not import: {one_line(error)}") from None
     factory = getattr(module, attribute, None)
     if not callable(factory):
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
@@ -40,74 +48,57 @@ def user_source(reference: str) -> ModelSource:
         raise UserError(
             f"{where}: has no function or class {attribute!r}{did_you_mean(attribute, mine)}; it has {listed}"
         )
-    source = getattr(module, "__file__", None)
-    if not source:
-        raise UserError(f"{where}: is a module without a source file, so that changes to it could not be noticed")
     preprocessing, undeclared = _declared(getattr(module, "PREPROCESSING", None), where)
     return ModelSource(
         reference=reference,
         name=re.sub(r"[^A-Za-z0-9_.-]", "-", attribute),
-        fingerprint=sha256_file(Path(source)),
+        fingerprint=_fingerprint(neighbourhood),
         preprocessing=preprocessing,
-        declared_by=f"your PREPROCESSING in {Path(source).name}",
+        declared_by=f"your PREPROCESSING in {neighbourhood.file.name}",
         undeclared=undeclared,
-        factory=functools.partial(_build, factory),
+        factory=functools.partial(_build, factory, neighbourhood),
     )
 
 
-def _build(factory: Callable[..., Any], num_classes: int, image_size: int | None) -> Any:
+def _build(factory: Callable[..., Any], neighbourhood: Neighbourhood, num_classes: int, image_size: int | None) -> Any:
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):  # some builtins and C extensions have no signature
-        return factory()
+        parameters = MappingProxyType({})
     options: dict[str, Any] = {}
     # **kwargs mostly hand num_classes on to a library's builder, which would refuse image_size.
     if "num_classes" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         options["num_classes"] = num_classes
     if "image_size" in parameters and image_size is not None:
         options["image_size"] = image_size
-    return factory(**options)
+    with running(neighbourhood):  # for imports inside of functions
+        return factory(**options)
 
 
-def _module_from_file(path: Path) -> ModuleType:
-    if not path.is_file():
+def _neighbourhood(where: str) -> Neighbourhood:
+    """The user's module, and what it imports of its own code."""
+    is_file = where.endswith(".py") or "/" in where
+    path = Path(where).expanduser()
+    if is_file and not path.is_file():
         raise UserError(f"{path}: there is no such file; a model of your own is path/to/file.py:FACTORY")
-    path = path.resolve()
-    try:
-        digest = sha256_file(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    name = f"optimize_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    present = sys.modules.get(name)
-    if present is not None and getattr(present, "__source_sha256__", None) == digest:
-        return present
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if is_file and path.suffix != ".py":
         raise UserError(f"{path}: is not a Python file (its name must end in .py)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    # Neighbours can be imported as if the file were run as a script, but never hide an installed package.
-    sys.path.append(str(path.parent))
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        del sys.modules[name]
-        raise UserError(f"{path}: does not import: {one_line(error)}") from None
-    finally:
-        sys.path.remove(str(path.parent))
-    module.__dict__["__source_sha256__"] = digest
-    return module
+        return of_file(path) if is_file else of_module(where)
+    except ModuleNotFoundError:
+        raise UserError(f"there is no Python module {where!r}; for a file, write path/to/file.py:FACTORY") from None
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
 
 
-def _module_by_name(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise UserError(f"there is no Python module {name!r}; for a file, write path/to/file.py:FACTORY") from None
-        raise UserError(f"{name}: does not import: {one_line(error)}") from None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        raise UserError(f"{name}: does not import: {one_line(error)}") from None
+def _fingerprint(neighbourhood: Neighbourhood) -> str:
+    """SHA-256 over its sources; with the version of the distribution, if it is installed."""
+    top = neighbourhood.name.partition(".")[0]
+    if not is_installed(neighbourhood.file):
+        return neighbourhood.fingerprint
+    owners = importlib.metadata.packages_distributions().get(top, ())
+    versions = [f"{owner}/{importlib.metadata.version(owner)}" for owner in sorted(set(owners))]
+    return "/".join([*versions, neighbourhood.fingerprint])
 
 
 def _declared(declared: object, where: str) -> tuple[Preprocessing | None, frozenset[str]]:

@@ -62,17 +62,34 @@ def _imports(name: str) -> tuple[str, ...]:
     """Absolute names of all modules that ``name`` imports when it is loaded or run."""
     source, is_package = _source(name)
     package = name if is_package else name.rpartition(".")[0]
+    return tuple(entry for entry in imported_names(source, package) if _is_module(entry))
+
+
+def imported_names(source: bytes, package: str) -> list[str]:
+    """What a source imports when it is loaded or run: absolute names, of modules and of what is taken from them.
+
+    Args:
+        source: Python source.
+        package: dotted name of the package that it lies in, which relative imports start from; may be empty.
+
+    Raises:
+        SyntaxError: it is no Python source.
+        ImportError: a relative import leads out of the outermost package.
+    """
     found: list[str] = []
+    parts = package.split(".") if package else []
     for node in _walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
+            if node.level > len(parts):
+                raise ImportError(
+                    f"line {node.lineno} imports from {node.level} packages up, and there are {len(parts)}"
+                )
             base = parts[: len(parts) - node.level + 1] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
             found += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
-    known = (entry for entry in dict.fromkeys(found) if _is_module(entry))
-    return tuple(known)
+    return list(dict.fromkeys(found))
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:

@@ -1,0 +1,298 @@
+"""The user's module and those of its neighbours that it imports: found by reading, imported, and hashed together.
+
+Nothing is run to find them. What is installed (site-packages, the standard library) is neither read nor ever hidden
+by a neighbour of the same name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from optimize.store.sources import PROJECT, imported_names
+from serve.runtime.card import sha256_file
+from serve.runtime.errors import UserError
+
+_SUFFIXES = tuple(importlib.machinery.all_suffixes())
+_INSTALLED = tuple(
+    Path(path).resolve() for key in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(key))
+)
+
+
+@dataclass(frozen=True)
+class Neighbourhood:
+    """A module of the user's and what it imports of its own code, in turn.
+
+    Attributes:
+        name: the name that the module is imported by.
+        files: file of each module by name, the module's own included.
+        folders: where its absolute imports are looked for, after everything that is installed.
+        alias: name and folder of a package that is made for its relative imports, because the folder is no package
+            or its name is taken by an installed one; None where there is no need.
+    """
+
+    name: str
+    files: Mapping[str, Path]
+    folders: tuple[Path, ...] = ()
+    alias: tuple[str, Path] | None = None
+
+    @property
+    def file(self) -> Path:
+        """The module's own file."""
+        return self.files[self.name]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the contents, and the names that they are imported by, wherever they lie."""
+        digest = hashlib.sha256()
+        private = self.alias[0] if self.alias else ""  # holds the path
+        for name, path in sorted(self.files.items()):
+            public = "" if name == self.name else name.removeprefix(private)
+            digest.update(f"{public}\0{sha256_file(path)}\0".encode())
+        return digest.hexdigest()
+
+    @property
+    def tops(self) -> set[str]:
+        """First parts of the modules' names."""
+        return {name.partition(".")[0] for name in self.files}
+
+    def new(self, before: set[str]) -> list[str]:
+        """Modules of these packages that were imported since ``sys.modules`` had the names ``before``."""
+        tops = self.tops
+        return [name for name in sys.modules if name not in before and name.partition(".")[0] in tops]
+
+    def contents(self) -> dict[str, tuple[Path, str]]:
+        """File and SHA-256 of each module as it is now."""
+        return {name: (path, sha256_file(path)) for name, path in self.files.items()}
+
+
+def of_file(path: Path) -> Neighbourhood:
+    """The neighbourhood of a file, in the package that it lies in.
+
+    Its package is found by the ``__init__.py`` above it, and further up by its relative imports. Absolute imports are
+    looked for where Python does, then in its folder and in each folder above.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    path = path.resolve()
+    importlib.invalidate_caches()
+    depth = next(n for n, folder in enumerate(path.parents) if not (folder / "__init__.py").is_file())
+    for levels in range(depth, len(path.parents)):
+        with contextlib.suppress(ImportError):  # a relative import leads further up
+            return _in_package(path, levels) if levels else _alone(path)
+    return Neighbourhood(_private(path), {_private(path): path})  # importing it will say what is wrong
+
+
+def of_module(name: str) -> Neighbourhood:
+    """The neighbourhood of a module that Python finds by itself; of an installed one its own file only.
+
+    Raises:
+        ModuleNotFoundError: there is no such module, or it has no file.
+        OSError: a file cannot be read.
+    """
+    importlib.invalidate_caches()
+    files = _located(name, _places(name.partition(".")[0]))
+    if name not in files:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    if not is_installed(files[name]):
+        files, _ = _followed(files, {}, ())
+    else:
+        files = {name: files[name]}
+    return Neighbourhood(name, files)
+
+
+def import_module(neighbourhood: Neighbourhood) -> ModuleType:
+    """Import the module, anew if it or one of its neighbours has changed since it was imported here.
+
+    Raises:
+        Exception: whatever the module raises.
+    """
+    now = neighbourhood.contents()
+    if any(_imported.get(name, content) != content for name, content in now.items()):
+        for name in [name for name in _imported if name.partition(".")[0] in neighbourhood.tops]:
+            sys.modules.pop(name, None)
+            del _imported[name]
+    if neighbourhood.name in _imported and neighbourhood.name in sys.modules:
+        return sys.modules[neighbourhood.name]
+    before = set(sys.modules)
+    try:
+        with running(neighbourhood):
+            return _import(neighbourhood)
+    except BaseException:
+        for name in neighbourhood.new(before):
+            del sys.modules[name]
+            _imported.pop(name, None)
+        raise
+
+
+#: What was imported here, and from which file with which SHA-256 (None for a package without a file).
+_imported: dict[str, tuple[Path, str] | None] = {}
+
+
+@contextlib.contextmanager
+def running(neighbourhood: Neighbourhood) -> Iterator[None]:
+    """Let the neighbours be found by imports, after everything else, and remember what is imported of them."""
+    importlib.invalidate_caches()
+    added = [str(folder) for folder in neighbourhood.folders]
+    before = set(sys.modules)
+    sys.path += added
+    try:
+        yield
+    finally:
+        for folder in reversed(added):
+            for position in range(len(sys.path) - 1, -1, -1):  # the last one is ours
+                if sys.path[position] == folder:
+                    del sys.path[position]
+                    break
+        if new := neighbourhood.new(before):
+            contents = neighbourhood.contents()
+            _imported.update((name, contents.get(name)) for name in new)
+
+
+def _import(neighbourhood: Neighbourhood) -> ModuleType:
+    if neighbourhood.alias is not None:
+        name, folder = neighbourhood.alias
+        if name not in sys.modules:
+            _execute(name, folder / "__init__.py", folder)
+    if neighbourhood.alias is not None or not _is_private(neighbourhood.name):
+        return importlib.import_module(neighbourhood.name)
+    return _execute(neighbourhood.name, neighbourhood.file, None)
+
+
+def _execute(name: str, path: Path, folder: Path | None) -> ModuleType:
+    """A module of that name from that file; a package of ``folder``, whose file may be missing."""
+    locations = [str(folder)] if folder is not None else None
+    if folder is not None and not path.is_file():
+        spec: importlib.machinery.ModuleSpec | None = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        assert spec is not None
+        spec.submodule_search_locations = locations
+    else:
+        spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=locations)
+    if spec is None:
+        raise UserError(f"{path}: is not a Python file (its name must end in .py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if spec.loader is not None:
+        spec.loader.exec_module(module)
+    return module
+
+
+def _private(path: Path) -> str:
+    """A module's name that nothing else has, and that depends only on the path."""
+    stem = re.sub(r"[^A-Za-z0-9_]", "_", path.stem)
+    return f"optimize_user_{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("optimize_user_")
+
+
+def _alone(path: Path) -> Neighbourhood:
+    """A file that lies in no package and imports nothing relative to one."""
+    name = _private(path)
+    files, folders = _followed({name: path}, {}, path.parents)
+    return Neighbourhood(name, files, tuple(dict.fromkeys([path.parent, *folders])))
+
+
+def _in_package(path: Path, levels: int) -> Neighbourhood:
+    """A file whose outermost package is the folder ``levels`` above it."""
+    top = path.parents[levels - 1]
+    inner = [folder.name for folder in reversed(path.parents[: levels - 1])]
+    places = _places(top.name)
+    free = (not places or top in places) and not any("." in part for part in (top.name, *inner))
+    alias = None if free and (top / "__init__.py").is_file() else (_private(top), top)
+    outermost = alias[0] if alias else top.name
+    name = ".".join([outermost, *inner, *([path.stem] if path.stem != "__init__" else [])])
+    files, folders = _followed(_located(name, [top]) | {name: path}, {outermost: top}, path.parents)
+    return Neighbourhood(name, files, tuple(dict.fromkeys([*([] if alias else [top.parent]), *folders])), alias)
+
+
+def _followed(
+    files: Mapping[str, Path], known: Mapping[str, Path], search: Sequence[Path]
+) -> tuple[dict[str, Path], list[Path]]:
+    """``files`` and what they import that is not installed, in turn; and which of ``search`` it was found in.
+
+    Args:
+        files: modules by name.
+        known: outermost packages whose folder is known already.
+        search: folders to look for what Python does not find, the nearest first.
+
+    Raises:
+        ImportError: a relative import leads out of the outermost package.
+    """
+    found, folders, waiting = dict(files), list[Path](), list(files)
+    while waiting:
+        name = waiting.pop()
+        path = found[name]
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        try:
+            imported = imported_names(path.read_bytes(), package) if path.suffix == ".py" else []
+        except (SyntaxError, ValueError):  # importing it will say so
+            continue
+        for entry in imported:
+            top = entry.partition(".")[0]
+            if top in sys.stdlib_module_names or top in PROJECT:
+                continue
+            places = [known[top]] if top in known else _places(top)
+            new = _located(entry, places) if not any(map(is_installed, places)) else {}
+            if not places:
+                for folder in search:
+                    if new := _located(entry, _beside(folder, top)):
+                        folders.append(folder)
+                        break
+            waiting += [module for module in new if module not in found]
+            found = new | found
+    return found, folders
+
+
+def _places(top: str) -> list[Path]:
+    """Where Python finds the outermost module ``top``: its file, or the folders of the package; nothing if nowhere."""
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(top, None)
+        except (AttributeError, ImportError, ValueError):
+            continue
+        if spec is not None:
+            if spec.submodule_search_locations is not None:
+                return [Path(folder).resolve() for folder in spec.submodule_search_locations]
+            # A built-in module has no file, and is as installed as can be.
+            return [Path(spec.origin).resolve()] if spec.has_location and spec.origin else [_INSTALLED[0]]
+    return []
+
+
+def _beside(folder: Path, name: str) -> list[Path]:
+    """The package or file called ``name`` in ``folder``."""
+    inside = folder / name
+    if inside.is_dir():
+        return [inside]
+    return [path for suffix in _SUFFIXES if (path := folder / f"{name}{suffix}").is_file()][:1]
+
+
+def _located(name: str, places: Sequence[Path]) -> dict[str, Path]:
+    """The files that are run when ``name`` is imported: its packages' and its own; ``places`` are of its first part."""
+    found: dict[str, Path] = {}
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        here = [path for place in places if place.is_dir() for path in _beside(place, "__init__")]
+        inside = [place for place in places if place.is_dir()]
+        for path in (*here, *(place for place in places if place.is_file())):
+            found.setdefault(".".join(parts[:count]), path)
+        if count < len(parts):
+            places = [path for place in inside for path in _beside(place, parts[count])]
+    return found
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a file belongs to the standard library or to an installed distribution, and not to the user."""
+    return bool({"site-packages", "dist-packages"} & set(path.parts)) or any(map(path.is_relative_to, _INSTALLED))
