@@ -47,9 +47,9 @@ class Budget:
                 raise UserError(f"budget: {field.name} must be above 0, got {value}")
 
 
-#: For a server. The slowest coding that was found (WebP, PNG) decodes 13 to 20 megapixels a second on one
-#: core: a full request takes about 15 s, a full batch about 30, half of what TorchServe's worker is given.
-#: A batch of 8 requests holds the largest image of each.
+#: For a server. The slowest codings that were found (run-length BMP, WebP, PNG) decode 11 to 30 megapixels a
+#: second on one core: a full request takes up to 15 s, a full batch up to 30, half of what TorchServe gives its
+#: worker. A batch of 8 requests holds the largest image of each.
 SERVING = Budget(request_pixels=200_000_000, batch_pixels=400_000_000, request_seconds=15.0, batch_seconds=30.0)
 
 # 503, and not 408 (the client was slow to send) or 413 (this request is too large, always): the same

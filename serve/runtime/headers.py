@@ -1,13 +1,12 @@
 """What an encoded image says of itself, read without decoding a pixel: its format, mode and size.
 
-Pillow reads the headers. What it would read at length, or not count, is bounded here first.
+Pillow reads the headers, after `structure` has seen that this will not take long.
 """
 
 from __future__ import annotations
 
 import io
 import re
-import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,23 +17,9 @@ from PIL import Image, UnidentifiedImageError
 
 from .budget import Budget
 from .errors import ImageError, first_line
+from .structure import check_structure
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
-
-# Pillow 13 reads what stands before the pixels in Python, a segment or a byte at a time (0.2 s per megabyte), and
-# inflates each compressed text of a PNG up to a megabyte (2 ms for 1 kB). Photographs have some ten segments,
-# or one for each 64 kB of metadata.
-_JPEG_SEGMENTS = 4096
-_JPEG_STRAY_BYTES = 65_536
-_PNG_CHUNKS = 4096  # beside those of the pixels
-_PNG_PIXEL_CHUNKS = 65_536
-_PNG_COMPRESSED = 32
-
-# A marker, and not a fill byte, an escaped FF of the coded data (FF00) or a restart (FFD0 to FFD7).
-_JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
-_JPEG_START, _JPEG_END, _JPEG_SCAN, _JPEG_TEMPORARY = 0xD8, 0xD9, 0xDA, 0x01
-_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # ITU-T T.81, table B.1
-_JPEG_PROGRESSIVE = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
 
 _STARVED = "this machine has too little memory left to decode the image"
 
@@ -76,10 +61,7 @@ def opened(data: bytes, budget: Budget) -> Iterator[Image.Image]:
     if not data:
         raise ImageError("the image is empty (0 bytes)")
     with faults_named(budget):
-        if data.startswith(b"\xff\xd8\xff"):
-            _check_jpeg(data, budget)
-        elif data.startswith(b"\x89PNG\r\n\x1a\n"):
-            _check_png(data)
+        check_structure(data, budget)
         with warnings.catch_warnings():
             # Pillow warns of large images long before our own limit, and of broken EXIF.
             warnings.simplefilter("ignore")
@@ -119,68 +101,6 @@ def _header(image: Image.Image) -> Header:
         tags = image.tag_v2  # type: ignore[attr-defined]
         pixels = max(pixels, tags.get(_TIFF_TILE_WIDTH, 0) * tags.get(_TIFF_TILE_LENGTH, 0))
     return Header(image.format or "", image.mode, width, height, pixels)
-
-
-def _check_jpeg(data: bytes, budget: Budget) -> None:
-    """Bound a JPEG's segments before its first scan, and its scans.
-
-    Raises:
-        ImageError: 413, there are more than anybody writes.
-    """
-    position = 2
-    segments = stray = scans = components = 0
-    progressive = False
-    while (marker := _JPEG_MARKER.search(data, position)) is not None:
-        kind = marker[1][0]
-        segments += 1
-        stray += marker.start() - position if scans == 0 else 0
-        if segments > _JPEG_SEGMENTS:
-            raise ImageError(f"the JPEG has more than {_JPEG_SEGMENTS} segments", 413)
-        if stray > _JPEG_STRAY_BYTES:
-            break
-        position = marker.end()
-        if kind == _JPEG_END:
-            return
-        if kind in (_JPEG_START, _JPEG_TEMPORARY):  # they have no length
-            continue
-        if kind in _JPEG_FRAMES:
-            progressive = kind in _JPEG_PROGRESSIVE
-            components = data[position + 7] if position + 7 < len(data) else 0
-        if kind == _JPEG_SCAN:
-            scans += 1
-            if not progressive and data[position + 2 : position + 3] >= bytes((components,)):
-                return  # the first scan has all components: libjpeg reads no other
-            if scans > budget.jpeg_scans:
-                raise ImageError(f"the JPEG has more than {budget.jpeg_scans} scans", 413)
-        position += max(2, int.from_bytes(data[position : position + 2], "big"))
-    if scans == 0 and stray + len(data) - position > _JPEG_STRAY_BYTES:
-        raise ImageError(f"the JPEG has more than {_JPEG_STRAY_BYTES} stray bytes between its segments", 413)
-
-
-def _check_png(data: bytes) -> None:
-    """Bound a PNG's chunks, and those that Pillow inflates while it opens the file.
-
-    Raises:
-        ImageError: 413, there are more than anybody writes.
-    """
-    position = 8
-    chunks = pixel_chunks = compressed = 0
-    while position + 8 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, position)
-        if kind in (b"IDAT", b"fdAT"):
-            pixel_chunks += 1
-        else:
-            chunks += 1
-            compressed += kind in (b"iCCP", b"zTXt", b"iTXt")
-        if chunks > _PNG_CHUNKS or pixel_chunks > _PNG_PIXEL_CHUNKS or compressed > _PNG_COMPRESSED:
-            raise ImageError(
-                f"the PNG has more than {_PNG_CHUNKS} chunks ({_PNG_PIXEL_CHUNKS} of pixels, "
-                f"{_PNG_COMPRESSED} of text or colour profiles)",
-                413,
-            )
-        if kind == b"IEND":
-            return
-        position += 12 + length
 
 
 def _lacks_memory(error: Exception, budget: Budget) -> bool:

@@ -25,7 +25,7 @@ def png_of(width: int, height: int, *extra: bytes, interlaced: bool = False) -> 
 
 @cache
 def webp(side: int = 7000) -> bytes:
-    """A black square of 2 kB, within the limit of one image."""
+    """A black square in 34 bytes, within the limit of one image."""
     return encoded(Image.new("RGB", (side, side)), "WEBP", lossless=True, method=0)
 
 
@@ -84,6 +84,18 @@ def tiff_with_a_tile_of(side: int) -> bytes:
     return opening + bytes(200 - len(opening)) + data
 
 
+def tiff_of_strips(strips: int) -> bytes:
+    """10x10 pixels, whose directory lists far more strips than rows; all strips lie in one place."""
+    tags = ((256, 4, 1, 10), (257, 4, 1, 10), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (277, 3, 1, 1))
+    opening = tiff(*tags, (278, 4, 1, 1), (273, 4, strips, 200), (279, 4, strips, 200 + 4 * strips))
+    places, sizes = struct.pack("<I", 200) * strips, struct.pack("<I", 10) * strips
+    return opening + bytes(200 - len(opening)) + places + sizes
+
+
+def tiff_of_tags(tags: int) -> bytes:
+    return tiff(*((60_000 - tags + number, 4, 1, 1) for number in range(tags)))
+
+
 def progressive(scans: int, side: int = 2000) -> bytes:
     """A progressive JPEG whose last scan is repeated, at 50 bytes each time."""
     data = encoded(Image.new("RGB", (side, side)), "JPEG", progressive=True)
@@ -118,6 +130,8 @@ BOMBS = {
     "png of empty pixels": png_of(10, 10, chunk(b"IDAT", b"") * 100_000),
     "tiff": tiff_that_claims(60_000),
     "tiff with a tile": tiff_with_a_tile_of(30_000),
+    "tiff of strips": tiff_of_strips(500_000),
+    "tiff of tags": tiff_of_tags(60_000),
     "gif": gif_that_claims(60_000),
     "gif with a frame": gif_with_a_frame_of(60_000),
     "bmp": bmp_that_claims(60_000),
@@ -127,5 +141,6 @@ BOMBS = {
     "jpeg of segments": _JPEG[:2] + b"\xff\xe5\0\2" * 500_000 + _JPEG[2:],
     "jpeg of fill bytes": _JPEG[:2] + b"\xff" * 2_000_000 + _JPEG[2:],
     "jpeg of stray bytes": _JPEG[:2] + b"\xff\xe0\0\2" + b"\1" * 2_000_000 + _JPEG[2:],
+    "jpeg that ends": b"\xff\xd8\xff\xd9" + bytes(2_000_000),
     "jpeg of nothing": b"\xff\xd8\xff" + bytes(2_000_000),
 }  # fmt: skip

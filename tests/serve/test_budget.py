@@ -18,6 +18,7 @@ from PIL import Image
 from serve.runtime.budget import SERVING, Accounts, Budget, admit
 from serve.runtime.errors import ImageError, Refusal, UserError
 from serve.runtime.headers import read_header
+from serve.runtime.images import decode
 from serve.runtime.predictor import Outcome, Predictor
 from tests.serve import artifacts, bombs
 from tests.serve.artifacts import encoded, jpeg, picture
@@ -45,7 +46,7 @@ def statuses(outcomes: list[Outcome]) -> list[int]:
 def test_a_bomb_of_any_kind_is_413_within_milliseconds(name: str) -> None:
     data = bombs.BOMBS[name]
     taken = []
-    for _ in range(3):  # the quickest: other processes use these cores too
+    for _ in range(5):  # the quickest: other processes use these cores too
         started = time.perf_counter()
         with pytest.raises(ImageError) as caught:
             read_header(data, SERVING)
@@ -71,7 +72,7 @@ def test_scans_are_not_counted_where_they_are_none() -> None:
 
 def test_64_large_images_in_one_request_are_refused_at_once_and_their_neighbours_answered(predictor: Predictor) -> None:
     image = bombs.webp(7000)
-    assert len(image) < 3000
+    assert len(image) < 100
     items = [jpeg(1), *[image] * 64, jpeg(2), jpeg(3)]
     taken = []
     for _ in range(4):  # the quickest: other processes use these cores too
@@ -271,3 +272,31 @@ def header_pixels(item: bytes) -> int:
         return read_header(item, SERVING).pixels
     except ImageError:
         return 0
+
+
+JPEGS = [encoded(picture(1, (40, 30)), "JPEG", **options) for options in ({}, {"progressive": True}, {"quality": 10})]
+JPEGS += [encoded(picture(1, (40, 30)).convert("L"), "JPEG"), bombs.sequential(3, 24), bombs.progressive(12, 24)]
+
+
+@given(
+    st.sampled_from(JPEGS),
+    st.lists(st.tuples(st.floats(0, 0.999), st.sampled_from(range(256)) | st.sampled_from((0xC0, 0xC2, 0xDA, 0xFF)))),
+    st.tuples(st.floats(0, 0.999), st.binary(max_size=12)),
+)
+@settings(deadline=None, max_examples=300)
+def test_what_is_decoded_has_the_pixels_that_were_counted(
+    seed: bytes, changes: list[tuple[float, int]], inserted: tuple[float, bytes]
+) -> None:
+    # The size is Pillow's, the pixels are torchvision's: a file that they read differently would be a hole.
+    damaged = bytearray(seed)
+    for place, value in changes:
+        damaged[int(place * len(seed))] = value
+    start = int(inserted[0] * len(seed))
+    damaged[start:start] = inserted[1]
+    budget = Budget(image_pixels=100_000)
+    try:
+        header = read_header(bytes(damaged), budget)
+        image = decode(bytes(damaged), 3, budget, header)
+    except ImageError:
+        return
+    assert image.shape[1] * image.shape[2] == header.pixels

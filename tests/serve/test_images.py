@@ -212,9 +212,12 @@ def test_an_elongated_image_costs_no_more_than_its_middle(size: tuple[int, int],
     image = torch.arange(256, dtype=torch.uint8).repeat(3 * size[0] * size[1] // 256 + 1)[: 3 * size[0] * size[1]]
     image = image.reshape(3, *size)
     preprocessing = Preprocessing(resize=256, crop=(224, 224), interpolation=interpolation)
-    started = time.perf_counter()
-    assert fit(image, preprocessing).shape == (3, 224, 224)
-    assert time.perf_counter() - started < 0.1, "whole, 762x1 makes 50 megapixels and takes 0.4 s"
+    taken = []
+    for _ in range(3):  # the quickest: other processes use these cores too
+        started = time.perf_counter()
+        assert fit(image, preprocessing).shape == (3, 224, 224)
+        taken.append(time.perf_counter() - started)
+    assert min(taken) < 0.1, "whole, 762x1 makes 50 megapixels and takes 0.3 s"
 
 
 @pytest.mark.parametrize("size", [(32, 32), (36, 36), (500, 40), (40, 500), (1, 1), (7, 3)])

@@ -1,0 +1,129 @@
+"""Bounds what an encoded image has beside pixels, and what no pixel count tells: segments, chunks, tags, scans."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+from .budget import Budget
+from .errors import ImageError
+
+# Pillow 13 reads what stands before the pixels in Python, a segment or a byte at a time (up to 0.25 s per
+# megabyte), and inflates each compressed text of a PNG up to a megabyte (2 ms for 1 kB). Photographs have some
+# ten segments, or one for each 64 kB of metadata.
+_JPEG_SEGMENTS = 4096
+_JPEG_STRAY_BYTES = 65_536
+_PNG_CHUNKS = 4096  # beside those of the pixels
+_PNG_PIXEL_CHUNKS = 32_768
+_PNG_COMPRESSED = 32
+_TIFF_TAGS = 4096
+_TIFF_STRIPS = 32_768  # or tiles; 10 s for a million
+
+# A marker, and not a fill byte, an escaped FF of the coded data (FF00) or a restart (FFD0 to FFD7).
+_JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
+_JPEG_START, _JPEG_END, _JPEG_SCAN, _JPEG_TEMPORARY = 0xD8, 0xD9, 0xDA, 0x01
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # ITU-T T.81, table B.1
+_JPEG_PROGRESSIVE = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
+_TIFF_STRIP_TAGS = frozenset((273, 279, 324, 325))  # offsets and byte counts of strips, and of tiles
+
+
+def check_structure(data: bytes, budget: Budget) -> None:
+    """See that opening ``data`` takes Pillow milliseconds, and decoding it no time but for its pixels.
+
+    What is broken passes: a decoder will say so. GIF, BMP and WebP need no bounds of this kind.
+
+    Raises:
+        ImageError: with status 413, it has more parts than anybody writes.
+    """
+    if data.startswith(b"\xff\xd8\xff"):
+        _check_jpeg(data, budget)
+    elif data.startswith(b"\x89PNG\r\n\x1a\n"):
+        _check_png(data)
+    elif data.startswith((b"II", b"MM")) and len(data) > 8:
+        _check_tiff(data)
+
+
+def _check_jpeg(data: bytes, budget: Budget) -> None:
+    """Bound a JPEG's segments before its first scan, and its scans.
+
+    Raises:
+        ImageError: 413, there are more than anybody writes.
+    """
+    position = 2
+    segments = stray = scans = components = 0
+    progressive = False
+    # Before the first scan it looks no further than what may be stray.
+    while marker := _JPEG_MARKER.search(data, position, len(data) if scans else position + _JPEG_STRAY_BYTES + 2):
+        kind = marker[1][0]
+        segments += 1
+        stray += marker.start() - position if scans == 0 else 0
+        if segments > _JPEG_SEGMENTS:
+            raise ImageError(f"the JPEG has more than {_JPEG_SEGMENTS} segments", 413)
+        if stray > _JPEG_STRAY_BYTES:
+            break
+        position = marker.end()
+        if kind == _JPEG_END and scans:
+            return
+        if kind in (_JPEG_START, _JPEG_END, _JPEG_TEMPORARY):  # they have no length
+            continue
+        if kind in _JPEG_FRAMES:
+            progressive = kind in _JPEG_PROGRESSIVE
+            components = data[position + 7] if position + 7 < len(data) else 0
+        if kind == _JPEG_SCAN:
+            scans += 1
+            if not progressive and data[position + 2 : position + 3] >= bytes((components,)):
+                return  # the first scan has all components: libjpeg reads no other
+            if scans > budget.jpeg_scans:
+                raise ImageError(f"the JPEG has more than {budget.jpeg_scans} scans", 413)
+        position += max(2, int.from_bytes(data[position : position + 2], "big"))
+    if scans == 0 and stray + len(data) - position > _JPEG_STRAY_BYTES:
+        raise ImageError(f"the JPEG has more than {_JPEG_STRAY_BYTES} stray bytes between its segments", 413)
+
+
+def _check_png(data: bytes) -> None:
+    """Bound a PNG's chunks, and those that Pillow inflates while it opens the file.
+
+    Raises:
+        ImageError: 413, there are more than anybody writes.
+    """
+    position = 8
+    chunks = pixel_chunks = compressed = 0
+    while position + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, position)
+        if kind in (b"IDAT", b"fdAT"):
+            pixel_chunks += 1
+        else:
+            chunks += 1
+            compressed += kind in (b"iCCP", b"zTXt", b"iTXt")
+        if chunks > _PNG_CHUNKS or pixel_chunks > _PNG_PIXEL_CHUNKS or compressed > _PNG_COMPRESSED:
+            raise ImageError(
+                f"the PNG has more than {_PNG_CHUNKS} chunks ({_PNG_PIXEL_CHUNKS} of pixels, "
+                f"{_PNG_COMPRESSED} of text or colour profiles)",
+                413,
+            )
+        if kind == b"IEND":
+            return
+        position += 12 + length
+
+
+def _check_tiff(data: bytes) -> None:
+    """Bound the tags of a TIFF's first directory, and its strips and tiles.
+
+    Raises:
+        ImageError: 413, there are more than anybody writes.
+    """
+    order = ">" if data.startswith(b"MM") else "<"
+    # BigTIFF as Pillow knows it; offset of the first directory, its number of entries, one entry's tag and count.
+    first, number, entry = ("8xQ", "Q", "H2xQ8x") if data[2] == 43 else ("4xL", "H", "H2xL4x")
+    try:
+        (position,) = struct.unpack_from(order + first, data)
+        (tags,) = struct.unpack_from(order + number, data, position)
+        if tags > _TIFF_TAGS:
+            raise ImageError(f"the TIFF has {tags} tags, more than {_TIFF_TAGS}", 413)
+        position += struct.calcsize(order + number)
+        entries = struct.iter_unpack(order + entry, data[position : position + tags * struct.calcsize(order + entry)])
+        for tag, count in entries:
+            if tag in _TIFF_STRIP_TAGS and count > _TIFF_STRIPS:
+                raise ImageError(f"the TIFF has {count} strips or tiles, more than {_TIFF_STRIPS}", 413)
+    except struct.error:
+        return  # it ends within: Pillow says so
