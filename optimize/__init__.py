@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from optimize.api import Comparison, Variant, apply, compare, load, package, save
     from optimize.errors import NotApplicableError, PassError
-    from optimize.measure.latency import Timing
+    from optimize.measure.timing import Timing
     from optimize.models.preprocessing import PreprocessingConfig
     from optimize.passes.dynamic import Dynamic
     from optimize.passes.fuse import Fuse
@@ -53,7 +53,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("Comparison", "Variant", "apply", "compare", "load", "package", "save"), "optimize.api"),
-    "Timing": "optimize.measure.latency",
+    "Timing": "optimize.measure.timing",
     "Dynamic": "optimize.passes.dynamic",
     "PreprocessingConfig": "optimize.models.preprocessing",
     "Fuse": "optimize.passes.fuse",

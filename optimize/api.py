@@ -15,23 +15,24 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from PIL.Image import Image
 from rich.console import Console
 
 from optimize.measure.bench import Bench
-from optimize.measure.latency import Timing
+from optimize.measure.rows import Recommendation, Reference, Results, Row
+from optimize.measure.timing import Timing
 from optimize.models.preprocessing import PreprocessingConfig, Wish
 from optimize.noise import silenced
 from optimize.passes.base import find_pass, pass_of
 from optimize.report.progress import here
 from optimize.report.table import table
-from optimize.report.view import size
+from optimize.report.words import size
 from optimize.run.job import Job, open_job
 from optimize.run.recipe import Recommend
-from optimize.run.recommendation import Recommendation, recommend
-from optimize.run.results import Entry, measure
+from optimize.run.recommendation import recommend
+from optimize.run.results import measure
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from optimize.training.loop import TrainingConfig
@@ -157,25 +158,30 @@ def _encoded(picture: Picture) -> bytes:
 class Comparison:
     """Variants measured side by side; prints as a table.
 
-    ``rows`` has a dict per variant, with the fields of ``report.json``; ``baselines`` the eager references;
+    ``rows`` has a typed `Row` per variant, as ``report.json`` has them; ``references`` the eager references;
     ``recommendation`` which variant to take, by which rule.
     """
 
-    model: str
-    rows: list[dict[str, Any]]
-    baselines: list[dict[str, Any]]
-    recommendation: Recommendation
+    results: Results
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One per variant, in the order in which they were given."""
+        return self.results.rows
+
+    @property
+    def references(self) -> tuple[Reference, ...]:
+        """The first variant's eager module, run in other ways."""
+        return self.results.references
+
+    @property
+    def recommendation(self) -> Recommendation:
+        """Which variant to take, by which rule, and why not the others."""
+        return self.results.recommendation
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
-        report = {
-            "run": self.model,
-            "artifacts": self.rows,
-            "baselines": self.baselines,
-            "recommended": self.recommendation.name,
-            "recommendation": {"rule": self.recommendation.rule},
-        }
-        console.print(table(report))
+        console.print(table(self.results))
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
 
@@ -183,7 +189,9 @@ class Comparison:
         """One row per variant, indexed by name; nested fields become columns such as ``latency_ms.p50``."""
         import pandas
 
-        return pandas.json_normalize(self.rows).set_index("name")
+        # What was measured is the subject here, and stands beside the row's own fields.
+        flat = [body | (body.pop("measured") or {}) for body in (row.to_json() for row in self.rows)]
+        return pandas.json_normalize(flat).set_index("name")
 
 
 def load(
@@ -281,14 +289,17 @@ def compare(*variants: Variant, timing: Timing | None = None, max_drop: float = 
             raise UserError(f"{variant.name} cannot be compared with {names[0]}: they differ in {', '.join(differing)}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"two variants are called {twice[0]!r}; give one another name: apply(…, name=…)")
-    entries = [_entry(variant) for variant in variants]
     with silenced():
-        measured = measure(entries, Bench(session.store, session.context), timing or Timing(), session.context.listener)
+        bench = Bench(session.store, session.context)
+        measured = measure([variant.step for variant in variants], bench, timing or Timing(), session.context.listener)
     return Comparison(
-        session.source.name,
-        measured.rows,
-        measured.baselines,
-        recommend(measured.rows, measured.speed.speeds, max_drop),
+        Results(
+            title=session.source.name,
+            rows=measured.rows,
+            references=measured.references,
+            recommendation=recommend(measured.rows, measured.speeds, max_drop),
+            measurement=measured.measurement,
+        )
     )
 
 
@@ -326,13 +337,6 @@ def package(
     """
     target = Path(path)
     return build_archive(variant.artifact.folder, target, model_name=model_name or target.stem, options=options)
-
-
-def _entry(variant: Variant) -> Entry:
-    artifact = variant.artifact
-    last = artifact.card.lineage[-1]
-    parent = artifact.parent.name if artifact.parent else None
-    return Entry(artifact.name, last.operation, parent, last.config, variant.step)
 
 
 def _name(config: Config) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.text import Text
 
 from serve.command_line import OneLineGroup, reported
 from serve.runtime.errors import PipelineError, UserError
+
+if TYPE_CHECKING:
+    from optimize.measure.rows import Report
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -119,7 +122,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
 def list_runs(store: _Store = _DEFAULT_STORE) -> None:
     """List the runs of a store."""
     with reported():
-        from optimize.store.runs import read_runs
+        from optimize.report.runs import read_runs
 
         table = Table("run", "data", "artifacts", "recommended", "top-1", "p50 ms", "created", box=None, pad_edge=False)
         for entry in read_runs(store):
@@ -134,14 +137,13 @@ def list_runs(store: _Store = _DEFAULT_STORE) -> None:
 def show(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = _DEFAULT_STORE) -> None:
     """Show a run's table, or an artifact's card."""
     with reported():
-        from optimize.report.table import table
-        from optimize.store.runs import card_of, report_of
+        from optimize.report.runs import card_of, report_of
+        from optimize.report.table import print_table
 
         if "/" in name.rstrip("/"):
             Console().print_json(card_of(store, name))
         else:
-            report = report_of(store, name.rstrip("/"))
-            Console().print(table(report))
+            print_table(report_of(store, name.rstrip("/")))
             typer.echo(store / name / "report.html")
 
 
@@ -151,7 +153,7 @@ def verify(
 ) -> None:
     """Check every file of a run against its SHA-256; exit code 1 if one does not match."""
     with reported():
-        from optimize.store.runs import faults_of
+        from optimize.report.runs import faults_of
 
         checked, faults = faults_of(store, name)
         for fault in faults:
@@ -193,10 +195,10 @@ def main() -> None:
     app()
 
 
-def _print_outcome(report: dict[str, object], folder: Path) -> None:
-    from optimize.report.table import table
+def _print_outcome(report: Report, folder: Path) -> None:
+    from optimize.report.table import print_table
 
-    Console().print(table(report))
+    print_table(report)
     typer.echo(f"report: {folder / 'report.html'}   archives: {folder / 'archives'}")
     store = "" if folder.parent == _DEFAULT_STORE else f" STORE={shlex.quote(str(folder.parent))}"
     typer.echo(f"serve it: make serve MODEL={folder.name}{store}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from optimize.context import Context
 from optimize.data.loading import loader
 from optimize.errors import PassError
+from optimize.measure.rows import Accuracy, Difference, Parity
 from optimize.measure.statistics import paired_difference, sqnr_db
 from serve.runtime.predictor import Predictor
 
@@ -86,33 +86,30 @@ def load_answers(folder: Path) -> Answers:
     return Answers(**load_file(folder / _FILE))
 
 
-def against_baseline(baseline: Answers, other: Answers) -> dict[str, Any]:
-    """The paired difference of top-1, as report fields: fractions, and counts of images."""
-    difference = paired_difference(baseline.first.numpy(), other.first.numpy())
-    return {
-        "top1_delta": difference.delta,
-        "top1_delta_ci95": [difference.low, difference.high],
-        "discordant": {"gained": difference.gained, "lost": difference.lost},
-    }
+def accuracy(answers: Answers, baseline: Answers | None) -> Accuracy:
+    """Top-1 and top-5, and the paired difference of top-1 to the baseline's answers on the same images."""
+    if baseline is None:
+        return Accuracy(top1=answers.top1, top5=answers.top5, images=len(answers.first))
+    found = paired_difference(baseline.first.numpy(), answers.first.numpy())
+    difference = Difference(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
+    return Accuracy(top1=answers.top1, top5=answers.top5, images=len(answers.first), difference=difference)
 
 
-def parity(reference: Answers, other: Answers, name: str) -> dict[str, Any]:
+def parity(reference: Answers, other: Answers, name: str) -> Parity:
     """How close two artifacts' logits are, on `PARITY_IMAGES` images, and how often they agree on all.
 
-    ``sqnr_db`` is None where the logits are equal to the last bit, or the reference's are all zero.
+    Args:
+        reference: the answers of the artifact called ``name``.
+        other: the answers that are compared with them.
+        name: what the reference is called in the report.
     """
     difference = (reference.logits - other.logits).abs()
-    return {
-        "reference": name,
-        "max_abs": difference.max().item(),
-        "mean_abs": difference.double().mean().item(),
-        "sqnr_db": sqnr_db(reference.logits.numpy(), other.logits.numpy()) if reference.logits.any() else None,
-        "top1_agreement": (reference.predicted == other.predicted).double().mean().item(),
-        "images": len(reference.predicted),
-        "logits_of": len(reference.logits),
-    }
-
-
-def fields(answers: Answers) -> dict[str, Any]:
-    """Accuracy as report fields."""
-    return {"top1": answers.top1, "top5": answers.top5, "images": len(answers.first)}
+    return Parity(
+        reference=name,
+        max_abs=difference.max().item(),
+        mean_abs=difference.double().mean().item(),
+        sqnr_db=sqnr_db(reference.logits.numpy(), other.logits.numpy()) if reference.logits.any() else None,
+        top1_agreement=(reference.predicted == other.predicted).double().mean().item(),
+        images=len(reference.predicted),
+        logits_of=len(reference.logits),
+    )

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,18 +21,39 @@ from optimize.data.loading import loader
 from optimize.measure import accuracy, footprint, latency, references
 from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
 from optimize.measure.footprint import FootprintMeter
-from optimize.measure.latency import Call, Speed, Timing, measure_speed
+from optimize.measure.latency import Call, Speed, measure_speed
 from optimize.measure.machine import machine, versions
+from optimize.measure.rows import Footprint
+from optimize.measure.timing import Timing
 from optimize.store.artifact import Artifact
 from optimize.store.files import write_json
 from optimize.store.keys import make_key
-from optimize.store.objects import Store, StoredObject
+from optimize.store.objects import Store
 from optimize.store.sources import source_digest
 from serve.runtime.predictor import Predictor
+
+_T = TypeVar("_T")
 
 _MAX_BATCH = 64
 _SPEED_FILE = "speed.json"
 _FOOTPRINT_FILE = "footprint.json"
+
+
+@dataclass(frozen=True)
+class Kept(Generic[_T]):
+    """A measurement's value, the key that the store has it by, and what taking it cost, now or at another time.
+
+    Attributes:
+        value: what was measured.
+        key: of the object in the store.
+        seconds: how long the measuring took.
+        cached: whether it was taken from the store.
+    """
+
+    value: _T
+    key: str
+    seconds: float
+    cached: bool
 
 
 @dataclass(frozen=True)
@@ -43,29 +64,23 @@ class SpeedTable:
         speeds: by artifact's or reference's name.
         skipped: references that do not run here, with the reason.
         providers: what executed each artifact.
-        seconds: how long the measuring took.
-        cached: whether it was taken from the store.
     """
 
     speeds: Mapping[str, Speed]
     skipped: Mapping[str, str]
     providers: Mapping[str, str]
-    seconds: float
-    cached: bool
 
 
 @dataclass(frozen=True)
 class Bench:
     """Measures on one machine, with one data set, through one store.
 
-    With ``remeasure`` speed is never taken from the store. ``log`` has the key and the object of every
-    measurement that was asked for, in order.
+    With ``remeasure`` speed is never taken from the store.
     """
 
     store: Store
     context: Context
     remeasure: bool = False
-    log: list[tuple[str, StoredObject]] = field(default_factory=list)
 
     def refuses(self, artifact: Artifact) -> str | None:
         """Why this artifact cannot be measured in this run; None if it can."""
@@ -78,7 +93,7 @@ class Bench:
             )
         return "runs on the CPU only; measure it with DEVICE=cpu"
 
-    def answers(self, artifact: Artifact) -> Answers:
+    def answers(self, artifact: Artifact) -> Kept[Answers]:
         """The artifact's answers on the validation images."""
 
         def build(folder: Path) -> None:
@@ -92,22 +107,22 @@ class Bench:
             data=self.context.data.fingerprint,
             code=source_digest(accuracy.__name__),
         )
-        return load_answers(self._obtain(key, build).folder)
+        return self._obtain(key, build, load_answers)
 
     def footprint_meter(self) -> FootprintMeter:
         """What `footprint` measures with; to be used as a context."""
         return FootprintMeter(str(self.context.device), torch.get_num_threads())
 
-    def footprint(self, artifact: Artifact, batch: int, meter: FootprintMeter) -> dict[str, Any]:
-        """Load time in ms and peak memory in bytes, see `FootprintMeter.measure`."""
+    def footprint(self, artifact: Artifact, batch: int, meter: FootprintMeter) -> Kept[Footprint]:
+        """Load time and peak memory, see `FootprintMeter.measure`."""
 
         def build(folder: Path) -> None:
-            write_json(meter.measure(artifact.folder, batch), folder / _FOOTPRINT_FILE)
+            write_json(meter.measure(artifact.folder, batch).to_json(), folder / _FOOTPRINT_FILE)
 
         key = self._key("footprint", artifact, batch=batch, code=source_digest(footprint.__name__))
-        return _read(self._obtain(key, build).folder / _FOOTPRINT_FILE)
+        return self._obtain(key, build, lambda folder: Footprint.from_json(_read(folder / _FOOTPRINT_FILE)))
 
-    def speed(self, artifacts: Sequence[Artifact], timing: Timing) -> SpeedTable:
+    def speed(self, artifacts: Sequence[Artifact], timing: Timing) -> Kept[SpeedTable]:
         """Times of the artifacts and of the eager references of the first one, in turns."""
 
         def build(folder: Path) -> None:
@@ -149,12 +164,7 @@ class Bench:
         )
         if self.remeasure:
             self.store.forget(key)
-        stored = self._obtain(key, build)
-        body = _read(stored.folder / _SPEED_FILE)
-        speeds = {
-            name: Speed({int(size): turns for size, turns in rounds.items()}) for name, rounds in body["speeds"].items()
-        }
-        return SpeedTable(speeds, body["skipped"], body["providers"], stored.seconds, stored.cached)
+        return self._obtain(key, build, _speed_table)
 
     def _open(self, artifact: Artifact) -> Predictor:
         return Predictor(artifact.folder, self.context.device, max_batch=_MAX_BATCH, threads=torch.get_num_threads())
@@ -192,10 +202,15 @@ class Bench:
             **parts,
         )
 
-    def _obtain(self, key: str, build: Any) -> StoredObject:
+    def _obtain(self, key: str, build: Callable[[Path], None], read: Callable[[Path], _T]) -> Kept[_T]:
         stored = self.store.obtain(key, build)
-        self.log.append((key, stored))
-        return stored
+        return Kept(read(stored.folder), key, stored.seconds, stored.cached)
+
+
+def _speed_table(folder: Path) -> SpeedTable:
+    body = _read(folder / _SPEED_FILE)
+    speeds = {name: Speed({int(size): turns for size, turns in r.items()}) for name, r in body["speeds"].items()}
+    return SpeedTable(speeds, body["skipped"], body["providers"])
 
 
 def _opened(artifact: Artifact) -> dict[str, Any]:

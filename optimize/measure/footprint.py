@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from optimize.measure.rows import Footprint
 from serve.runtime.errors import PipelineError
 
 _TIMEOUT = 300.0  # seconds
@@ -46,7 +47,7 @@ class FootprintMeter:
         self._stop()
         self._complaints.close()
 
-    def measure(self, folder: Path, batch: int) -> dict[str, Any]:
+    def measure(self, folder: Path, batch: int) -> Footprint:
         """Open the artifact in ``folder`` in a new process and run it.
 
         Args:
@@ -87,7 +88,7 @@ class FootprintMeter:
         found: dict[str, Any] = json.loads(answer)
         if "error" in found:
             raise PipelineError(found["error"])
-        return found
+        return Footprint.from_json(found)
 
     def _stop(self) -> None:
         if self._process is not None:

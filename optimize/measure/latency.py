@@ -11,14 +11,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from pydantic import Field, field_validator
 
 from optimize.listener import SILENT, Listener
+from optimize.measure.rows import Latency, Ratio, Timed
 from optimize.measure.statistics import percentile_summary, ratio_interval
-from serve.config import Config
+from optimize.measure.timing import Timing
 
 #: Two variants whose speeds differ by less than this factor are level.
 LEVEL = 0.97
@@ -29,37 +28,14 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 _Clock = Callable[[Call, torch.Tensor], float]
 
 
-class Timing(Config):
-    """How speed is measured."""
-
-    rounds: int = Field(
-        default=7, ge=1, description="turns that each variant gets; from 6 on, ratios have a 95 % interval"
-    )
-    batch_sizes: tuple[int, ...] = Field(
-        default=(1, 8, 32),
-        min_length=1,
-        description="images per call; 1 must be among them, latency is that of batch 1",
-    )
-    seconds: float = Field(default=0.2, gt=0, description="time of one turn of one variant at one batch size")
-    minimum: int = Field(default=3, ge=1, description="fewest timed calls in a turn; five times as many at batch 1")
-    warm_up: int = Field(default=2, ge=0, description="untimed calls at the start of each turn")
-
-    @field_validator("batch_sizes")
-    @classmethod
-    def _ascending_from_one(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        if sorted(set(sizes)) != list(sizes) or sizes[0] != 1:
-            raise ValueError(f"batch_sizes must ascend from 1, got {list(sizes)}")
-        return sizes
-
-
 @dataclass(frozen=True)
 class Speed:
     """Times of one variant: for each batch size and round, the milliseconds of each call."""
 
     rounds: Mapping[int, Sequence[Sequence[float]]]
 
-    def fields(self) -> dict[str, Any]:
-        """Report fields: latency in ms at batch 1, throughput in images/s by batch size.
+    def against(self, baseline: Speed) -> Timed:
+        """Latency at batch 1, throughput by batch size, and the speed-up over ``baseline``.
 
         p50 is the median of the rounds' medians; p95 and p99 are those of all calls, because a tail is
         made of the rare ones; throughput is the median of the rounds'.
@@ -70,12 +46,12 @@ class Speed:
             size: statistics.median(size * len(turn) / (sum(turn) / 1e3) for turn in turns)
             for size, turns in self.rounds.items()
         }
-        return {
-            "latency_ms": {"p50": statistics.median(self.medians()), "p95": tail.p95, "p99": tail.p99},
-            "throughput": {str(size): value for size, value in throughput.items()},
-            "best_batch": max(throughput, key=lambda size: throughput[size]),
-            "latency_samples": len(single),
-        }
+        p50 = statistics.median(self.medians())
+        return Timed(
+            latency_ms=Latency(p50=p50, p95=tail.p95, p99=tail.p99, samples=len(single)),
+            throughput=throughput,
+            speedup=compare(baseline, self),
+        )
 
     def medians(self) -> list[float]:
         """Median latency at batch 1 in each round, ms."""
@@ -118,7 +94,7 @@ def measure_speed(
     return {name: Speed(rounds) for name, rounds in times.items()}
 
 
-def compare(parent: Speed, child: Speed) -> dict[str, Any]:
+def compare(parent: Speed, child: Speed) -> Ratio:
     """How many times as fast the child is at batch 1, round by round, and whether it is slower than its parent.
 
     It is called slower where the median ratio is below `LEVEL`, or the whole interval below 1. The first
@@ -126,7 +102,7 @@ def compare(parent: Speed, child: Speed) -> dict[str, Any]:
     """
     ratio = ratio_interval(parent.medians(), child.medians())
     slower = ratio.median < LEVEL or ratio.high < 1
-    return {"speedup": ratio.median, "low": ratio.low, "high": ratio.high, "slower": slower}
+    return Ratio(value=ratio.median, low=ratio.low, high=ratio.high, coverage=ratio.coverage, slower=slower)
 
 
 def _turn(

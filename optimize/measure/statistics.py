@@ -1,6 +1,7 @@
 """Intervals and summaries for what the measurements collect: pure functions of numbers, nothing is timed here.
 
-Every interval is two-sided at 95 %. Accuracies and their differences are fractions (0 to 1, −1 to 1).
+Every interval is two-sided, at 95 % where nothing else is said. Accuracies and their differences are
+fractions (0 to 1, −1 to 1).
 """
 
 from __future__ import annotations
@@ -8,20 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Z = 1.959963984540054
-"""The 97.5 % point of the standard normal distribution."""
+_MOST_IMAGES = 10**9
 
 
 @dataclass(frozen=True)
 class PairedDifference:
     """How much more often one model is right than another on the same images.
 
-    ``delta`` is the accuracy of the second minus that of the first, ``low`` and ``high`` its 95 %
+    ``delta`` is the accuracy of the second minus that of the first, ``low`` and ``high`` its
     interval; ``gained`` counts the images that only the second gets right, ``lost`` those that only
     the first does, ``n`` all images.
     """
@@ -32,15 +33,6 @@ class PairedDifference:
     gained: int
     lost: int
     n: int
-
-
-@dataclass(frozen=True)
-class Proportion:
-    """``value`` = successes / trials, with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -85,25 +77,59 @@ def paired_difference(
     a, b = np.asarray(correct_a, dtype=bool), np.asarray(correct_b, dtype=bool)
     if a.ndim != 1 or a.shape != b.shape or a.size == 0:
         raise ValueError(f"paired outcomes must be two equally long, non-empty vectors, got {a.shape} and {b.shape}")
-    gained, lost, n = int(np.sum(b & ~a)), int(np.sum(a & ~b)), int(a.size)
+    return paired_interval(int(np.sum(b & ~a)), int(np.sum(a & ~b)), int(a.size))
+
+
+def paired_interval(gained: int, lost: int, n: int, confidence: float = 0.95) -> PairedDifference:
+    """The same from counts: ``gained`` images only the second model gets right, ``lost`` only the first, of ``n``."""
+    low, high = _tango(gained, lost, n, confidence)
+    return PairedDifference(delta=(gained - lost) / n, low=low, high=high, gained=gained, lost=lost, n=n)
+
+
+def images_needed(loss: float, confidence: float = 0.95, *, gained: float = 0.0, lost: float = 0.0) -> int | None:
+    """The fewest images whose interval excludes a loss, if images change sides at the given rates.
+
+    Found from the interval itself; without images that change sides it is the smallest n with
+    z² / (n + z²) < loss.
+
+    Args:
+        loss: of accuracy, a fraction.
+        confidence: of the interval.
+        gained: share of the images that only the second model gets right.
+        lost: share of those that only the first does.
+
+    Returns:
+        The number, or None where no number of images would do (the loss is real), or a billion would not.
+    """
+
+    def excludes(n: int) -> bool:
+        return _tango(gained * n, lost * n, n, confidence)[0] > -loss
+
+    enough = 1
+    while not excludes(enough):
+        enough *= 2
+        if enough > _MOST_IMAGES:
+            return None
+    short = enough // 2
+    while enough - short > 1:
+        middle = (short + enough) // 2
+        short, enough = (short, middle) if excludes(middle) else (middle, enough)
+    return enough
+
+
+def _tango(gained: float, lost: float, n: int, confidence: float) -> tuple[float, float]:
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
     delta = (gained - lost) / n
 
     def outside(candidate: float) -> bool:
         # |T(Δ)| > z without the division: the variance is 0 at ±1, and at 0 when no image changed sides.
         distance = gained - lost - n * candidate
-        return distance * distance > Z * Z * n * _paired_variance(candidate, gained, lost, n)
+        return distance * distance > z * z * n * _paired_variance(candidate, gained, lost, n)
 
-    return PairedDifference(
-        delta=delta,
-        low=_border(outside, inside=delta, limit=-1.0),
-        high=_border(outside, inside=delta, limit=1.0),
-        gained=gained,
-        lost=lost,
-        n=n,
-    )
+    return _border(outside, inside=delta, limit=-1.0), _border(outside, inside=delta, limit=1.0)
 
 
-def _paired_variance(delta: float, gained: int, lost: int, n: int) -> float:
+def _paired_variance(delta: float, gained: float, lost: float, n: int) -> float:
     """The variance of n (accuracy b − accuracy a), divided by n, if the true difference were ``delta`` (Tango 1998).
 
     With q21 the likelihood's maximum for "only a is right" under q12 = q21 + Δ. Its score equation
@@ -130,24 +156,6 @@ def _border(outside: Callable[[float], bool], *, inside: float, limit: float) ->
             far = middle
         else:
             near = middle
-
-
-def wilson_interval(successes: int, n: int) -> Proportion:
-    """A proportion with Wilson's score interval.
-
-    Wilson, "Probable inference, the law of succession, and statistical inference", Journal of the
-    American Statistical Association 22 (1927), 209–212.
-
-    Raises:
-        ValueError: ``n`` is not positive, or ``successes`` is not between 0 and ``n``.
-    """
-    if n < 1 or not 0 <= successes <= n:
-        raise ValueError(f"a proportion needs 0 <= successes <= n and n >= 1, got {successes} of {n}")
-    value = successes / n
-    centre = (value + Z * Z / (2 * n)) / (1 + Z * Z / n)
-    half = Z / (1 + Z * Z / n) * math.sqrt(value * (1 - value) / n + Z * Z / (4 * n * n))
-    # At 0 and n one border is the value itself; rounding must not put it a hair to the wrong side.
-    return Proportion(value, low=min(max(centre - half, 0.0), value), high=max(min(centre + half, 1.0), value))
 
 
 def percentile_summary(samples: ArrayLike) -> Percentiles:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from optimize.report.view import Report, Row
+from optimize.measure.rows import Row
 
 NODE_WIDTH, NODE_HEIGHT = 204, 58
 _GAP_X, _GAP_Y, _MARGIN = 60, 16, 8
@@ -33,16 +32,13 @@ class Lineage:
     node_height: int
 
 
-def layout(report: Report, rows: list[Row]) -> Lineage:
-    """Places every artifact one column right of its deepest parent, and level with the middle of its children.
+def layout(rows: Sequence[Row]) -> Lineage:
+    """Places every artifact one column right of its parent, and level with the middle of its children.
 
-    A parent that is not in the report is ignored.
+    A parent that is not among the rows is ignored.
     """
-    by_name = {row.name: row for row in rows if row.kind == "artifact"}
-    parents = {
-        str(a.get("name")): [str(p) for p in a.get("parents") or () if str(p) in by_name]
-        for a in report.get("artifacts") or ()
-    }
+    by_name = {row.name: row for row in rows}
+    parents = {row.name: [row.parent] if row.parent in by_name else [] for row in rows}
     depth = dict.fromkeys(parents, 0)
     for _ in parents:  # a longest path has at most as many steps as there are artifacts, even if a cycle was written
         for name, above in parents.items():

@@ -1,28 +1,33 @@
-"""A run's report as JSON, as a page, as a table for the terminal and as a plot for a README.
-
-The report is one plain dict that the pipeline builds; nothing here measures or decides. Every
-output is tolerant of ``None`` and of missing entries, and writes are atomic.
-"""
+"""A run's report as one page of HTML, and its plot as a file. Nothing here measures or decides; writes are atomic."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from optimize.measure.rows import Report, Results, Row
+from optimize.report.columns import COLUMNS, Column, family_of
 from optimize.report.lineage import layout
-from optimize.report.view import NONE, SLOWER, Report, facts, method, rows, seconds, stage_bars, verdict
-from optimize.report.view import number as format_number
+from optimize.report.sentences import facts, method, verdict
+from optimize.report.words import count, number, percent, plain, plural, seconds
 from optimize.store.files import write_atomically
-
-if TYPE_CHECKING:
-    from optimize.report.view import Bar
-
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
-def write_html(report: Report, path: Path) -> None:
-    """Writes the report as one page that refers to nothing outside itself and needs no script."""
+@dataclass(frozen=True)
+class Bar:
+    """One labelled bar; ``share`` is its length as a part of the longest (0 to 1)."""
+
+    name: str
+    share: float
+    value: str
+    note: str
+
+
+def write_html(report: Report, path: Path, columns: Sequence[Column] = COLUMNS) -> None:
+    """Write the report as one page that refers to nothing outside itself and needs no script."""
     import jinja2
     from markupsafe import Markup
 
@@ -35,54 +40,67 @@ def write_html(report: Report, path: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    every = rows(report)
+    environment.filters |= {"family": family_of, "percent": percent, "number": number, "settings": _settings}
     page = environment.get_template("report.html.j2").render(
-        run=report.get("run") or report.get("model") or NONE,
-        model=report.get("model") or NONE,
-        created=report.get("created") or NONE,
-        seconds=seconds(report.get("seconds")),
+        report=report,
+        chosen=report.chosen,
         verdict=verdict(report),
-        rule=(report.get("recommendation") or {}).get("rule") or "",
-        rows=every,
-        artifacts=[row for row in every if row.kind == "artifact"],
-        slower_words=SLOWER,
-        dash=NONE,
+        created=f"{report.created:%Y-%m-%d %H:%M} UTC",
+        took=seconds(report.seconds),
+        results=[column for column in columns if column.table == "results"],
+        details=[column for column in columns if column.table == "details"],
         # matplotlib escapes the text it draws; everything else on the page is escaped by the template.
         pareto=Markup(pareto_svg(report)),
         throughput=Markup(throughput_svg(report)),
         throughput_table=_throughput_table(report),
-        lineage=layout(report, every),
-        stages=stage_bars(report),
-        stage_total=_stage_total(stage_bars(report), report),
+        lineage=layout(report.rows),
+        steps=_step_bars(report),
+        step_total=_step_total(report),
         facts=facts(report),
         method=method(report),
     )
     write_atomically(path, page.encode())
 
 
-def plot(report: Report, path: Path) -> None:
-    """Writes the accuracy/latency plot as PNG or SVG, by the suffix of ``path``.
+def plot(results: Results, path: Path) -> None:
+    """Write the accuracy/latency plot as PNG or SVG, by the suffix of ``path``.
 
     Raises:
-        ValueError: The suffix is neither.
+        ValueError: the suffix is neither.
     """
     from optimize.report.plots import pareto_image
 
-    write_atomically(path, pareto_image(report, path.suffix.lstrip(".").lower()))
+    write_atomically(path, pareto_image(results, path.suffix.lstrip(".").lower()))
 
 
-def _throughput_table(report: Report) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def _settings(row: Row) -> str:
+    return ", ".join(f"{name} {plain(value)}" for name, value in row.config.items())
+
+
+def _throughput_table(results: Results) -> tuple[list[int], list[tuple[str, list[str]]]]:
     """The throughput chart in numbers: the batch sizes, and for each name its images per second."""
-    series = {
-        str(record.get("name")): {str(k): v for k, v in (record.get("throughput") or {}).items()}
-        for key in ("artifacts", "baselines")
-        for record in report.get(key) or ()
-        if not record.get("skipped") and record.get("throughput")
-    }
-    batches = sorted({b for measured in series.values() for b in measured}, key=int)
-    return batches, [(name, [format_number(m.get(b)) for b in batches]) for name, m in series.items()]
+    timed = [(line.name, line.measured.throughput) for line in results.lines if line.measured]
+    batches = sorted({size for _, series in timed for size in series})
+    return batches, [(name, [number(series.get(size)) for size in batches]) for name, series in timed]
 
 
-def _stage_total(bars: list[Bar], report: Report) -> str:
-    cached = sum(bar.note == "from cache" for bar in bars)
-    return f"{len(bars)} stages, {cached} of them from the cache; {seconds(report.get('seconds'))} in all."
+def _step_bars(report: Report) -> list[Bar]:
+    """The time that each step took, at this run or an earlier one."""
+    longest = max((row.seconds or 0.0 for row in report.rows), default=0.0) or 1.0
+    return [
+        Bar(
+            row.name,
+            (row.seconds or 0.0) / longest,
+            seconds(row.seconds) if row.file else "skipped",
+            "at an earlier run" if row.cached else "",
+        )
+        for row in report.rows
+    ]
+
+
+def _step_total(report: Report) -> str:
+    cached = sum(row.cached for row in report.rows)
+    return (
+        f"{plural(len(report.rows), 'step')}, {count(cached)} of them taken from the cache; "
+        f"this run took {seconds(report.seconds)} in all."
+    )

@@ -19,7 +19,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from optimize.report.view import Family, Report, best_throughput, family, number, size
+from optimize.measure.rows import Accuracy, Results, Row
+from optimize.report.columns import family_of
+from optimize.report.words import Family, number, size
 
 _MARKERS: dict[Family, str] = {"float": "o", "half": "D", "int": "s"}
 _WORDS: dict[Family, str] = {"float": "32-bit float", "half": "16-bit float", "int": "8-bit integer"}
@@ -52,7 +54,9 @@ _PAGE = _Palette("#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05", "#0a0b06
 
 
 @dataclass(frozen=True)
-class _Point:
+class Point:
+    """One mark of the accuracy/latency plot; ``bounds`` are the ends of its whisker, fractions."""
+
     name: str
     latency: float
     top1: float
@@ -64,19 +68,20 @@ class _Point:
 
     @property
     def label(self) -> str:
+        """Name and size, a star if recommended, and whether it is slower than its parent."""
         words = f"{self.name}, {size(self.bytes)}" if self.bytes else self.name
         return ("★ " if self.recommended else "") + words + (" (slower)" if self.slower else "")
 
 
-def pareto_svg(report: Report) -> str:
+def pareto_svg(results: Results) -> str:
     """The accuracy/latency plot for a page, or a sentence in place of it if nothing was measured."""
-    if not (points := _points(report)):
+    if not (found := marks(results)):
         return "<p>No artifact has both an accuracy and a latency.</p>"
-    spoken = "; ".join(f"{p.name}: {100 * p.top1:.2f} % at {number(p.latency)} ms" for p in points)
-    return _inline(_pareto(points, _PAGE), f"Top-1 accuracy against median latency of {spoken}.", "pareto")
+    spoken = "; ".join(f"{p.name}: {100 * p.top1:.2f} % at {number(p.latency)} ms" for p in found)
+    return _inline(_pareto(found, _PAGE), f"Top-1 accuracy against median latency of {spoken}.", "pareto")
 
 
-def pareto_image(report: Report, kind: str) -> bytes:
+def pareto_image(results: Results, kind: str) -> bytes:
     """The same plot on white paper, as ``png`` or ``svg``.
 
     Raises:
@@ -84,76 +89,74 @@ def pareto_image(report: Report, kind: str) -> bytes:
     """
     if kind not in ("png", "svg"):
         raise ValueError(f"a plot is written as .png or .svg, not {kind!r}")
-    if not (points := _points(report)):
+    if not (found := marks(results)):
         raise ValueError("no artifact has both an accuracy and a latency, so there is nothing to plot")
-    return _render(_pareto(points, _PAPER, title=str(report.get("run") or report.get("model") or "")), kind)
+    return _render(_pareto(found, _PAPER, title=results.title), kind)
 
 
-def throughput_svg(report: Report) -> str:
+def throughput_svg(results: Results) -> str:
     """Images per second by batch size, one line for each artifact and baseline."""
-    series = [
-        (record, sorted((int(k), float(v)) for k, v in (record.get("throughput") or {}).items() if v is not None))
-        for key in ("artifacts", "baselines")
-        for record in report.get(key) or ()
-        if not record.get("skipped")
-    ]
-    series = [(record, line) for record, line in series if line]
+    series = [(line, sorted(line.measured.throughput.items())) for line in results.lines if line.measured]
     if not series:
         return "<p>No throughput was measured.</p>"
-    baselines = {str(b.get("name")) for b in report.get("baselines") or ()}
     with mpl.rc_context(_SETTINGS):
         figure, axes = _canvas(_PAGE, height=4.2, right=0.83, top=0.96)
         axes.set_xscale("log", base=2)
         ends = []
-        for record, line in series:
-            name, baseline = str(record.get("name")), str(record.get("name")) in baselines
-            kind = family(record.get("precision") or "float32")
-            colour = _PAGE.muted if baseline else getattr(_PAGE, kind)
-            chosen = name == report.get("recommended") and not baseline
+        for line, measured in series:
+            reference, kind = not isinstance(line, Row), family_of(line)
+            chosen = line is results.chosen
             axes.plot(
-                *zip(*line, strict=True),
-                color=colour,
+                *zip(*measured, strict=True),
+                color=_PAGE.muted if reference else getattr(_PAGE, kind),
                 linewidth=2.6 if chosen else 1.3,
-                linestyle=(0, (4, 2)) if baseline else "-",
-                marker=None if baseline else _MARKERS[kind],
+                linestyle=(0, (4, 2)) if reference else "-",
+                marker=None if reference else _MARKERS[kind],
                 markersize=6 if chosen else 4,
                 zorder=3 if chosen else 2,
             )
-            ends.append((line[-1], ("★ " if chosen else "") + name, colour, chosen))
-        batches = sorted({batch for _, line in series for batch, _ in line})
+            label = ("★ " if chosen else "") + line.name
+            ends.append((measured[-1], label, _PAGE.muted if reference else getattr(_PAGE, kind), chosen))
+        batches = sorted({batch for _, measured in series for batch, _ in measured})
         axes.xaxis.set_major_locator(FixedLocator(batches))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
-        axes.set_ylim(0, 1.06 * max(value for _, line in series for _, value in line))
+        axes.set_ylim(0, 1.06 * max(value for _, measured in series for _, value in measured))
         axes.set_xlabel("batch size (images)")
         axes.set_ylabel("images per second")
         _end_labels(axes, ends)
-        spoken = "; ".join(f"{r.get('name')}: best {number(best_throughput(r))}" for r, _ in series)
+        spoken = "; ".join(f"{line.name}: best {number(max(v for _, v in measured))}" for line, measured in series)
         return _inline(figure, f"Images per second by batch size. {spoken}.", "throughput")
 
 
-def _points(report: Report) -> list[_Point]:
+def marks(results: Results) -> list[Point]:
+    """What is drawn: a mark for each measured artifact, in the report's order."""
     found = []
-    for artifact in report.get("artifacts") or ():
-        latency, top1 = (artifact.get("latency_ms") or {}).get("p50"), artifact.get("top1")
-        if artifact.get("skipped") or not latency or top1 is None:
+    for row in results.rows:
+        if row.measured is None:
             continue
-        delta, ci = artifact.get("top1_delta"), artifact.get("top1_delta_ci95")
         found.append(
-            _Point(
-                name=str(artifact.get("name")),
-                latency=float(latency),
-                top1=float(top1),
-                # The interval is of the difference to the baseline, so the bar stands on the baseline's accuracy.
-                bounds=(top1 - delta + ci[0], top1 - delta + ci[1]) if ci and delta is not None else None,
-                bytes=float(artifact.get("bytes") or 0),
-                family=family(artifact.get("precision")),
-                recommended=artifact.get("name") == report.get("recommended"),
-                slower=bool((artifact.get("vs_parent") or {}).get("slower")),
+            Point(
+                name=row.name,
+                latency=row.measured.latency_ms.p50,
+                top1=row.measured.accuracy.top1,
+                bounds=_bounds(row.measured.accuracy),
+                bytes=row.file.bytes if row.file else 0,
+                family=family_of(row),
+                recommended=row is results.chosen,
+                slower=row.measured.vs_parent is not None and row.measured.vs_parent.slower,
             )
         )
     return found
+
+
+def _bounds(accuracy: Accuracy) -> tuple[float, float] | None:
+    """Where the whisker ends: the interval of the difference, set on the baseline's accuracy, within 0 and 1."""
+    if (difference := accuracy.difference) is None:
+        return None
+    start = accuracy.top1 - difference.delta
+    return max(start + difference.low, 0.0), min(start + difference.high, 1.0)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -165,7 +168,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def _pareto(points: list[_Point], palette: _Palette, title: str = "") -> Figure:
+def _pareto(points: list[Point], palette: _Palette, title: str = "") -> Figure:
     with mpl.rc_context(_SETTINGS):
         figure, axes = _canvas(palette, height=5.0, right=0.98, top=0.88 if title else 0.93)
         if title:
@@ -260,7 +263,7 @@ def _legend(axes: Axes, palette: _Palette, families: Sequence[Family], *, front:
 def _place_labels(
     figure: Figure,
     axes: Axes,
-    points: list[_Point],
+    points: list[Point],
     areas: list[float],
     palette: _Palette,
     *,

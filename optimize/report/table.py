@@ -1,36 +1,48 @@
-"""The results as a table for the terminal: all columns where they fit, the key figures where they do not."""
+"""The results as a table for the terminal: as many columns as there is room for, all of them where nobody limits it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from optimize.report.view import NONE, SLOWER, Report, Row, rows, verdict
+from optimize.measure.rows import Results
+from optimize.report.columns import COLUMNS, SLOWER, Column, parent_of
+from optimize.report.sentences import tail, verdict
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import ConsoleOptions, RenderResult
+
+_UNBOUNDED = 1000  # characters
 
 
-def table(report: Report) -> Table:
-    """The results for the terminal: all columns where they fit, the key figures where they do not."""
-    every = rows(report)
-    return _ResultsTable([_table(report, every, columns) for columns in (_WIDE, _MIDDLE, _NARROW)])
+def table(results: Results, columns: Sequence[Column] = COLUMNS) -> ResultsTable:
+    """The results, with those columns that the console has room for."""
+    ranks = sorted({column.rank for column in columns}, reverse=True)
+    return ResultsTable([_table(results, [c for c in columns if c.rank <= rank]) for rank in ranks])
 
 
-class _ResultsTable(Table):
+def print_table(results: Results) -> None:
+    """Print to standard output; a file or a pipe gets every column, however long the lines."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_UNBOUNDED)
+    console.print(table(results))
+
+
+class ResultsTable:
     """Tables of the same results, widest first, of which the console shows the first that it has room for."""
 
     def __init__(self, widest_first: list[Table]) -> None:
-        super().__init__()
-        self.__dict__.update(widest_first[0].__dict__)
         self._variants = widest_first
 
     def _fitting(self, console: Console, options: ConsoleOptions) -> Table:
-        unbounded = options.update(width=1000)
+        unbounded = options.update(width=_UNBOUNDED)
         fitting = (
             variant
             for variant in self._variants
@@ -41,80 +53,48 @@ class _ResultsTable(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._fitting(console, options)
 
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self._fitting(console, options))
 
-
-_WIDE = (
-    "artifact",
-    "precision",
-    "top-1 %",
-    "Δ points",
-    "95 %",
-    "p50 ms",
-    "p99 ms",
-    "speed",
-    "vs parent",
-    "img/s",
-    "size",
-)
-
-
-_MIDDLE = tuple(column for column in _WIDE if column not in ("precision", "p99 ms"))
-
-
-_NARROW = ("artifact", "top-1 %", "Δ points", "p50 ms", "speed", "vs parent", "size")
-
-
-def _table(report: Report, every: list[Row], columns: tuple[str, ...]) -> Table:
-    result = Table(
+def _table(results: Results, columns: Sequence[Column]) -> Table:
+    shown = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
-        title=Text(f"{report.get('run') or report.get('model') or ''}: measured artifacts", style="bold"),
+        title=Text(f"{results.title}: measured artifacts", style="bold"),
         title_justify="left",
-        caption=_caption(report, every),
+        caption=_caption(results),
         caption_justify="left",
     )
+    shown.add_column(Text("artifact"))
     for column in columns:
-        left = column in ("artifact", "precision")
-        result.add_column(Text(column), justify="left" if left else "right", no_wrap=column != "artifact")
-    for position, row in enumerate(every):
-        cells = _cells(row)
-        result.add_row(
-            *(cells[column] for column in columns),
-            style="bold green" if row.recommended else "dim" if row.skipped else None,
-            end_section=position + 1 < len(every) and row.kind != every[position + 1].kind,
+        shown.add_column(Text(column.head), justify="left" if column.left else "right", no_wrap=True)
+    recommended = results.recommendation.name
+    for number, line in enumerate(results.lines, start=1):
+        chosen = line.name == recommended and number <= len(results.rows)
+        cells = [Text(("★ " if chosen else "  ") + line.name)]
+        for column in columns:
+            cell = column.cell(line, results)
+            skipped = line.skip is not None and column.key == "top1"
+            text = "skipped" if skipped else f"{cell.text} {cell.alarm}".strip()
+            cells.append(Text(text.replace(" to ", " … "), style="bold red" if cell.alarm else ""))
+        shown.add_row(
+            *cells,
+            style="bold green" if chosen else "dim" if line.skip else None,
+            end_section=number == len(results.rows),
         )
-    return result
+    return shown
 
 
-def _cells(row: Row) -> dict[str, Text]:
-    mark = "★ " if row.recommended else "  "
-    return {
-        "artifact": Text(mark + row.name),
-        "precision": Text(row.precision),
-        "top-1 %": Text("skipped" if row.skipped else row.top1),
-        "Δ points": Text(row.delta),
-        "95 %": Text(row.interval.replace(" to ", " … ") or NONE),
-        "p50 ms": Text(row.p50),
-        "p99 ms": Text(row.p99),
-        "speed": Text(row.speedup),
-        "vs parent": Text(row.vs_parent + " slower", style="bold red") if row.slower else Text(row.vs_parent),
-        "img/s": Text(row.throughput),
-        "size": Text(row.size),
-    }
-
-
-def _caption(report: Report, every: list[Row]) -> Text:
+def _caption(results: Results) -> Text:
     """The verdict, the rule, and in words whatever a cell has no room for."""
-    lines = [Text(f"★ {verdict(report)}" if report.get("recommended") else verdict(report), style="bold")]
-    rule = (report.get("recommendation") or {}).get("rule")
-    lines += [Text(f"Rule: {rule}")] if rule else []
-    lines += [
-        Text(f"{row.name}: {row.vs_parent} the speed of {row.parents}, {SLOWER}", style="red")
-        for row in every
-        if row.slower
-    ]
-    lines += [Text(f"{row.name}: skipped, {row.skipped}") for row in every if row.skipped]
+    star = "★ " if results.recommendation.name else ""
+    lines = [Text(star + verdict(results), style="bold")]
+    lines += [Text(f"Rule: {results.recommendation.rule}")]
+    lines += [Text(said)] if (said := tail(results)) else []
+    for line in results.lines:
+        if line.skip is not None:
+            lines.append(Text(f"{line.name}: skipped, {line.skip}"))
+        for column in COLUMNS:
+            if (cell := column.cell(line, results)).alarm:
+                words = f"{line.name}: {cell.text} the speed of {parent_of(line)}, {SLOWER}"
+                lines.append(Text(words, style="red"))
     return Text("\n").join(lines)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from optimize.context import Context
 from optimize.data.sources import read_source
@@ -17,27 +15,30 @@ from optimize.errors import NotApplicableError, PassError
 from optimize.listener import Listener
 from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
+from optimize.measure.rows import Data, Machine, Report, Row, Skip
 from optimize.models.preprocessing import Wish
 from optimize.report.page import plot, write_html
 from optimize.run.job import Job, Opened, open_job
 from optimize.run.publishing import publish
 from optimize.run.recipe import BASELINE, DEFAULT_RECIPE, Recipe, Stage, load_recipe
 from optimize.run.recommendation import recommend
-from optimize.run.results import Entry, Measured, measure
+from optimize.run.results import measure
+from optimize.run.session import Step
 from optimize.store.files import write_json
 from serve.runtime.errors import EngineError, PipelineError, one_line
-
-#: Version of ``report.json``.
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run: its report, its folder, and the stages that failed and should not have."""
+    """A finished run: its report and its folder."""
 
-    report: dict[str, Any]
+    report: Report
     folder: Path
-    failed: tuple[str, ...]
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the stages that failed and should not have."""
+        return tuple(row.name for row in self.report.rows if row.skip is not None and row.skip.kind == "failed")
 
 
 def run(job: Job, listener: Listener) -> Outcome:
@@ -56,73 +57,84 @@ def run(job: Job, listener: Listener) -> Outcome:
     session, context = opened.session, opened.session.context
     folder = job.store / opened.run
     with session.store.in_use():
-        entries = _build(opened, recipe, listener)
+        steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, remeasure=job.remeasure)
-        measured = measure(entries, bench, recipe.measure, listener)
-        report = {
-            "schema": SCHEMA,
-            "run": opened.run,
-            "model": job.model,
-            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "data": {**_describe(context), "preprocessing_origin": dict(opened.preprocessing_origins)},
-            "machine": machine(context.device),
-            "device": context.device.type,
-            "versions": versions(),
-            **_results(entries, measured, recipe),
-        }
-        artifacts = {entry.name: entry.artifact for entry in entries if entry.artifact is not None}
+        measured = measure(steps, bench, recipe.measure, listener)
+        recommendation = recommend(measured.rows, measured.speeds, recipe.recommend.max_drop)
+        artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
+        here = Machine.from_json(machine(context.device))
         with session.store.lock(f"run-{folder.name}"):  # or two runs of one name would mix their files
-            keys = publish(session.store, folder, artifacts, report, read_source(context.data.val.sources[0]))
-            write_json(sorted({*keys, *(key for key, _ in bench.log)}), folder / "objects.json")
-            report["seconds"] = time.perf_counter() - started
-            write_json(report, folder / "report.json")
+            sample = read_source(context.data.val.sources[0])
+            published = publish(session.store, folder, artifacts, measured.rows, machine=here, sample=sample)
+            write_json(sorted(measured.keys.union(published.keys)), folder / "objects.json")
+            report = Report(
+                title=opened.run,
+                model=job.model,
+                created=datetime.datetime.now(datetime.UTC).replace(microsecond=0),
+                seconds=time.perf_counter() - started,
+                device=context.device.type,
+                data=_describe(context, opened.preprocessing_origins),
+                machine=here,
+                versions=versions(),
+                rows=published.rows,
+                references=measured.references,
+                recommended=recommendation.name,
+                recommendation=recommendation,
+                measurement=measured.measurement,
+            )
+            write_json(report.to_json(), folder / "report.json")
             write_html(report, folder / "report.html")
             plot(report, folder / "pareto.svg")
-    return Outcome(report, folder, tuple(entry.name for entry in entries if entry.failed))
+    return Outcome(report, folder)
 
 
-def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Entry]:
-    """Run every stage; one that does not apply or fails is skipped, and so are its descendants."""
+def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Step | Row]:
+    """Carry out every stage; one that does not apply or fails leaves a row with the reason, and so its descendants."""
     listener.started(BASELINE)
-    session = opened.session
     try:
-        step = session.baseline(recipe.baseline, opened.checkpoint, opened.origin)
+        baseline = opened.session.baseline(recipe.baseline, opened.checkpoint, opened.origin)
     except (PipelineError, OSError):
         raise
     except Exception as error:
         raise PipelineError(
             f"the baseline cannot be made: {_explained(error, _error_log(opened, BASELINE))}"
         ) from error
-    listener.ended(BASELINE, step.seconds, cached=step.cached, skipped=None)
-    settings = dict(step.artifact.card.lineage[-1].config)
-    stages = {BASELINE: Entry(BASELINE, BASELINE, None, settings, step)}
-    for planned in recipe.stages:
-        config = planned.config.model_dump(mode="json")
-        stage = Entry(planned.name, planned.step.name, planned.parent, config)
-        stages[planned.name] = stage
-        listener.started(planned.name)
-        _run_stage(opened, planned, stage, stages[planned.parent])
-        seconds, cached = (stage.step.seconds, stage.step.cached) if stage.step else (0.0, False)
-        listener.ended(planned.name, seconds, cached=cached, skipped=stage.skipped)
-    return list(stages.values())
+    listener.ended(BASELINE, baseline.seconds, cached=baseline.cached, skipped=None)
+    steps: dict[str, Step | Row] = {BASELINE: baseline}
+    for stage in recipe.stages:
+        listener.started(stage.name)
+        step = _carry_out(opened, stage, steps[stage.parent])
+        steps[stage.name] = step
+        if isinstance(step, Step):
+            listener.ended(stage.name, step.seconds, cached=step.cached, skipped=None)
+        else:
+            listener.ended(stage.name, 0.0, cached=False, skipped=str(step.skip))
+    return list(steps.values())
 
 
-def _run_stage(opened: Opened, planned: Stage, stage: Entry, parent: Entry) -> None:
-    if parent.artifact is None:
-        stage.skipped = f"its parent {parent.name} was skipped"
-        return
-    log = _error_log(opened, planned.name)
+def _carry_out(opened: Opened, stage: Stage, parent: Step | Row) -> Step | Row:
+    """The stage's step, or a row that says why there is none."""
+    if isinstance(parent, Row):
+        return _not_made(stage, Skip(kind="parent_skipped", reason=f"its parent {parent.name} was skipped"))
+    log = _error_log(opened, stage.name)
     log.unlink(missing_ok=True)
     try:
-        stage.step = opened.session.apply(parent.artifact, planned.config, planned.name)
-    except (NotApplicableError, EngineError) as error:  # the latter: no kernels for it on this machine
-        stage.skipped = str(error)
+        return opened.session.apply(parent.artifact, stage.config, stage.name)
+    except NotApplicableError as error:
+        return _not_made(stage, Skip(kind="not_applicable", reason=str(error)))
+    except EngineError as error:  # no kernels for it on this machine
+        return _not_made(stage, Skip(kind="cannot_run_here", reason=str(error)))
     except PassError as error:
-        stage.skipped, stage.failed = f"failed: {error}", True
+        return _not_made(stage, Skip(kind="failed", reason=str(error)))
     except (PipelineError, OSError):
         raise
     except Exception as error:  # noqa: BLE001 - a library's failure on one model must not cost the other artifacts
-        stage.skipped, stage.failed = f"failed: {_explained(error, log)}", True
+        return _not_made(stage, Skip(kind="failed", reason=_explained(error, log)))
+
+
+def _not_made(stage: Stage, skip: Skip) -> Row:
+    config = stage.config.model_dump(mode="json")
+    return Row(name=stage.name, operation=stage.step.name, config=config, parent=stage.parent, skip=skip)
 
 
 def _error_log(opened: Opened, name: str) -> Path:
@@ -136,43 +148,15 @@ def _explained(error: Exception, log: Path) -> str:
     return f"{one_line(error)} (traceback in {log})"
 
 
-def _results(entries: Sequence[Entry], measured: Measured, recipe: Recipe) -> dict[str, Any]:
-    """The part of the report that is about artifacts."""
-    speed = measured.speed
-    recommendation = recommend(measured.rows, speed.speeds, recipe.recommend.max_drop)
-    return {
-        "recommended": recommendation.name,
-        "recommendation": {"rule": recommendation.rule, "rejected": recommendation.rejected},
-        "artifacts": measured.rows,
-        "baselines": measured.baselines,
-        "stages": [
-            {
-                "name": entry.name,
-                "pass": entry.operation,
-                "parents": [entry.parent] if entry.parent else [],
-                "seconds": entry.step.seconds if entry.step else 0.0,
-                "cached": entry.step.cached if entry.step else False,
-                "skipped": None if entry.step else entry.skipped,
-            }
-            for entry in entries
-        ],
-        "measurement": {
-            **recipe.measure.model_dump(mode="json"),
-            "seconds": speed.seconds,
-            "cached": speed.cached,
-            "latency_samples": speed.speeds[BASELINE].fields()["latency_samples"],
-        },
-    }
-
-
-def _describe(context: Context) -> dict[str, Any]:
+def _describe(context: Context, origins: Mapping[str, str]) -> Data:
     data = context.data
-    return {
-        "name": data.name,
-        "fingerprint": data.fingerprint,
-        "fingerprint_kind": data.fingerprint_kind,
-        "classes": len(data.classes),
-        "train": len(data.train),
-        "val": len(data.val),
-        "preprocessing": dataclasses.asdict(context.preprocessing),
-    }
+    return Data(
+        name=data.name,
+        fingerprint=data.fingerprint,
+        fingerprint_kind=data.fingerprint_kind,
+        classes=len(data.classes),
+        train=len(data.train),
+        val=len(data.val),
+        preprocessing=context.preprocessing,
+        preprocessing_origin=dict(origins),
+    )

@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optimize.measure.rows import Archive, Machine, Row
 from optimize.store.artifact import Artifact
 from optimize.store.files import TEMPORARY, write_atomically
 from optimize.store.keys import make_key
@@ -18,28 +20,24 @@ from serve import options
 from serve.runtime.card import CARD_FILE, sha256_file, write_card
 from serve.torchserve import archive, handler
 
-#: Fields of a report's row that the artifact's card repeats as its measurements.
-_MEASURED = (
-    "top1",
-    "top1_delta",
-    "top1_delta_ci95",
-    "top5",
-    "images",
-    "latency_ms",
-    "throughput",
-    "parity",
-    "vs_parent",
-    "memory_bytes",
-    "load_ms",
-    "provider",
-    "threads",
-    "skipped",
-)
+
+@dataclass(frozen=True)
+class Published:
+    """A run's rows with the paths of what was published, and the keys of the objects that the run now uses."""
+
+    rows: tuple[Row, ...]
+    keys: frozenset[str]
 
 
 def publish(
-    store: Store, folder: Path, artifacts: Mapping[str, Artifact], report: dict[str, Any], sample: bytes
-) -> list[str]:
+    store: Store,
+    folder: Path,
+    artifacts: Mapping[str, Artifact],
+    rows: Sequence[Row],
+    *,
+    machine: Machine,
+    sample: bytes,
+) -> Published:
     """Write ``artifacts/``, ``archives/`` and ``sample.<ext>`` of a run, and remove what an earlier run left there.
 
     The caller holds the lock of the run's name.
@@ -48,36 +46,32 @@ def publish(
         store: where the archives are kept as objects.
         folder: the run's folder.
         artifacts: what was made, by name.
-        report: in each artifact's row ``path`` becomes that in the run's folder, and ``archive``,
-            ``archive_bytes`` and ``archive_sha256`` are set.
+        rows: the report's rows, without the archives.
+        machine: what they were measured on.
         sample: an encoded image to try the endpoint with.
-
-    Returns:
-        Keys of the objects that the run now uses.
     """
-    keys = []
-    for row in report["artifacts"]:
-        artifact = artifacts.get(row["name"])
-        if artifact is None:
+    keys: set[str] = set()
+    published = []
+    for row in rows:
+        artifact = artifacts.get(row.name)
+        if artifact is None or row.file is None:
+            published.append(row)
             continue
-        measured = {name: row[name] for name in _MEASURED} | {"machine": report["machine"]}
-        published = _publish_artifact(store, artifact, folder / "artifacts" / artifact.name, measured)
-        key = _publish_archive(store, published, folder)
+        target = folder / "artifacts" / artifact.name
+        _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()})
+        key = _publish_archive(store, target, folder)
         path = _archive(folder, artifact.name)
-        row |= {
-            "path": str(published / artifact.card.file),
-            "archive": str(path),
-            "archive_bytes": path.stat().st_size,
-            "archive_sha256": sha256_file(path),
-        }
-        keys += [artifact.key, key]
+        file = row.file.model_copy(update={"path": str(target / artifact.card.file)})
+        archived = Archive(path=str(path), bytes=path.stat().st_size, sha256=sha256_file(path))
+        published.append(row.model_copy(update={"file": file, "archive": archived}))
+        keys |= {artifact.key, key}
     suffix = "jpg" if sample.startswith(b"\xff\xd8") else "png" if sample.startswith(b"\x89PNG") else "img"
     write_atomically(folder / f"sample.{suffix}", sample)
     _remove_stale(folder, artifacts, f"sample.{suffix}")
-    return keys
+    return Published(tuple(published), frozenset(keys))
 
 
-def _publish_artifact(store: Store, artifact: Artifact, folder: Path, measurements: dict[str, Any]) -> Path:
+def _publish_artifact(store: Store, artifact: Artifact, folder: Path, measurements: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in artifact.card.files:
         store.link(artifact.folder / name, folder / name)
@@ -85,7 +79,6 @@ def _publish_artifact(store: Store, artifact: Artifact, folder: Path, measuremen
         if stray.name not in artifact.card.files and stray.name != CARD_FILE:
             _remove(stray)
     write_card(folder, dataclasses.replace(artifact.card, measurements=measurements))
-    return folder
 
 
 def _publish_archive(store: Store, artifact: Path, folder: Path) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
-from optimize.measure.latency import Timing
 from optimize.measure.references import REFERENCES
+from optimize.measure.timing import Timing
 from optimize.models.preprocessing import PreprocessingConfig
 from optimize.passes.base import Pass, find_pass, passes
 from optimize.training.loop import TrainingConfig

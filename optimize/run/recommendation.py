@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from optimize.measure.latency import LEVEL, Speed, compare
+from optimize.measure.rows import Measured, Recommendation, Row
+from optimize.measure.statistics import paired_interval
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """The chosen artifact's name (None if none was measured), the rule, and the reason against each other one."""
-
-    name: str | None
-    rule: str
-    rejected: dict[str, str]
-
-
-def recommend(rows: Sequence[Mapping[str, Any]], speeds: Mapping[str, Speed], max_drop: float) -> Recommendation:
+def recommend(rows: Sequence[Row], speeds: Mapping[str, Speed], max_drop: float) -> Recommendation:
     """Choose among the report's rows.
 
     Args:
@@ -32,31 +23,42 @@ def recommend(rows: Sequence[Mapping[str, Any]], speeds: Mapping[str, Speed], ma
         "the one whose interval of top-1 begins highest, and of equals the smallest file"
     )
     rejected: dict[str, str] = {}
-    eligible: list[Mapping[str, Any]] = []
+    eligible: dict[str, tuple[Measured, int]] = {}
     for number, row in enumerate(rows):
-        if row["latency_ms"] is None:
-            rejected[row["name"]] = row["skipped"] or "not measured"
+        if row.measured is None or row.file is None:
+            rejected[row.name] = str(row.skip)
+            continue
+        low = _low(row.measured)
         # The baseline is what the others are held against: it is always allowed.
-        elif number > 0 and row["top1_delta_ci95"][0] <= -max_drop:
-            rejected[row["name"]] = (
-                f"its top-1 may be {-row['top1_delta_ci95'][0] * 100:.1f} points below the baseline's"
-            )
+        if number > 0 and low <= -max_drop:
+            rejected[row.name] = f"its top-1 may be {-low * 100:.1f} points below the baseline's"
         else:
-            eligible.append(row)
+            eligible[row.name] = (row.measured, row.file.bytes)
     if not eligible:
-        return Recommendation(None, rule, rejected)
-    fastest = min(eligible, key=lambda row: row["latency_ms"]["p50"])
+        return Recommendation(name=None, rule=rule, rejected=rejected)
+    fastest = min(eligible, key=lambda name: eligible[name][0].latency_ms.p50)
     level = []
-    for row in eligible:
-        ratio = compare(speeds[fastest["name"]], speeds[row["name"]])
-        if row is fastest or not ratio["slower"]:
-            level.append(row)
+    for name in eligible:
+        ratio = compare(speeds[fastest], speeds[name])
+        if name == fastest or not ratio.slower:
+            level.append(name)
         else:
-            rejected[row["name"]] = f"{1 / ratio['speedup']:.2f} times the latency of {fastest['name']}"
-    chosen = min(level, key=lambda row: (-row["top1_delta_ci95"][0], row["bytes"]))
-    for row in level:
-        if row is not chosen:
-            behind = (chosen["top1_delta_ci95"][0] - row["top1_delta_ci95"][0]) * 100
+            rejected[name] = f"{1 / ratio.value:.2f} times the latency of {fastest}"
+
+    def lowest(name: str) -> float:
+        return _low(eligible[name][0])
+
+    chosen = min(level, key=lambda name: (-lowest(name), eligible[name][1]))
+    for name in level:
+        if name != chosen:
+            behind = (lowest(chosen) - lowest(name)) * 100
             why = f"its interval of top-1 begins {behind:.2f} points lower" if behind > 0 else "a larger file"
-            rejected[row["name"]] = f"as fast as {chosen['name']}, and {why}"
-    return Recommendation(chosen["name"], rule, rejected)
+            rejected[name] = f"as fast as {chosen}, and {why}"
+    return Recommendation(name=chosen, rule=rule, rejected=rejected)
+
+
+def _low(measured: Measured) -> float:
+    """Where the interval of the difference to the baseline begins; the baseline's as if it were another artifact's."""
+    if (difference := measured.accuracy.difference) is not None:
+        return difference.low
+    return paired_interval(0, 0, measured.accuracy.images).low

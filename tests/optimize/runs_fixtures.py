@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from optimize.measure.rows import Measured, ModelFile, Report, Row
 from optimize.run.job import Job
 from optimize.run.pipeline import Outcome, run
 
@@ -107,11 +108,23 @@ class TinyRun:
 
     store: Path
     folder: Path
-    report: dict[str, Any]
+    report: Report
     heard: Heard
 
-    def row(self, name: str) -> dict[str, Any]:
-        return next(row for row in self.report["artifacts"] if row["name"] == name)
+    def row(self, name: str) -> Row:
+        return next(row for row in self.report.rows if row.name == name)
+
+    def file(self, name: str) -> ModelFile:
+        """The model file of an artifact that was made."""
+        found = self.row(name).file
+        assert found is not None
+        return found
+
+    def measured(self, name: str) -> Measured:
+        """The figures of an artifact that was measured."""
+        found = self.row(name).measured
+        assert found is not None
+        return found
 
 
 @functools.cache
@@ -119,7 +132,9 @@ def _tiny_run(folder: Path) -> TinyRun:
     store = folder / "tiny-run" / "model_store"
     outcome, heard = run_recipe(store, RECIPE)
     assert outcome.failed == ()
-    return TinyRun(store, outcome.folder, json.loads((outcome.folder / "report.json").read_text()), heard)
+    report = Report.from_json(json.loads((outcome.folder / "report.json").read_text()))
+    assert report == outcome.report
+    return TinyRun(store, outcome.folder, report, heard)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -13,9 +11,8 @@ from optimize.errors import PassError
 from optimize.measure.accuracy import (
     PARITY_IMAGES,
     Answers,
-    against_baseline,
+    accuracy,
     answer,
-    fields,
     load_answers,
     parity,
     save_answers,
@@ -52,7 +49,8 @@ def test_answers_equal_numpys(count: int) -> None:
     assert found.top1 == np.mean(order[:, 0] == labels)
     assert found.top5 == np.mean([label in row[:5] for label, row in zip(labels, order, strict=True)])
     assert np.array_equal(found.predicted.numpy(), order[:, 0])
-    assert fields(found) == {"top1": found.top1, "top5": found.top5, "images": count}
+    record = accuracy(found, None)
+    assert (record.top1, record.top5, record.images) == (found.top1, found.top5, count)
 
 
 def test_kept_logits_are_spread_over_a_split_that_is_sorted_by_class() -> None:
@@ -99,17 +97,23 @@ def test_what_is_saved_is_loaded(tmp_path) -> None:
         assert torch.equal(tensor, getattr(found, name))
 
 
+def answers_with(right: np.ndarray) -> Answers:
+    first = torch.from_numpy(right)
+    return Answers(first, first, torch.zeros(len(right), dtype=torch.int64), torch.zeros(len(right), 2))
+
+
 def test_the_difference_to_the_baseline_counts_the_images_that_changed_sides() -> None:
     right = np.array([1, 1, 1, 0, 0, 1, 0, 1, 1, 1], dtype=bool)
     other = np.array([1, 0, 1, 1, 0, 1, 0, 0, 0, 1], dtype=bool)
-    record = against_baseline(
-        SimpleNamespace(first=torch.from_numpy(right)),  # type: ignore[arg-type]
-        SimpleNamespace(first=torch.from_numpy(other)),  # type: ignore[arg-type]
-    )
-    assert record["top1_delta"] == pytest.approx(-0.2)
-    assert record["discordant"] == {"gained": 1, "lost": 3}
-    low, high = record["top1_delta_ci95"]
-    assert -1 <= low < -0.2 < 0 < high < 1
+    found = accuracy(answers_with(other), answers_with(right)).difference
+    assert found is not None
+    assert found.delta == pytest.approx(-0.2)
+    assert (found.gained, found.lost) == (1, 3)
+    assert -1 <= found.low < -0.2 < 0 < found.high < 1
+
+
+def test_the_baseline_has_no_difference_to_itself() -> None:
+    assert accuracy(answers_with(np.array([True, False])), None).difference is None
 
 
 def test_parity_equals_numpys() -> None:
@@ -119,17 +123,17 @@ def test_parity_equals_numpys() -> None:
     first, second = answers_of(reference, 6)[0], answers_of(other, 6)[0]
     record = parity(first, second, "fuse")
     difference = np.abs(reference - other)
-    assert record["reference"] == "fuse"
-    assert record["max_abs"] == pytest.approx(difference.max(), rel=1e-5)
-    assert record["mean_abs"] == pytest.approx(difference.mean(), rel=1e-5)
-    assert record["sqnr_db"] == pytest.approx(10 * np.log10((reference**2).sum() / (difference**2).sum()), rel=1e-5)
-    assert record["top1_agreement"] == np.mean(reference.argmax(1) == other.argmax(1))
-    assert (record["images"], record["logits_of"]) == (40, 40)
+    assert record.reference == "fuse"
+    assert record.max_abs == pytest.approx(difference.max(), rel=1e-5)
+    assert record.mean_abs == pytest.approx(difference.mean(), rel=1e-5)
+    assert record.sqnr_db == pytest.approx(10 * np.log10((reference**2).sum() / (difference**2).sum()), rel=1e-5)
+    assert record.top1_agreement == np.mean(reference.argmax(1) == other.argmax(1))
+    assert (record.images, record.logits_of) == (40, 40)
 
 
 def test_parity_of_equal_and_of_silent_networks_has_no_ratio() -> None:
     scores = np.random.default_rng(7).normal(size=(5, 4))
     found, silent = answers_of(scores, 4)[0], answers_of(np.zeros((5, 4)), 4)[0]
-    assert parity(found, found, "a")["sqnr_db"] is None
-    assert parity(silent, found, "a")["sqnr_db"] is None
-    assert parity(found, silent, "a")["sqnr_db"] == pytest.approx(0)
+    assert parity(found, found, "a").sqnr_db is None
+    assert parity(silent, found, "a").sqnr_db is None
+    assert parity(found, silent, "a").sqnr_db == pytest.approx(0)

@@ -72,11 +72,14 @@ def test_comparison_counts_what_the_predictor_gets_right(quantized: opt.Variant,
     right = sum(
         int(predictor.logits(pixels[index : index + 1]).argmax()) == int(labels[index]) for index in range(len(labels))
     )
-    row = comparison.rows[2]
-    assert row["top1"] == pytest.approx(right / len(labels))
-    first = comparison.rows[0]["top1"]
-    assert row["top1_delta"] == pytest.approx(row["top1"] - first)
-    assert row["discordant"]["gained"] - row["discordant"]["lost"] == round((row["top1"] - first) * len(labels))
+    first, _, row = (entry.measured for entry in comparison.rows)
+    assert first is not None
+    assert row is not None
+    assert row.accuracy.top1 == pytest.approx(right / len(labels))
+    change = row.accuracy.top1 - first.accuracy.top1
+    assert row.accuracy.difference is not None
+    assert row.accuracy.difference.delta == pytest.approx(change)
+    assert row.accuracy.difference.gained - row.accuracy.difference.lost == round(change * len(labels))
 
 
 def test_comparison_prints_as_a_table_and_converts_to_pandas(comparison: opt.Comparison) -> None:
@@ -98,7 +101,7 @@ def test_comparing_two_variants_of_one_name_is_refused(base: opt.Variant) -> Non
 def test_variants_of_two_equal_loads_are_compared(base: opt.Variant, quantized: opt.Variant, store: Path) -> None:
     again = opt.load(MODEL, data="digits", store=store, training=opt.Training(epochs=2), device="cpu")
     table = opt.compare(again, quantized, timing=opt.Timing(rounds=1, seconds=0.005, batch_sizes=(1,)))
-    assert [row["name"] for row in table.rows] == ["baseline", quantized.name]
+    assert [row.name for row in table.rows] == ["baseline", quantized.name]
 
 
 def test_variants_that_differ_in_what_must_be_shared_are_not_compared(base: opt.Variant, store: Path) -> None:

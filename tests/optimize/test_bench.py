@@ -6,6 +6,7 @@ import dataclasses
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -15,13 +16,13 @@ from PIL import Image
 from optimize.context import Context
 from optimize.data.records import ImageData
 from optimize.measure.bench import Bench
-from optimize.measure.latency import Timing
+from optimize.measure.timing import Timing
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.resolve import resolve_model
 from optimize.passes.fuse import Fuse
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
-from optimize.store.objects import Store, StoredObject
+from optimize.store.objects import Store
 from serve.runtime.card import Preprocessing
 
 from .workbench import CPU, TINY_NET
@@ -66,7 +67,7 @@ def test_a_changed_preprocessing_of_the_same_weights_has_its_own_accuracy(
         context = Context(digits, source.preprocessing, CPU)
         artifact = Session(store, source, context).baseline(checkpoint=weights).artifact
         found[mean] = (
-            Bench(store, context).answers(artifact).top1,
+            Bench(store, context).answers(artifact).value.top1,
             true_top1(artifact, digits, mean, std),
             artifact.card.content,
         )
@@ -122,7 +123,7 @@ def keys(store: Store, context: Context, artifact: Artifact) -> dict[str, str]:
         pass
 
     class Asking(Bench):
-        def _obtain(self, key: str, build: object) -> StoredObject:
+        def _obtain(self, key: str, build: object, read: object) -> NoReturn:
             asked.append(key)
             raise AskedError
 
@@ -159,4 +160,5 @@ def test_a_measurement_is_taken_from_the_store_where_nothing_changed(
     assert keys(store, digits_context, trained)["answers"] != keys(store, digits_context, fused)["answers"]
     first, second = (Bench(store, digits_context).speed([trained], QUICK) for _ in range(2))
     assert (first.cached, second.cached) == (False, True)
-    assert first.speeds == second.speeds
+    assert first.value.speeds == second.value.speeds
+    assert (first.key, first.seconds) == (second.key, second.seconds)

@@ -215,10 +215,10 @@ def test_a_finished_run_is_listed_shown_and_verified(tiny_run: TinyRun) -> None:
     store = ("--store", tiny_run.store)
     listed = invoke("list", *store).stdout
     assert "tiny" in listed
-    assert tiny_run.report["recommended"] in listed
+    assert str(tiny_run.report.recommended) in listed
     shown = invoke("show", "tiny", *store).stdout
-    for row in tiny_run.report["artifacts"]:
-        assert row["name"] in shown
+    for row in tiny_run.report.rows:
+        assert row.name in shown
     assert "skipped, runs on CUDA only" in shown
     assert str(tiny_run.folder / "report.html") in shown
     assert json.loads(invoke("show", "tiny/ptq", *store).stdout)["name"] == "ptq"
@@ -244,7 +244,7 @@ def test_verify_names_what_is_damaged_and_exits_with_1(copied_store: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"artifacts": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"schema": 2, "rows": 3}'])
 def test_a_damaged_report_is_one_line(copied_store: Path, content: str) -> None:
     (copied_store / "tiny" / "report.json").write_text(content)
     for words in (("list",), ("show", "tiny"), ("verify", "tiny")):
@@ -271,7 +271,7 @@ def test_json_is_all_of_standard_output_and_nothing_of_torch_reaches_the_termina
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     report = json.loads(out)
-    assert report["measurement"]["rounds"] == 1
+    assert report["measurement"]["timing"]["rounds"] == 1
     assert "Warning" not in err
     assert "CUDA runtime" not in err
     steps = [line.split()[1] for line in err.splitlines() if line.startswith("  ")]
@@ -290,7 +290,7 @@ def test_a_model_that_prints_does_not_spoil_the_json_and_a_failed_stage_has_exit
     words = ("run", f"{tmp_path / 'loud.py'}:tiny", "--recipe", recipe, "--store", tmp_path / "store", "--json")
     result = subprocess.run(command(*words), capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
     assert result.returncode == 1
-    assert json.loads(result.stdout)["artifacts"][1]["skipped"].startswith("failed: fuse: logits differ")
+    assert json.loads(result.stdout)["rows"][1]["skip"]["reason"].startswith("fuse: logits differ")
     assert result.stderr.splitlines()[-1] == "error: failed: fuse; the reasons stand in the report"
     assert "building!" in result.stderr
 

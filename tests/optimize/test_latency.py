@@ -12,7 +12,9 @@ import torch
 
 from optimize.listener import Silent
 from optimize.measure import latency
-from optimize.measure.latency import Speed, Timing, compare, measure_speed
+from optimize.measure.latency import Speed, compare, measure_speed
+from optimize.measure.rows import Timed
+from optimize.measure.timing import Timing
 from serve.runtime.errors import UserError
 
 CPU = torch.device("cpu")
@@ -45,6 +47,10 @@ def fake(monkeypatch) -> Machine:
 
 def images(size: int) -> torch.Tensor:
     return torch.zeros((size, 3, 4, 4), dtype=torch.uint8)
+
+
+def figures(speed: Speed) -> Timed:
+    return speed.against(speed)
 
 
 def turns(log: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
@@ -84,16 +90,16 @@ def test_warm_up_calls_are_in_no_figure(fake: Machine) -> None:
 
     calls = {"a": fake.call("a", cold_then_warm)}
     timing = Timing(rounds=3, batch_sizes=(1,), seconds=1e-9, minimum=1, warm_up=3)
-    fields = measure_speed(calls, images, CPU, timing)["a"].fields()
-    assert fields["latency_ms"] == pytest.approx({"p50": 2.0, "p95": 2.0, "p99": 2.0})
-    assert fields["latency_samples"] == 15
+    found = figures(measure_speed(calls, images, CPU, timing)["a"]).latency_ms
+    assert (found.p50, found.p95, found.p99) == pytest.approx((2.0, 2.0, 2.0))
+    assert found.samples == 15
 
 
 def test_figures_equal_an_independent_calculation() -> None:
     generator = np.random.default_rng(0)
     rounds = {size: [list(generator.uniform(1, 9, 7) * size**0.5) for _ in range(5)] for size in (1, 8, 32)}
-    fields = Speed(rounds).fields()
-    assert fields["latency_ms"]["p50"] == statistics.median([statistics.median(turn) for turn in rounds[1]])
+    found = figures(Speed(rounds))
+    assert found.latency_ms.p50 == statistics.median([statistics.median(turn) for turn in rounds[1]])
     every = sorted(value for turn in rounds[1] for value in turn)
 
     def percentile(share: float) -> float:
@@ -101,12 +107,13 @@ def test_figures_equal_an_independent_calculation() -> None:
         low = int(place)
         return every[low] + (place - low) * (every[min(low + 1, len(every) - 1)] - every[low])
 
-    assert fields["latency_ms"]["p95"] == pytest.approx(percentile(0.95))
-    assert fields["latency_ms"]["p99"] == pytest.approx(percentile(0.99))
-    expected = {str(size): statistics.median([size * 7 * 1e3 / sum(turn) for turn in rounds[size]]) for size in rounds}
-    assert fields["throughput"] == pytest.approx(expected)
-    assert fields["best_batch"] == max((1, 8, 32), key=lambda size: expected[str(size)])
-    assert fields["latency_samples"] == 35
+    assert found.latency_ms.p95 == pytest.approx(percentile(0.95))
+    assert found.latency_ms.p99 == pytest.approx(percentile(0.99))
+    expected = {size: statistics.median([size * 7 * 1e3 / sum(turn) for turn in rounds[size]]) for size in rounds}
+    assert found.throughput == pytest.approx(expected)
+    assert found.best_batch == max((1, 8, 32), key=lambda size: expected[size])
+    assert found.best_throughput == pytest.approx(max(expected.values()))
+    assert found.latency_ms.samples == 35
 
 
 def test_a_slow_minute_of_the_machine_favours_nobody(fake: Machine) -> None:
@@ -117,7 +124,7 @@ def test_a_slow_minute_of_the_machine_favours_nobody(fake: Machine) -> None:
 
     calls = {"parent": fake.call("parent", of(4.0)), "child": fake.call("child", of(2.0))}
     speeds = measure_speed(calls, images, CPU, Timing(rounds=7, batch_sizes=(1,), seconds=0.05, minimum=1, warm_up=0))
-    assert compare(speeds["parent"], speeds["child"])["speedup"] == pytest.approx(2.0)
+    assert compare(speeds["parent"], speeds["child"]).value == pytest.approx(2.0)
 
 
 def speed(*medians: float) -> Speed:
@@ -126,16 +133,18 @@ def speed(*medians: float) -> Speed:
 
 def test_slower_is_said_of_a_plain_loss_even_if_one_round_was_disturbed() -> None:
     parent = speed(*[10.0] * 7)
-    assert compare(parent, speed(*[12.0] * 7))["slower"] is True
-    assert compare(parent, speed(*[12.0] * 6, 9.0))["slower"] is True
+    assert compare(parent, speed(*[12.0] * 7)).slower is True
+    assert compare(parent, speed(*[12.0] * 6, 9.0)).slower is True
 
 
 def test_slower_is_said_of_a_small_loss_only_where_every_round_shows_it() -> None:
     parent = speed(*[10.0] * 7)
-    assert compare(parent, speed(*[10.1] * 7))["slower"] is True
-    assert compare(parent, speed(*[10.1] * 6, 9.9))["slower"] is False
-    assert compare(parent, speed(*[10.0] * 7))["slower"] is False
-    assert compare(parent, speed(*[5.0] * 7)) == {"speedup": 2.0, "low": 2.0, "high": 2.0, "slower": False}
+    assert compare(parent, speed(*[10.1] * 7)).slower is True
+    assert compare(parent, speed(*[10.1] * 6, 9.9)).slower is False
+    assert compare(parent, speed(*[10.0] * 7)).slower is False
+    ratio = compare(parent, speed(*[5.0] * 7))
+    assert (ratio.value, ratio.low, ratio.high, ratio.slower) == (2.0, 2.0, 2.0, False)
+    assert ratio.coverage == pytest.approx(1 - 2 / 2**7)
 
 
 def test_the_garbage_collector_rests_meanwhile_and_is_back_afterwards() -> None:
@@ -185,4 +194,4 @@ def test_on_cuda_a_call_is_timed_to_its_end_and_not_to_its_launch() -> None:
     device = torch.device("cuda")
     times = measure_speed({"a": call}, images, device, Timing(rounds=1, batch_sizes=(1,), seconds=0.05))["a"]
     operations = 10 * 2 * 4096**3
-    assert times.fields()["latency_ms"]["p50"] > operations / 2e15 * 1e3  # no GPU does two petaflops in FP32
+    assert figures(times).latency_ms.p50 > operations / 2e15 * 1e3  # no GPU does two petaflops in FP32

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from torchvision.transforms.v2 import functional
 
 from optimize.data.formats.base import open_data
 from optimize.measure.bench import Bench
+from optimize.measure.rows import Archive, Measured, ModelFile, Report, Row, Skip
 from optimize.passes import onnx as onnx_pass
+from optimize.report.runs import faults_of
 from optimize.run.pipeline import Outcome
 from optimize.store.artifact import WEIGHTS_FILE
 from optimize.store.objects import Store, fault
-from optimize.store.runs import faults_of
 from serve.runtime.card import load_card
 from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.program_file import load_program
@@ -48,11 +50,22 @@ pytestmark = pytest.mark.slow
 FUSE = {"pass": "fuse"}
 STAGES = [stage.get("name", stage["pass"]) for stage in RECIPE["stages"]]
 MEASUREMENTS = {"accuracy", "memory", "speed"}
-MEASURED = ["top1", "top1_delta", "top1_delta_ci95", "top5", "latency_ms", "parity", "memory_bytes", "load_ms"]
 
 
-def measured_rows(run: TinyRun) -> list[dict[str, Any]]:
-    return [row for row in run.report["artifacts"] if row["skipped"] is None]
+def figures(report: Report) -> Iterator[tuple[Row, Measured]]:
+    for row in report.rows:
+        if row.measured is not None:
+            yield row, row.measured
+
+
+def path_of(row: Row) -> Path:
+    assert row.file is not None
+    return Path(row.file.path)
+
+
+def archive_of(row: Row) -> Archive:
+    assert row.archive is not None
+    return row.archive
 
 
 def sha256(path: Path) -> str:
@@ -62,43 +75,41 @@ def sha256(path: Path) -> str:
 # --- what is reported
 
 
-def test_the_report_has_the_fields_of_its_schema(tiny_run: TinyRun) -> None:
+def test_the_report_says_what_was_run_on_what_and_every_row_has_its_figures(tiny_run: TinyRun) -> None:
     report = tiny_run.report
-    assert {"schema", "run", "model", "data", "machine", "versions", "recommended", "artifacts"} <= report.keys()
-    assert report["run"] == "tiny"
-    assert report["data"]["name"] == "digits"
-    assert (report["data"]["classes"], report["data"]["train"] + report["data"]["val"]) == (10, 1797)
-    assert report["machine"]["cores"] == len(os.sched_getaffinity(0))
-    assert report["versions"]["torch"] == torch.__version__.split("+")[0] or report["versions"]["torch"]
-    assert [row["name"] for row in report["artifacts"]] == ["baseline", *STAGES]
-    for row in report["artifacts"]:
-        assert {
-            "name", "format", "path", "archive", "parents", "bytes", "top1", "top1_delta", "top1_delta_ci95", "top5",
-            "latency_ms", "throughput", "parity", "skipped",
-        } <= row.keys()  # fmt: skip
-    for row in measured_rows(tiny_run):
-        assert set(row["latency_ms"]) == {"p50", "p95", "p99"}
-        assert list(row["throughput"]) == ["1", "4"]
-        low, high = row["top1_delta_ci95"]
-        assert low <= row["top1_delta"] <= high
-        assert row["latency_ms"]["p50"] > 0
-        assert row["latency_ms"]["p95"] <= row["latency_ms"]["p99"]
-        assert row["top1"] <= row["top5"] <= 1
-        assert row["memory_bytes"] > 0
-        assert row["load_ms"] > 0
-    assert report["recommended"] in [row["name"] for row in measured_rows(tiny_run)]
+    assert report.title == "tiny"
+    assert report.data.name == "digits"
+    assert (report.data.classes, report.data.train + report.data.val) == (10, 1797)
+    assert report.machine.cores == len(os.sched_getaffinity(0))
+    assert report.versions["torch"] == torch.__version__
+    assert [row.name for row in report.rows] == ["baseline", *STAGES]
+    for row, measured in figures(report):
+        latency, accuracy = measured.latency_ms, measured.accuracy
+        assert list(measured.throughput) == [1, 4]
+        assert latency.p50 > 0
+        assert latency.p95 <= latency.p99
+        assert latency.samples >= 2 * 15  # two rounds of five times the minimum
+        assert accuracy.top1 <= accuracy.top5 <= 1
+        assert (accuracy.difference is None) == (row.name == "baseline")
+        if accuracy.difference is not None:
+            assert accuracy.difference.low <= accuracy.difference.delta <= accuracy.difference.high
+        assert measured.footprint.memory_bytes > 0
+        assert measured.footprint.load_ms > 0
+    assert report.recommended in [row.name for row, _ in figures(report)]
+    assert json.loads((tiny_run.folder / "report.json").read_text())["schema"] == 2
 
 
 def test_parents_are_those_of_the_recipe(tiny_run: TinyRun) -> None:
-    parents = {row["name"]: row["parents"] for row in tiny_run.report["artifacts"]}
-    assert parents["baseline"] == []
-    assert parents["fuse"] == parents["qat"] == ["baseline"]
-    assert parents["onnx-int8"] == ["ptq"]
-    assert parents["onnx-int8-qat"] == ["qat"]
+    parents = {row.name: row.parent for row in tiny_run.report.rows}
+    assert parents["baseline"] is None
+    assert parents["fuse"] == parents["qat"] == "baseline"
+    assert parents["onnx-int8"] == "ptq"
+    assert parents["onnx-int8-qat"] == "qat"
 
 
 def test_formats_and_precisions_are_what_the_files_are(tiny_run: TinyRun) -> None:
-    formats = {row["name"]: (row["format"], row["precision"]) for row in measured_rows(tiny_run)}
+    files = {row.name: tiny_run.file(row.name) for row, _ in figures(tiny_run.report)}
+    formats = {name: (file.format, file.precision) for name, file in files.items()}
     assert formats["baseline"] == formats["fuse"] == ("exported_program", "float32")
     assert formats["ptq"] == formats["qat"] == ("torchscript", "int8")
     assert formats["dynamic"][0] == "torchscript"
@@ -109,34 +120,36 @@ def test_formats_and_precisions_are_what_the_files_are(tiny_run: TinyRun) -> Non
 
 def test_fp16_is_made_and_has_no_number_where_there_is_no_gpu(tiny_run: TinyRun) -> None:
     row = tiny_run.row("half")
-    assert "CUDA" in row["skipped"]
-    assert [row[name] for name in MEASURED] == [None] * len(MEASURED)
-    assert row["throughput"] == {}
-    assert Path(row["path"]).is_file()
-    assert Path(row["archive"]).is_file()
+    assert row.measured is None
+    assert row.skip is not None
+    assert row.skip.kind == "cannot_run_here"
+    assert "CUDA" in row.skip.reason
+    assert path_of(row).is_file()
+    assert Path(archive_of(row).path).is_file()
     card = load_card(tiny_run.folder / "artifacts" / "half")
-    assert "CUDA" in card.measurements["skipped"]
-    assert card.measurements["latency_ms"] is None
+    assert "CUDA" in card.measurements["skip"]["reason"]
+    assert "latency_ms" not in card.measurements
 
 
 def test_bytes_are_the_files(tiny_run: TinyRun) -> None:
-    for row in tiny_run.report["artifacts"]:
-        if row["path"] is not None:
-            assert row["bytes"] == Path(row["path"]).stat().st_size
-            assert row["archive_bytes"] == Path(row["archive"]).stat().st_size
-            assert row["archive_sha256"] == sha256(Path(row["archive"]))
+    for row in tiny_run.report.rows:
+        if row.file is not None:
+            assert row.file.bytes == path_of(row).stat().st_size
+            archive = archive_of(row)
+            assert archive.bytes == Path(archive.path).stat().st_size
+            assert archive.sha256 == sha256(Path(archive.path))
 
 
-def independent_logits(row: dict[str, Any], pixels: torch.Tensor) -> torch.Tensor:
+def independent_logits(file: ModelFile, pixels: torch.Tensor) -> torch.Tensor:
     """The file opened with its library alone, in batches of 64: dynamic quantization takes its scale from the batch."""
     images = functional.resize(pixels, [32, 32], antialias=True).float() / 255
     batches = ((images - 0.5) / 0.25).split(64)
-    path = row["path"]
-    if row["format"] == "onnx":
+    path = file.path
+    if file.format == "onnx":
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         return torch.cat([torch.from_numpy(session.run(None, {"input": b.numpy()})[0]).float() for b in batches])
-    module = load_program(path).module() if row["format"] == "exported_program" else torch.jit.load(path)
-    dtype = torch.bfloat16 if row["precision"] == "bfloat16" else torch.float32
+    module = load_program(Path(path)).module() if file.format == "exported_program" else torch.jit.load(path)
+    dtype = torch.bfloat16 if file.precision == "bfloat16" else torch.float32
     with torch.no_grad():
         return torch.cat([module(batch.to(dtype)).float() for batch in batches])
 
@@ -145,64 +158,67 @@ def test_accuracy_and_parity_are_those_of_the_files_opened_with_their_libraries(
     val = open_data("digits").val
     pictures = [np.asarray(Image.open(io.BytesIO(source)).convert("RGB")) for source in val.sources]
     pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)
-    logits = {row["name"]: independent_logits(row, pixels) for row in measured_rows(tiny_run)}
+    logits = {row.name: independent_logits(tiny_run.file(row.name), pixels) for row, _ in figures(tiny_run.report)}
     one_image = 1 / len(val)
     base = logits["baseline"].argmax(1) == val.labels
-    for row in measured_rows(tiny_run):
-        own = logits[row["name"]]
+    for row, measured in figures(tiny_run.report):
+        own = logits[row.name]
+        precision = tiny_run.file(row.name).precision
         right = own.argmax(1) == val.labels
         five = ((-own).argsort(stable=True).argsort()[range(len(val)), val.labels]) < 5
         # The last bit of a normalised pixel decides a few integers of an int8 network, and so a few near ties.
-        close = (0.5 if row["precision"] == "float32" else 4.5) * one_image
-        assert row["top1"] == pytest.approx(right.double().mean().item(), abs=close)
-        assert row["top5"] == pytest.approx(five.double().mean().item(), abs=close)
+        close = (0.5 if precision == "float32" else 4.5) * one_image
+        assert measured.accuracy.top1 == pytest.approx(right.double().mean().item(), abs=close)
+        assert measured.accuracy.top5 == pytest.approx(five.double().mean().item(), abs=close)
+        assert measured.accuracy.images == len(val) == 359
+        if row.parent is None:
+            continue
         delta = right.double().mean() - base.double().mean()
-        assert row["top1_delta"] == pytest.approx(delta.item(), abs=close)
-        counts = row["discordant"]
-        assert (counts["gained"] - counts["lost"]) / row["images"] == pytest.approx(row["top1_delta"])
-        assert row["images"] == len(val) == 359
-        if row["parents"]:
-            parent = logits[row["parents"][0]]
-            parity = row["parity"]
-            assert parity["max_abs"] == pytest.approx(
-                (own - parent).abs().max().item(), rel=0.2, abs=0.2 if row["precision"] == "int8" else 0.02
-            )
-            assert parity["top1_agreement"] == pytest.approx(
-                (own.argmax(1) == parent.argmax(1)).double().mean().item(), abs=2 * close
-            )
-            if row["precision"] == "int8" and row["name"] in ("ptq", "qat"):
-                noise = 10 * torch.log10((parent**2).sum() / ((own - parent) ** 2).sum()).item()
-                assert parity["sqnr_db"] == pytest.approx(noise, abs=0.5)
+        difference = measured.accuracy.difference
+        assert difference is not None
+        assert difference.delta == pytest.approx(delta.item(), abs=close)
+        assert (difference.gained - difference.lost) / measured.accuracy.images == pytest.approx(difference.delta)
+        parent, parity = logits[row.parent], measured.parity
+        assert parity is not None
+        assert parity.max_abs == pytest.approx(
+            (own - parent).abs().max().item(), rel=0.2, abs=0.2 if precision == "int8" else 0.02
+        )
+        assert parity.top1_agreement == pytest.approx(
+            (own.argmax(1) == parent.argmax(1)).double().mean().item(), abs=2 * close
+        )
+        if precision == "int8" and row.name in ("ptq", "qat"):
+            noise = 10 * torch.log10((parent**2).sum() / ((own - parent) ** 2).sum()).item()
+            assert parity.sqnr_db == pytest.approx(noise, abs=0.5)
 
 
 def test_the_model_has_learnt_and_int8_keeps_it(tiny_run: TinyRun) -> None:
-    assert tiny_run.row("baseline")["top1"] > 0.6
-    assert tiny_run.row("fuse")["parity"]["top1_agreement"] == 1
-    assert tiny_run.row("onnx")["parity"]["max_abs"] < 1e-3
-    assert tiny_run.row("ptq")["parity"]["sqnr_db"] > 10
-    assert tiny_run.row("ptq")["parity"]["max_abs"] > 0
-    assert tiny_run.row("qat")["top1"] > 0.6
+    parities = {row.name: measured.parity for row, measured in figures(tiny_run.report) if measured.parity}
+    assert tiny_run.measured("baseline").accuracy.top1 > 0.6
+    assert parities["fuse"].top1_agreement == 1
+    assert parities["onnx"].max_abs < 1e-3
+    assert (parities["ptq"].sqnr_db or 0.0) > 10
+    assert parities["ptq"].max_abs > 0
+    assert tiny_run.measured("qat").accuracy.top1 > 0.6
 
 
 def test_throughput_agrees_with_latency_at_batch_1(tiny_run: TinyRun) -> None:
-    for row in measured_rows(tiny_run):
-        assert row["throughput"]["1"] == pytest.approx(1e3 / row["latency_ms"]["p50"], rel=0.8)
-        assert row["best_batch"] == max((1, 4), key=lambda size, row=row: row["throughput"][str(size)])
+    for _, measured in figures(tiny_run.report):
+        assert measured.throughput[1] == pytest.approx(1e3 / measured.latency_ms.p50, rel=0.8)
+        assert measured.best_throughput == max(measured.throughput.values())
 
 
 def test_the_references_stand_in_the_same_table(tiny_run: TinyRun) -> None:
-    names = [row["name"] for row in tiny_run.report["baselines"]]
-    assert names == ["eager", "eager channels-last", "torch.compile"]
-    for row in tiny_run.report["baselines"]:
-        assert (row["skipped"] is None) == (row["latency_ms"] is not None)
-    assert tiny_run.report["baselines"][0]["latency_ms"]["p50"] > 0
+    assert [line.name for line in tiny_run.report.references] == ["eager", "eager channels-last", "torch.compile"]
+    eager = tiny_run.report.references[0].measured
+    assert eager is not None
+    assert eager.latency_ms.p50 > 0
 
 
 # --- what is left on disk
 
 
 def test_the_run_folder_holds_what_the_report_names_and_nothing_else(tiny_run: TinyRun) -> None:
-    made = {row["name"] for row in tiny_run.report["artifacts"] if row["path"]}
+    made = {row.name for row in tiny_run.report.rows if row.file}
     assert made >= {"baseline", *STAGES} - {"half-bf16"}
     assert {path.name for path in tiny_run.folder.iterdir()} == {
         "artifacts", "archives", "objects.json", "pareto.svg", "report.json", "report.html", "sample.png",
@@ -214,13 +230,13 @@ def test_the_run_folder_holds_what_the_report_names_and_nothing_else(tiny_run: T
 
 
 def test_archives_hold_the_artifacts_file_and_the_measured_card(tiny_run: TinyRun) -> None:
-    for row in measured_rows(tiny_run):
-        with zipfile.ZipFile(row["archive"]) as archive:
-            assert archive.read(Path(row["path"]).name) == Path(row["path"]).read_bytes()
+    for row, measured in figures(tiny_run.report):
+        with zipfile.ZipFile(archive_of(row).path) as archive:
+            assert archive.read(path_of(row).name) == path_of(row).read_bytes()
             card = json.loads(archive.read("card.json"))
-            assert card["measurements"]["top1"] == row["top1"]
-            assert card["measurements"]["latency_ms"] == row["latency_ms"]
-            assert [entry["name"] for entry in card["lineage"]][-1] == row["name"]
+            assert card["measurements"]["accuracy"]["top1"] == measured.accuracy.top1
+            assert card["measurements"]["latency_ms"] == measured.latency_ms.to_json()
+            assert [entry["name"] for entry in card["lineage"]][-1] == row.name
             assert {"handler.py", "index_to_name.json", "model-config.yaml"} <= set(archive.namelist())
 
 
@@ -244,8 +260,12 @@ def test_prune_keeps_all_that_the_run_uses(copied_store: Path) -> None:
 # --- what is made again
 
 
-def keys(outcome: Outcome) -> dict[str, str]:
-    return {row["name"]: row["key"] for row in outcome.report["artifacts"]}
+def keys(outcome: Outcome | TinyRun) -> dict[str, str]:
+    return {row.name: row.file.key for row in outcome.report.rows if row.file}
+
+
+def top1(outcome: Outcome | TinyRun) -> list[float]:
+    return [measured.accuracy.top1 for _, measured in figures(outcome.report)]
 
 
 def changed(stage: str, **config: Any) -> dict[str, Any]:
@@ -259,11 +279,10 @@ def test_a_second_run_takes_everything_from_the_cache(tiny_run: TinyRun, copied_
     assert time.perf_counter() - started < 10
     assert heard.made() == set()
     assert {name for name, cached, _ in heard.steps if cached} >= MEASUREMENTS
-    assert keys(outcome) == {row["name"]: row["key"] for row in tiny_run.report["artifacts"]}
-    for mine, first in zip(outcome.report["artifacts"], tiny_run.report["artifacts"], strict=True):
-        assert {name: mine[name] for name in (*MEASURED, "throughput", "archive_sha256")} == {
-            name: first[name] for name in (*MEASURED, "throughput", "archive_sha256")
-        }
+    assert keys(outcome) == keys(tiny_run)
+    for mine, first in zip(outcome.report.rows, tiny_run.report.rows, strict=True):
+        assert mine.measured == first.measured
+        assert mine.archive is None or mine.archive.sha256 == archive_of(first).sha256
 
 
 def test_a_changed_stage_is_made_again_with_its_descendants_and_nothing_else(
@@ -271,7 +290,7 @@ def test_a_changed_stage_is_made_again_with_its_descendants_and_nothing_else(
 ) -> None:
     outcome, heard = run_recipe(copied_store, changed("ptq", images=48))
     assert heard.made() == {"ptq", "onnx-int8", *MEASUREMENTS}
-    before = {row["name"]: row["key"] for row in tiny_run.report["artifacts"]}
+    before = keys(tiny_run)
     assert {name for name, key in keys(outcome).items() if key != before[name]} == {"ptq", "onnx-int8"}
 
 
@@ -282,12 +301,12 @@ def test_a_checkpoint_is_the_baseline_and_another_one_makes_everything_anew(
     save_file(weights, tmp_path / "same.safetensors")
     outcome, heard = run_recipe(copied_store, with_stages(FUSE), run="c", checkpoint=tmp_path / "same.safetensors")
     assert heard.made() >= {"baseline", "fuse"}
-    assert outcome.report["artifacts"][0]["top1"] == tiny_run.row("baseline")["top1"]
+    assert top1(outcome)[0] == tiny_run.measured("baseline").accuracy.top1
     weights["12.bias"] = weights["12.bias"] + torch.eye(10)[3] * 100
     save_file(weights, tmp_path / "other.safetensors")
     outcome, heard = run_recipe(copied_store, with_stages(FUSE), run="c", checkpoint=tmp_path / "other.safetensors")
     assert heard.made() == {"baseline", "fuse", *MEASUREMENTS}
-    assert outcome.report["artifacts"][0]["top1"] < 0.2  # it says 3 to everything
+    assert top1(outcome)[0] < 0.2  # it says 3 to everything
 
 
 def flip_last_byte(path: Path) -> None:
@@ -298,7 +317,7 @@ def flip_last_byte(path: Path) -> None:
 
 def test_damage_is_noticed_and_repaired(tiny_run: TinyRun, copied_store: Path) -> None:
     folder = copied_store / "tiny"
-    victim = copied_store / ".store" / "objects" / tiny_run.row("ptq")["key"] / "model.pt"
+    victim = copied_store / ".store" / "objects" / tiny_run.file("ptq").key / "model.pt"
     flip_last_byte(victim)
     flip_last_byte(folder / "artifacts" / "fuse" / "model.pt2")
     flip_last_byte(folder / "archives" / "tiny-onnx.mar")
@@ -314,7 +333,7 @@ def test_damage_is_noticed_and_repaired(tiny_run: TinyRun, copied_store: Path) -
     # A rebuilt TorchScript file may differ in its mangled names, and then its child is made again too.
     assert heard.made() - MEASUREMENTS <= {"ptq", "onnx-int8"}
     assert faults_of(copied_store, "tiny")[1] == []
-    assert [row["top1"] for row in outcome.report["artifacts"]] == [row["top1"] for row in tiny_run.report["artifacts"]]
+    assert top1(outcome) == top1(tiny_run)
     assert {path.name for path in folder.iterdir()} == {path.name for path in tiny_run.folder.iterdir()}
     assert not (folder / "artifacts" / "qat" / "stray").exists()
     with zipfile.ZipFile(folder / "archives" / "tiny-onnx.mar") as archive:
@@ -324,7 +343,7 @@ def test_damage_is_noticed_and_repaired(tiny_run: TinyRun, copied_store: Path) -
 def test_what_another_recipe_left_under_the_name_is_removed(copied_store: Path) -> None:
     outcome, _ = run_recipe(copied_store, with_stages(FUSE))
     folder = copied_store / "tiny"
-    assert [row["name"] for row in outcome.report["artifacts"]] == ["baseline", "fuse"]
+    assert [row.name for row in outcome.report.rows] == ["baseline", "fuse"]
     assert sorted(path.name for path in (folder / "artifacts").iterdir()) == ["baseline", "fuse"]
     assert sorted(path.name for path in (folder / "archives").iterdir()) == ["tiny-baseline.mar", "tiny-fuse.mar"]
 
@@ -346,16 +365,17 @@ def test_a_stage_that_fails_costs_only_its_descendants(copied_store: Path, monke
     )
     outcome, heard = run_recipe(copied_store, recipe)
     assert outcome.failed == ("strict", "onnx")
-    skipped = {row["name"]: row["skipped"] for row in outcome.report["artifacts"]}
-    assert skipped["strict"].startswith("failed: fuse: logits differ")
-    assert skipped["ptq"] == "its parent strict was skipped"
-    assert skipped["onnx-int8"] == "its parent ptq was skipped"
-    assert skipped["onnx"].startswith("failed: RuntimeError: first line (traceback in ")
+    skips = {row.name: row.skip or Skip(kind="failed", reason="") for row in outcome.report.rows}
+    assert skips["strict"].kind == "failed"
+    assert skips["strict"].reason.startswith("fuse: logits differ")
+    assert skips["ptq"] == Skip(kind="parent_skipped", reason="its parent strict was skipped")
+    assert skips["onnx-int8"] == Skip(kind="parent_skipped", reason="its parent ptq was skipped")
+    assert skips["onnx"].kind == "failed"
+    assert skips["onnx"].reason.startswith("RuntimeError: first line (traceback in ")
     log = copied_store / "tiny" / "onnx-error.txt"
-    assert str(log) in skipped["onnx"]
+    assert str(log) in skips["onnx"].reason
     assert "second line" in log.read_text()
-    assert skipped["dynamic"] is None
-    assert outcome.report["artifacts"][-1]["latency_ms"]["p50"] > 0
+    assert outcome.report.rows[-1].measured is not None
     assert {name for name, _, reason in heard.steps if reason} == {"strict", "ptq", "onnx-int8", "onnx"}
     monkeypatch.undo()
     assert run_recipe(copied_store, with_stages({"pass": "onnx"}))[0].failed == ()
@@ -372,13 +392,16 @@ def test_an_artifact_that_cannot_be_measured_costs_only_itself(copied_store: Pat
 
     monkeypatch.setattr(Bench, "answers", answers)
     outcome, _ = run_recipe(copied_store, with_stages(FUSE, {"pass": "dynamic"}))
-    rows = {row["name"]: row for row in outcome.report["artifacts"]}
+    rows = {row.name: row for row in outcome.report.rows}
     assert outcome.failed == ("fuse",)
-    assert rows["fuse"]["skipped"] == "measuring its accuracy failed: RuntimeError: the file does not open"
-    assert [rows["fuse"][name] for name in MEASURED] == [None] * len(MEASURED)
-    assert rows["dynamic"]["latency_ms"]["p50"] > 0
-    assert rows["dynamic"]["parity"] is None
-    assert outcome.report["recommended"] in ("baseline", "dynamic")
+    reason = "measuring its accuracy failed: RuntimeError: the file does not open"
+    assert rows["fuse"].skip == Skip(kind="failed", reason=reason)
+    assert rows["fuse"].measured is None
+    measured = rows["dynamic"].measured
+    assert measured is not None
+    assert measured.latency_ms.p50 > 0
+    assert measured.parity is None
+    assert outcome.report.recommended in ("baseline", "dynamic")
 
 
 def test_a_checkpoint_that_answers_nan_is_refused_in_one_line(
@@ -452,7 +475,7 @@ def test_two_runs_at_once_share_one_store_and_build_each_object_once(tmp_path: P
     assert [process.returncode for process in processes] == [0, 0], outputs
     reports = [json.loads(out) for out, _ in outputs]
     for position in range(2):
-        first, second = (report["artifacts"][position] for report in reports)
-        assert first["key"] == second["key"]
+        first, second = (report["rows"][position] for report in reports)
+        assert first["file"]["key"] == second["file"]["key"]
         assert sorted((first["cached"], second["cached"])) == [False, True]
     assert faults_of(store, "tiny")[1] == []

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optimize.measure.latency import Timing
+from optimize.measure.timing import Timing
 from optimize.run.recipe import DEFAULT_RECIPE, Recipe, load_recipe
 from optimize.training.loop import TrainingConfig
 from serve.runtime.errors import UserError

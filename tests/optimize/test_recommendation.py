@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from optimize.measure.latency import Speed
-from optimize.run.recommendation import Recommendation, recommend
+from optimize.measure.rows import (
+    Accuracy,
+    Difference,
+    Execution,
+    Footprint,
+    Measured,
+    ModelFile,
+    Recommendation,
+    Row,
+    Skip,
+)
+from optimize.run.recommendation import recommend
 
 
-def choose(*rows: dict[str, Any], max_drop: float = 0.02) -> Recommendation:
-    """Rows are (name, ms, bytes, low); the times of seven rounds are all equal or as given."""
-    speeds = {row["name"]: Speed({1: [[ms] for ms in row.pop("rounds")]}) for row in rows if row.get("rounds")}
-    return recommend(rows, speeds, max_drop)
+@dataclass(frozen=True)
+class Case:
+    """A row, and the milliseconds of each of its rounds (None: not measured)."""
+
+    name: str
+    rounds: list[float] | None
+    bytes: int
+    low: float
+    skip: str
+
+    def row(self, baseline: Speed) -> Row:
+        file = ModelFile(path="model", bytes=self.bytes, key="0", format="onnx", precision="int8")
+        settings = {"name": self.name, "operation": "pass", "config": {}, "parent": None, "file": file}
+        if self.rounds is None:
+            return Row(**settings, skip=Skip(kind="cannot_run_here", reason=self.skip))
+        timed = self.speed().against(baseline)
+        difference = Difference(delta=0.0, low=self.low, high=0.01, gained=0, lost=0)
+        measured = Measured(
+            **dict(timed),
+            accuracy=Accuracy(top1=0.9, top5=1.0, images=1000, difference=difference),
+            footprint=Footprint(load_ms=1.0, memory_bytes=1),
+            execution=Execution(provider="torch", threads=1),
+        )
+        return Row(**settings, measured=measured)
+
+    def speed(self) -> Speed:
+        assert self.rounds is not None
+        return Speed({1: [[ms] for ms in self.rounds]})
 
 
-def row(name: str, ms: float | list[float], size: int, low: float = 0.0, skipped: str | None = None) -> dict[str, Any]:
-    rounds = ms if isinstance(ms, list) else [ms] * 7
-    return {
-        "name": name,
-        "rounds": rounds,
-        "latency_ms": {"p50": sorted(rounds)[len(rounds) // 2]},
-        "bytes": size,
-        "top1_delta_ci95": [low, 0.01],
-        "skipped": skipped,
-    }
+def choose(*cases: Case, max_drop: float = 0.02) -> Recommendation:
+    speeds = {case.name: case.speed() for case in cases if case.rounds}
+    baseline = speeds.get(cases[0].name, Speed({1: [[1.0]] * 7}))
+    return recommend([case.row(baseline) for case in cases], speeds, max_drop)
+
+
+def row(name: str, ms: float | list[float] | None, size: int, low: float = 0.0, skip: str = "") -> Case:
+    """Times of seven rounds, all equal or as given."""
+    return Case(name, [ms] * 7 if isinstance(ms, float | int) else ms, size, low, skip)
 
 
 def test_the_fastest_is_chosen_among_accurate_ones() -> None:
@@ -71,12 +105,10 @@ def test_the_baseline_is_chosen_where_nothing_is_better() -> None:
 
 
 def test_what_was_not_measured_is_rejected_for_its_own_reason() -> None:
-    skipped = {**row("half", 1, 50, skipped="runs on CUDA only"), "latency_ms": None, "rounds": None}
-    chosen = choose(row("baseline", 2, 100), skipped)
+    chosen = choose(row("baseline", 2, 100), row("half", None, 50, skip="runs on CUDA only"))
     assert (chosen.name, chosen.rejected) == ("baseline", {"half": "runs on CUDA only"})
 
 
 def test_where_nothing_was_measured_nothing_is_recommended() -> None:
-    skipped = {**row("baseline", 1, 50), "latency_ms": None, "rounds": None}
-    chosen = choose(skipped)
-    assert (chosen.name, chosen.rejected) == (None, {"baseline": "not measured"})
+    chosen = choose(row("baseline", None, 50, skip="runs on CUDA only"))
+    assert (chosen.name, chosen.rejected) == (None, {"baseline": "runs on CUDA only"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import io
 import json
 import math
@@ -13,150 +13,17 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 from rich.console import Console
 
+from optimize.measure.rows import Line, Report, Results, Row
+from optimize.report.columns import COLUMNS, Cell, Column
 from optimize.report.page import plot, write_html
-from optimize.report.plots import pareto_front
-from optimize.report.table import table
+from optimize.report.plots import marks, pareto_front
+from optimize.report.table import print_table, table
 from optimize.store.files import write_json
 
-RULE = "the fastest artifact whose accuracy interval stays above minus one point"
-NO_GPU = "needs a CUDA device, and this machine has none"
-
-
-def artifact(name: str, parents: list[str], precision: str, figures: tuple[float, float, float]) -> dict[str, Any]:
-    top1, ms, mb = figures
-    return {
-        "name": name,
-        "pass": "train" if not parents else name.rsplit("-", 1)[-1],
-        "config": {"synthetic": True, "steps": [1, 2]},
-        "format": "onnx" if name.startswith("onnx") else "torchscript",
-        "precision": precision,
-        "path": f"artifacts/{name}",
-        "archive": f"archives/toy-{name}.mar",
-        "parents": parents,
-        "key": "0" * 64,
-        "bytes": int(mb * 1e6),
-        "top1": top1,
-        "top1_delta": top1 - 0.9111,
-        "top1_delta_ci95": [top1 - 0.9111 - 0.0062, top1 - 0.9111 + 0.0058] if parents else None,
-        "discordant": {"gained": 11, "lost": 13} if parents else None,
-        "top5": 0.9922,
-        "images": 2222,
-        "latency_ms": {"p50": ms, "p95": ms * 1.11, "p99": ms * 1.33},
-        "throughput": {str(b): 1000 / ms * (1 + math.log2(b) / 8) for b in (1, 4, 16, 32)},
-        "best_batch": 32,
-        "parity": {
-            "reference": parents[0],
-            "max_abs": 0.0123,
-            "mean_abs": 0.000456,
-            "sqnr_db": 33.3,
-            "top1_agreement": 0.9876,
-            "images": 256,
-        }
-        if parents
-        else None,
-        "vs_parent": {"speedup": 1.23, "low": 1.11, "high": 1.44, "slower": False} if parents else None,
-        "speedup": 22.2 / ms,
-        "memory_bytes": int(3 * mb * 1e6),
-        "load_ms": 77.7,
-        "provider": "CPUExecutionProvider" if name.startswith("onnx") else "torch",
-        "threads": 2,
-        "notes": [],
-        "skipped": None,
-        "cached": False,
-        "seconds": 12.5,
-    }
-
-
-def synthetic() -> dict[str, Any]:
-    """A report whose numbers no machine measured; it has one of everything that a report can hold."""
-    artifacts = [
-        artifact("baseline", [], "float32", (0.9111, 22.2, 44.4)),
-        artifact("fuse", ["baseline"], "float32", (0.9111, 15.5, 44.3)),
-        artifact("half", ["fuse"], "bfloat16", (0.9106, 18.8, 22.2)),
-        artifact("dynamic", ["fuse"], "int8", (0.9109, 16.6, 43.3)),
-        artifact("ptq", ["fuse"], "int8", (0.9088, 4.44, 11.1)),
-        artifact("qat", ["fuse"], "int8", (0.9133, 4.55, 11.1)),
-        artifact("onnx", ["fuse"], "float32", (0.9111, 13.3, 44.2)),
-        artifact("onnx-half", ["onnx"], "float16", (0.9111, 1.0, 22.1)),
-        artifact("onnx-int8", ["ptq"], "int8", (0.9077, 6.66, 11.3)),
-        artifact("onnx-int8-qat", ["qat"], "int8", (0.9122, 6.77, 11.3)),
-    ]
-    by_name = {a["name"]: a for a in artifacts}
-    by_name["half"]["vs_parent"] = {"speedup": 0.82, "low": 0.77, "high": 0.88, "slower": True}
-    by_name["half"]["notes"] = ["bfloat16 in place of FP16: this processor has no FP16 kernels"]
-    by_name["onnx-half"]["skipped"] = NO_GPU
-    by_name["fuse"]["cached"] = True
-    by_name["onnx"]["parity"] |= {"sqnr_db": None, "max_abs": 0.0, "mean_abs": 0.0}
-    return {
-        "schema": 1,
-        "run": "toynet",
-        "model": "toynet",
-        "created": "2001-02-03T04:05:06+00:00",
-        "seconds": 321.0,
-        "data": {
-            "name": "synthetic squares",
-            "fingerprint": "f" * 64,
-            "fingerprint_kind": "content",
-            "classes": 7,
-            "train": 8888,
-            "val": 2222,
-            "preprocessing": {
-                "resize": 256,
-                "crop": [224, 224],
-                "mean": [0.5, 0.4, 0.3],
-                "std": [0.2, 0.2, 0.2],
-                "interpolation": "bilinear",
-            },
-        },
-        "machine": {
-            "cpu": "Imaginary CPU 9000",
-            "cores": 2,
-            "threads": 2,
-            "memory_bytes": 16_000_000_000,
-            "os": "Linux",
-            "python": "3.11.2",
-            "isa": ["AVX2", "AVX512_VNNI"],
-            "gpu": None,
-        },
-        "device": "cpu",
-        "versions": {"torch": "2.0.0", "onnxruntime": "1.0.0"},
-        "recommended": "qat",
-        "recommendation": {"rule": RULE, "rejected": {"ptq": "its interval reaches below the limit"}},
-        "artifacts": artifacts,
-        "baselines": [
-            {
-                "name": "eager",
-                "latency_ms": {"p50": 25.5, "p95": 26.6, "p99": 27.7},
-                "throughput": {"1": 39.0, "4": 44.0, "16": 47.0, "32": 48.0},
-                "best_batch": 32,
-                "speedup": 0.87,
-                "skipped": None,
-            },
-            {
-                "name": "torch.compile",
-                "latency_ms": None,
-                "throughput": {},
-                "best_batch": None,
-                "speedup": None,
-                "skipped": "no C++ compiler on this machine",
-            },
-        ],
-        "stages": [
-            {"name": a["name"], "pass": a["pass"], "parents": a["parents"], "seconds": 3.0 * i, "cached": i == 1}
-            | {"skipped": a["skipped"]}
-            for i, a in enumerate(artifacts)
-        ],
-        "measurement": {
-            "rounds": 5,
-            "batch_sizes": [1, 4, 16, 32],
-            "warmup": 10,
-            "latency_samples": 250,
-            "seconds": 66.0,
-            "cached": False,
-        },
-    }
+from .synthetic import NO_GPU, RULE, body, synthetic
 
 
 class Page(HTMLParser):
@@ -204,14 +71,14 @@ class Page(HTMLParser):
         raise AssertionError(f"no row is headed {name!r}")
 
 
-def page_of(report: dict[str, Any], folder: Path) -> Page:
-    write_html(report, folder / "report.html")
+def page_of(report: Report, folder: Path, **options: Any) -> Page:
+    write_html(report, folder / "report.html", **options)
     return Page(folder / "report.html")
 
 
-def rendered(report: dict[str, Any], width: int) -> str:
+def rendered(report: Results, width: int, **options: Any) -> str:
     console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=False)
-    console.print(table(report))
+    console.print(table(report, **options))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= width
     return str(text)
@@ -219,15 +86,16 @@ def rendered(report: dict[str, Any], width: int) -> str:
 
 def test_the_page_shows_every_artifact_and_baseline_with_its_numbers(tmp_path: Path) -> None:
     page = page_of(synthetic(), tmp_path)
-    for record in synthetic()["artifacts"]:
-        assert page.row(record["name"])
-    kind, cells = page.row("ptq")
+    for line in synthetic().lines:
+        assert page.row(line.name)
+    heads, (kind, cells) = page.row("artifact")[1], page.row("ptq")
     assert kind == ""
-    assert cells[2] == "90.88"
-    assert cells[3] == "−0.23 −0.85 to +0.35"
-    assert cells[4] == "4.44"
-    assert cells[7] == "5.00×"
-    assert cells[-1] == "11.1 MB"
+    shown = dict(zip(heads, cells, strict=True))
+    assert shown["top-1 %"] == "90.88"
+    assert (shown["Δ points"], shown["95 %"]) == ("−0.23", "−0.85 to +0.35")
+    assert (shown["p50 ms"], shown["calls"]) == ("4.44", "250")
+    assert shown["speed"] == "5.00×"
+    assert shown["size"] == "11.1 MB"
     assert "25.5" in page.row("eager")[1]
 
 
@@ -235,7 +103,7 @@ def test_the_page_opens_with_the_verdict_and_its_rule(tmp_path: Path) -> None:
     page = page_of(synthetic(), tmp_path)
     verdict = "qat is recommended: 4.88× the speed of the baseline (4.55 instead of 22.2 ms at p50); "
     assert verdict + "11.1 MB instead of 44.4 MB; top-1 91.33 % (+0.22 points" in page.text
-    assert page.text.index(verdict) < page.text.index("Images/s")
+    assert page.text.index(verdict) < page.text.index("img/s")
     assert f"Rule: {RULE}" in page.text
     assert page.row("qat")[0] == "recommended"
     assert "its interval reaches below the limit" in page.text
@@ -245,7 +113,7 @@ def test_what_was_skipped_says_why_and_shows_no_number(tmp_path: Path) -> None:
     page = page_of(synthetic(), tmp_path)
     kind, cells = page.row("onnx-half")
     assert kind == "skipped"
-    assert cells[2:] == [f"Skipped: {NO_GPU}"]
+    assert cells[1:] == [f"Skipped: {NO_GPU}"]
     assert "Skipped: no C++ compiler on this machine" in page.row("torch.compile")[1]
 
 
@@ -260,9 +128,10 @@ def test_the_page_tells_machine_data_versions_method_and_discordant_counts(tmp_p
     assert "Imaginary CPU 9000" in page.text
     assert "synthetic squares" in page.text
     assert "2,222 to judge" in page.text
+    assert "the weights: resize, crop, interpolation; --mean: mean; ImageNet's, as nobody said otherwise" in page.text
     assert "onnxruntime" in page.text
     assert "5 rounds" in page.text
-    assert "250 samples" in page.text
+    assert "are of 250 calls each" in page.text
     assert "+11" in page.text
     assert "−13" in page.text
     assert "exact" in page.text
@@ -291,11 +160,12 @@ def test_each_chart_is_described_in_words_and_ids_are_unique(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><b onmouseover=x>', "a & b $x^2$ {{ run }} [red]"])
 def test_names_are_shown_and_never_obeyed(hostile: str, tmp_path: Path) -> None:
-    report = synthetic()
-    report["model"] = report["run"] = report["data"]["name"] = report["versions"]["torch"] = hostile
-    report["artifacts"][4]["name"] = report["recommended"] = hostile
-    report["artifacts"][6]["notes"] = report["artifacts"][6]["parents"] = [hostile]
-    report["artifacts"][7]["skipped"] = report["recommendation"]["rule"] = hostile
+    made = body()
+    made["model"] = made["title"] = made["data"]["name"] = made["versions"]["torch"] = hostile
+    made["rows"][4]["name"] = made["recommended"] = made["recommendation"]["name"] = hostile
+    made["rows"][6] |= {"notes": [hostile], "parent": hostile}
+    made["rows"][7]["skip"]["reason"] = made["recommendation"]["rule"] = hostile
+    report = Report.from_json(made)
     page = page_of(report, tmp_path)
     assert not {"script", "b"} & set(page.tags)
     assert page.text.count(hostile) >= 8
@@ -311,8 +181,8 @@ def test_the_same_report_gives_the_same_page(tmp_path: Path) -> None:
 def test_the_terminal_table_keeps_the_key_figures(width: int) -> None:
     text = rendered(synthetic(), width)
     lines = {words[0]: line for line in text.splitlines() if (words := line.replace("★", " ").split())}
-    for record in synthetic()["artifacts"]:
-        assert record["name"] in lines
+    for row in synthetic().rows:
+        assert row.name in lines
     for figure in ("90.88", "−0.23", "4.44", "5.00×", "11.1 MB"):
         assert figure in lines["ptq"]
     assert "…" not in text.replace(" … ", "")
@@ -326,51 +196,39 @@ def test_the_terminal_table_keeps_the_key_figures(width: int) -> None:
 def test_a_table_between_the_two_drops_columns_and_not_the_interval() -> None:
     text = rendered(synthetic(), 104)
     assert "−0.85 … +0.35" in text
-    assert "p99" not in text
+    assert "p99 ms" not in text
 
 
 def test_the_wide_table_adds_interval_tail_and_throughput() -> None:
     assert "−0.85 … +0.35" in rendered(synthetic(), 120)
-    assert "p99" in rendered(synthetic(), 120)
-    assert "p99" not in rendered(synthetic(), 80)
+    assert "p99 ms" in rendered(synthetic(), 120)
+    assert "p99 ms" not in rendered(synthetic(), 80)
 
 
-def emptied(report: dict[str, Any]) -> dict[str, Any]:
-    """The same report with every optional entry null."""
-    kept = {"name", "parents", "throughput", "notes", "cached"}
-    for group in ("artifacts", "baselines", "stages"):
-        report[group] = [{k: v if k in kept else None for k, v in r.items()} for r in report[group]]
-        for record in report[group]:
-            record["throughput"] = {}
-    return {k: v if k in ("artifacts", "baselines", "stages") else None for k, v in report.items()}
+def nothing_measured() -> Report:
+    """The same report of a machine that can run nothing of it."""
+    made = body()
+    for line in (*made["rows"], *made["references"]):
+        line |= {"measured": None, "skip": {"kind": "cannot_run_here", "reason": NO_GPU}}
+    made["recommended"] = made["recommendation"]["name"] = None
+    return Report.from_json(made)
 
 
-@pytest.mark.parametrize("report", [emptied(synthetic()), {}, {"artifacts": [], "recommended": None}])
-def test_a_report_without_numbers_is_still_a_report(report: dict[str, Any], tmp_path: Path) -> None:
+def test_a_report_without_numbers_is_still_a_report(tmp_path: Path) -> None:
+    report = nothing_measured()
     page = page_of(report, tmp_path)
     assert "No artifact is recommended." in page.text
     assert "None" not in page.text
     assert "nan" not in page.text
     assert "No artifact is recommended." in rendered(report, 80)
-    for record in report.get("artifacts", []):
-        assert record["name"] in page.text
-
-
-def test_one_null_at_a_time_is_tolerated(tmp_path: Path) -> None:
-    keys = sorted(synthetic()["artifacts"][4].keys() - {"name"})
-    for start in range(0, len(keys), 10):  # each key in an artifact of its own, so that no null hides another
-        report = synthetic()
-        for record, key in zip(report["artifacts"], keys[start:], strict=False):
-            record[key] = None
-        page = page_of(report, tmp_path)
-        assert all(page.row(record["name"]) for record in report["artifacts"])
-        rendered(report, 120)
+    for row in report.rows:
+        assert row.name in page.text
 
 
 def test_json_is_read_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.json"
-    write_json(synthetic(), path)
-    assert json.loads(path.read_text(encoding="utf-8")) == synthetic()
+    write_json(synthetic().to_json(), path)
+    assert Report.from_json(json.loads(path.read_text(encoding="utf-8"))) == synthetic()
     assert path.stat().st_mode & 0o044
 
 
@@ -378,10 +236,12 @@ def test_json_is_read_back_as_it_was(tmp_path: Path) -> None:
 def test_no_json_is_written_with_a_number_it_cannot_hold(number: float, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("before")
-    report = synthetic()
-    report["artifacts"][3]["top1"] = number
+    made = body()
+    made["rows"][3]["measured"]["accuracy"]["top1"] = number
     with pytest.raises(ValueError, match="JSON"):
-        write_json(report, path)
+        write_json(made, path)
+    with pytest.raises(ValidationError, match="finite"):
+        Report.from_json(made)
     assert path.read_text() == "before"
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
 
@@ -395,7 +255,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write_json(synthetic(), path)
+        write_json(body(), path)
     assert path.read_text() == "before"
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
 
@@ -413,7 +273,7 @@ def test_the_plot_is_an_image_of_its_suffix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gif"):
         plot(synthetic(), tmp_path / "pareto.gif")
     with pytest.raises(ValueError, match="nothing to plot"):
-        plot({}, tmp_path / "none.png")
+        plot(nothing_measured(), tmp_path / "none.png")
 
 
 def test_the_front_holds_what_no_other_beats_in_both() -> None:
@@ -425,9 +285,63 @@ def test_the_front_holds_what_no_other_beats_in_both() -> None:
     ]
 
 
-def test_the_report_is_left_as_it_was(tmp_path: Path) -> None:
-    report = synthetic()
-    before = copy.deepcopy(report)
-    page_of(report, tmp_path)
-    rendered(report, 120)
-    assert report == before
+def test_a_new_column_is_one_record_and_stands_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
+    def letters(line: Line, _: Results) -> Cell:
+        return Cell(f"{len(line.name)} letters")
+
+    columns = (*COLUMNS, Column("letters", "length of name", "", letters, rank=1))
+    heads, cells = (page_of(synthetic(), tmp_path, columns=columns).row(name)[1] for name in ("artifact", "ptq"))
+    assert dict(zip(heads, cells, strict=True))["length of name"] == "3 letters"
+    for width in (110, 400):
+        text = rendered(synthetic(), width, columns=columns)
+        assert "length of name" in text
+        assert "3 letters" in next(line for line in text.splitlines() if line.split()[:1] == ["ptq"])
+
+
+def test_every_column_stands_on_the_page_and_in_a_terminal_that_is_wide_enough(tmp_path: Path) -> None:
+    page, text = page_of(synthetic(), tmp_path), rendered(synthetic(), 600)
+    assert len({column.key for column in COLUMNS}) == len(COLUMNS)
+    heads = {" ".join(cell.split()) for cells in page.rows for cell in cells}
+    for column in COLUMNS:
+        assert column.head in text
+        assert column.head in heads
+
+
+def test_whiskers_end_at_a_hundred_per_cent() -> None:
+    accuracy = {"top1": 0.998, "top5": 1.0, "images": 500}
+    difference = {"delta": 0.002, "low": -0.006, "high": 0.012, "gained": 1, "lost": 0}
+    made = body()
+    made["rows"][5]["measured"]["accuracy"] = accuracy | {"difference": difference}
+    bounds = {point.name: point.bounds for point in marks(Report.from_json(made))}
+    assert bounds["qat"] == pytest.approx((0.990, 1.0))
+    assert bounds["ptq"] == pytest.approx((0.9111 - 0.0023 - 0.0062, 0.9111 - 0.0023 + 0.0058))
+    assert bounds["baseline"] is None
+
+
+def test_output_that_is_no_terminal_gets_every_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with (tmp_path / "out.txt").open("w+") as out, contextlib.redirect_stdout(out):
+        print_table(synthetic())
+    text = (tmp_path / "out.txt").read_text()
+    assert all(column.head in text for column in COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "word"),
+    [
+        ({"extra": 1}, "extra"),
+        ({"recommended": "ptq"}, "recommended"),
+        ({"schema": 1}, "schema"),
+        ({"seconds": "soon"}, "seconds"),
+    ],
+)
+def test_a_report_that_is_not_of_its_schema_is_refused(fault: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValidationError, match=word):
+        Report.from_json(body() | fault)
+
+
+def test_a_row_is_measured_or_skipped_and_never_both_or_neither() -> None:
+    made = body()["rows"][4]
+    for measured, skip in ((None, None), (made["measured"], {"kind": "failed", "reason": "it fell over"})):
+        with pytest.raises(ValidationError, match="either measured or skipped"):
+            Row.from_json(made | {"measured": measured, "skip": skip})

@@ -14,7 +14,6 @@ from optimize.measure.statistics import (
     percentile_summary,
     ratio_interval,
     sqnr_db,
-    wilson_interval,
 )
 
 Z = 1.959963984540054
@@ -124,31 +123,6 @@ def test_paired_difference_ignores_the_order_of_images(counts: tuple[int, int, i
 def test_unpaired_outcomes_are_refused(a: list[bool], b: list[bool]) -> None:
     with pytest.raises(ValueError, match="equally long"):
         paired_difference(a, b)
-
-
-@pytest.mark.parametrize(
-    ("successes", "n", "low", "high"),
-    # Newcombe, Statistics in Medicine 17 (1998), 857–872, table I, method 3 (Wilson's score).
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
-)
-def test_wilson_interval_agrees_with_the_published_table(successes: int, n: int, low: float, high: float) -> None:
-    found = wilson_interval(successes, n)
-    assert found.value == pytest.approx(successes / n)
-    assert (found.low, found.high) == (pytest.approx(low, abs=6e-5), pytest.approx(high, abs=6e-5))
-
-
-@given(st.integers(1, 100_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_interval_holds_its_value_and_mirrors(case: tuple[int, int]) -> None:
-    successes, n = case
-    found, mirrored = wilson_interval(successes, n), wilson_interval(n - successes, n)
-    assert 0 <= found.low <= found.value <= found.high <= 1
-    assert found.low == pytest.approx(1 - mirrored.high, abs=1e-12)
-
-
-@pytest.mark.parametrize(("successes", "n"), [(0, 0), (-1, 5), (6, 5)])
-def test_impossible_counts_are_refused(successes: int, n: int) -> None:
-    with pytest.raises(ValueError, match="successes"):
-        wilson_interval(successes, n)
 
 
 def test_percentiles_of_0_to_100_are_their_own_ranks() -> None:

@@ -1,4 +1,4 @@
-"""What a store knows of its runs: their reports, cards, and whether their files are whole."""
+"""The finished runs of a store: their reports, their cards, and whether their files are whole."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from pydantic import ValidationError
+
+from optimize.measure.rows import SCHEMA, Report
 from serve.runtime.card import CARD_FILE, load_card, sha256_file
 from serve.runtime.errors import CardError, UserError, did_you_mean
 
@@ -33,7 +35,7 @@ class RunSummary:
             self.recommended or "-",
             "-" if self.top1 is None else f"{self.top1 * 100:.2f} %",
             "-" if self.p50_ms is None else f"{self.p50_ms:.2f}",
-            self.created[:16].replace("T", " "),  # to the minute
+            self.created,
         )
 
 
@@ -41,37 +43,45 @@ def read_runs(store: Path) -> Iterator[RunSummary]:
     """The runs of a store, by name; one whose report cannot be read is an error, not left out."""
     for path in sorted(store.glob("*/report.json")):
         report = report_of(store, path.parent.name)
-        chosen: dict[str, Any] = next((row for row in report["artifacts"] if row["name"] == report["recommended"]), {})
+        measured = report.chosen.measured if report.chosen else None
         yield RunSummary(
             name=path.parent.name,
-            data=report["data"]["name"],
-            artifacts=sum(row["path"] is not None for row in report["artifacts"]),
-            recommended=report["recommended"],
-            top1=chosen.get("top1"),
-            p50_ms=(chosen.get("latency_ms") or {}).get("p50"),
-            created=report["created"],
+            data=report.data.name,
+            artifacts=sum(row.file is not None for row in report.rows),
+            recommended=report.recommended,
+            top1=measured.accuracy.top1 if measured else None,
+            p50_ms=measured.latency_ms.p50 if measured else None,
+            created=f"{report.created:%Y-%m-%d %H:%M}",
         )
 
 
-def report_of(store: Path, run: str) -> dict[str, Any]:
+def report_of(store: Path, run: str) -> Report:
     """A run's report.
 
     Raises:
-        UserError: there is no such run (the nearest is named), or its report is damaged.
+        UserError: there is no such run (the nearest is named), its report is damaged or of another version.
     """
     path = store / run / "report.json"
     try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        body = json.loads(path.read_text(encoding="utf-8"))
+        return Report.from_json(body)
     except FileNotFoundError:
         names = sorted(found.parent.name for found in store.glob("*/report.json"))
         raise UserError(
             f"no run {run!r} in {store}{did_you_mean(run, names)}; there are: {', '.join(names) or 'none'}"
         ) from None
+    except ValidationError as error:
+        if isinstance(body, dict) and isinstance(version := body.get("schema"), int) and version != SCHEMA:
+            raise UserError(
+                f"{path} has schema {version}, this version reads {SCHEMA}; run the model again to rebuild it"
+            ) from None
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise UserError(
+            f"{path} is damaged; run the model again to rebuild it ({where}: {first['msg'].lower()})"
+        ) from None
     except ValueError:
-        report = {}
-    if not isinstance(report, dict) or not isinstance(report.get("artifacts"), list):
-        raise UserError(f"{path} is damaged; run the model again to rebuild it")
-    return report
+        raise UserError(f"{path} is damaged; run the model again to rebuild it (it is not JSON)") from None
 
 
 def card_of(store: Path, name: str) -> str:
@@ -92,11 +102,11 @@ def faults_of(store: Path, name: str) -> tuple[int, list[str]]:
         _artifact_folder(store, run, only)
     checked = 0
     faults = []
-    for row in report["artifacts"]:
-        if row["path"] is None or (only and row["name"] != only):
+    for row in report.rows:
+        if row.file is None or row.archive is None or (only and row.name != only):
             continue
-        folder = store / run / "artifacts" / row["name"]
-        archive = store / run / "archives" / f"{run}-{row['name']}.mar"
+        folder = store / run / "artifacts" / row.name
+        archive = store / run / "archives" / f"{run}-{row.name}.mar"
         checked += 2
         try:
             load_card(folder)
@@ -104,13 +114,13 @@ def faults_of(store: Path, name: str) -> tuple[int, list[str]]:
             faults.append(str(error))
         if not archive.is_file():
             faults.append(f"{archive}: missing")
-        elif sha256_file(archive) != row["archive_sha256"]:
+        elif sha256_file(archive) != row.archive.sha256:
             faults.append(f"{archive}: its SHA-256 does not match the report's")
     return checked, faults
 
 
 def _artifact_folder(store: Path, run: str, artifact: str) -> Path:
-    names = [row["name"] for row in report_of(store, run)["artifacts"] if row["path"] is not None]
+    names = [row.name for row in report_of(store, run).rows if row.file is not None]
     if artifact not in names:
         raise UserError(f"run {run!r} has no artifact {artifact!r}; it has {', '.join(names)}")
     return store / run / "artifacts" / artifact

@@ -1,0 +1,321 @@
+"""The typed row of a report, one shape from the measurement to the page; and the report that is made of rows.
+
+Records only: nothing is measured, judged or worded here, and nothing here needs torch. Accuracies and their
+differences are fractions, latencies milliseconds at batch 1, sizes bytes, durations seconds.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from optimize.measure.timing import Timing
+from serve.runtime.card import Preprocessing
+
+#: Version of ``report.json``.
+SCHEMA: Final = 2
+
+
+class Record(BaseModel):
+    """What all records of a report have in common: frozen, unknown fields refused, no number that JSON cannot hold."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; `from_json` reads them back to an equal record."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    @classmethod
+    def from_json(cls, body: Any) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            pydantic.ValidationError: a field is unknown, missing or of another type.
+        """
+        return cls.model_validate(body)
+
+
+class Skip(Record):
+    """Why a stage was not made, or its artifact not measured.
+
+    ``not_applicable``: the pass has nothing to do for this model. ``cannot_run_here``: this machine or device
+    lacks what it needs. ``parent_skipped``: there is nothing to make it from. ``failed``: it should have worked.
+    """
+
+    kind: Literal["not_applicable", "cannot_run_here", "parent_skipped", "failed"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"failed: {self.reason}" if self.kind == "failed" else self.reason
+
+
+class Ratio(Record):
+    """How many times as fast as another: median over the rounds, its interval, and that interval's confidence.
+
+    ``slower``: plainly slower, by the rule of `latency.compare`.
+    """
+
+    value: float
+    low: float
+    high: float
+    coverage: float
+    slower: bool
+
+
+class Latency(Record):
+    """Milliseconds of one image: p50 is the median of the rounds' medians, p95 and p99 are of all ``samples``."""
+
+    p50: float
+    p95: float
+    p99: float
+    samples: int
+
+
+class Difference(Record):
+    """Top-1 minus the baseline's on the same images, its 95 % interval, and how many images changed sides."""
+
+    delta: float
+    low: float
+    high: float
+    gained: int
+    lost: int
+
+
+class Accuracy(Record):
+    """Of ``images`` validation images; ``difference`` is to the baseline, which itself has none."""
+
+    top1: float
+    top5: float
+    images: int
+    difference: Difference | None = None
+
+
+class Parity(Record):
+    """How close the logits are to those of ``reference``: on ``logits_of`` images, agreement of top-1 on ``images``.
+
+    ``sqnr_db`` is None where they are equal to the last bit, or the reference's are all zero.
+    """
+
+    reference: str
+    max_abs: float
+    mean_abs: float
+    sqnr_db: float | None
+    top1_agreement: float
+    images: int
+    logits_of: int
+
+
+class Footprint(Record):
+    """Opening the artifact and its peak memory above an idle process, in a process of its own."""
+
+    load_ms: float
+    memory_bytes: int
+
+
+class Execution(Record):
+    """What ran the artifact."""
+
+    provider: str
+    threads: int
+
+
+class Timed(Record):
+    """What a measurement in turns gives of each contestant.
+
+    ``throughput`` is images per second by batch size, ``speedup`` is to the baseline.
+    """
+
+    latency_ms: Latency
+    throughput: dict[int, float]
+    speedup: Ratio
+
+    @property
+    def best_batch(self) -> int:
+        """The batch size of the highest throughput."""
+        return max(self.throughput, key=lambda size: self.throughput[size])
+
+    @property
+    def best_throughput(self) -> float:
+        """The highest throughput, images per second."""
+        return self.throughput[self.best_batch]
+
+
+class Measured(Timed):
+    """All that is measured of an artifact; what is compared with a parent is None where that was not measured."""
+
+    accuracy: Accuracy
+    footprint: Footprint
+    execution: Execution
+    parity: Parity | None = None
+    vs_parent: Ratio | None = None
+
+
+class ModelFile(Record):
+    """The model file: ``key`` is that of the stored object, ``precision`` what weights and arithmetic really are."""
+
+    path: str
+    bytes: int
+    key: str
+    format: str
+    precision: str
+
+
+class Archive(Record):
+    """The packed artifact."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+class Row(Record):
+    """A stage of a recipe and what became of it: an artifact or none, measured or not, and the reason if not.
+
+    ``operation`` is the pass (``baseline`` for the first), ``seconds`` what making it took, ``cached`` whether
+    that was at another time.
+    """
+
+    name: str
+    operation: str
+    config: dict[str, Any]
+    parent: str | None
+    cached: bool = False
+    seconds: float | None = None
+    file: ModelFile | None = None
+    archive: Archive | None = None
+    measured: Measured | None = None
+    skip: Skip | None = None
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _measured_or_skipped(self) -> Self:
+        if (self.measured is None) == (self.skip is None):
+            raise ValueError("a row is either measured or skipped, with the reason")
+        if self.measured is not None and self.file is None:
+            raise ValueError("what was measured has a file")
+        return self
+
+    def measurements(self) -> dict[str, Any]:
+        """What was measured, or why nothing was, as JSON values: what an artifact's card repeats of its row."""
+        measured = self.measured.to_json() if self.measured else {}
+        return measured | {"skip": self.skip.to_json() if self.skip else None}
+
+
+class Reference(Record):
+    """An eager reference: the baseline's weights, run in another way in the same rounds."""
+
+    name: str
+    measured: Timed | None = None
+    skip: Skip | None = None
+
+    @model_validator(mode="after")
+    def _measured_or_skipped(self) -> Self:
+        if (self.measured is None) == (self.skip is None):
+            raise ValueError("a reference is either measured or skipped, with the reason")
+        return self
+
+
+#: One line of the table.
+Line = Row | Reference
+
+
+class Recommendation(Record):
+    """The chosen artifact's name (None if none was measured), the rule, and the reason against each other one."""
+
+    name: str | None
+    rule: str
+    rejected: dict[str, str] = {}
+
+
+class Measurement(Record):
+    """How and when the speeds were taken; ``cached``: they are those of an earlier run of the same set."""
+
+    timing: Timing
+    seconds: float
+    cached: bool
+
+
+class Results(Record):
+    """Artifacts and references that were measured in turns, the first row being the baseline of all differences."""
+
+    title: str
+    rows: tuple[Row, ...]
+    references: tuple[Reference, ...] = ()
+    recommendation: Recommendation
+    measurement: Measurement
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """Rows, then references."""
+        return (*self.rows, *self.references)
+
+    @property
+    def baseline(self) -> Row:
+        """The row that the others are compared with."""
+        return self.rows[0]
+
+    @property
+    def chosen(self) -> Row | None:
+        """The recommended row."""
+        return next((row for row in self.rows if row.name == self.recommendation.name), None)
+
+
+class Gpu(Record):
+    """The GPU that was measured on."""
+
+    name: str
+    memory_bytes: int
+    cuda: str | None
+    cudnn: int | None
+    capability: str
+
+
+class Machine(Record):
+    """What a reader needs to judge a time."""
+
+    cpu: str
+    cores: int
+    threads: int
+    memory_bytes: int
+    os: str
+    python: str
+    isa: tuple[str, ...]
+    gpu: Gpu | None
+
+
+class Data(Record):
+    """The images: how many to train and to judge with, and how they become the network's input.
+
+    ``preprocessing_origin`` says of each part of the preprocessing where it came from.
+    """
+
+    name: str
+    fingerprint: str
+    fingerprint_kind: str
+    classes: int
+    train: int
+    val: int
+    preprocessing: Preprocessing
+    preprocessing_origin: dict[str, str] = {}
+
+
+class Report(Results):
+    """A finished run, as ``report.json`` holds it; ``title`` is the run's name, ``recommended`` what is served."""
+
+    schema_version: Literal[2] = Field(default=SCHEMA, alias="schema")
+    model: str
+    created: datetime.datetime
+    seconds: float
+    device: str
+    data: Data
+    machine: Machine
+    versions: dict[str, str]
+    recommended: str | None
+
+    @model_validator(mode="after")
+    def _recommended_once(self) -> Self:
+        if self.recommended != self.recommendation.name:
+            raise ValueError(f"recommended is {self.recommended!r}, and by the rule {self.recommendation.name!r}")
+        return self

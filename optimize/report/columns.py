@@ -1,0 +1,211 @@
+"""The columns of a report's table, one record each; the terminal and the page loop over them.
+
+A new column is a field of the row (`optimize.measure.rows`) and a record here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from optimize.measure.rows import Line, Measured, Ratio, Reference, Results, Row, Timed
+from optimize.report.words import (
+    NONE,
+    Family,
+    count,
+    family,
+    number,
+    percent,
+    plural,
+    points,
+    seconds,
+    signed,
+    size,
+    small,
+    times,
+)
+
+SLOWER = "slower than its parent"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in one place of the table.
+
+    Attributes:
+        text: the figure, or the dash that stands for none.
+        details: what the page adds beneath it in small print.
+        alarm: whether it is bad news, with the word that says so where there is no room for details.
+        share: length of the bar behind it, as a part of the longest (0 to 1).
+    """
+
+    text: str
+    details: tuple[str, ...] = ()
+    alarm: str = ""
+    share: float | None = None
+
+
+EMPTY = Cell(NONE)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Attributes:
+        key: what code calls it.
+        title: its head.
+        unit: stands after the title; empty if the cells have their own.
+        cell: what a line shows in it.
+        rank: a terminal too narrow for all columns leaves out those of the highest rank first; 1 always stays.
+        table: which of the page's two tables it belongs to; in a terminal there is one.
+        left: whether it is text, and not figures.
+    """
+
+    key: str
+    title: str
+    unit: str
+    cell: Callable[[Line, Results], Cell]
+    rank: int = 4
+    table: Literal["results", "details"] = "results"
+    left: bool = False
+
+    @property
+    def head(self) -> str:
+        """Title and unit."""
+        return f"{self.title} {self.unit}".strip()
+
+
+def _timed(show: Callable[[Timed], Cell | str]) -> Callable[[Line, Results], Cell]:
+    """A cell of whatever was timed, artifact or reference."""
+    return lambda line, _: _cell(show(line.measured)) if line.measured else EMPTY
+
+
+def _measured(show: Callable[[Measured], Cell | str]) -> Callable[[Line, Results], Cell]:
+    """A cell of a measured artifact; references have no accuracy, parity or memory of their own."""
+    return lambda line, _: _cell(show(line.measured)) if isinstance(line.measured, Measured) else EMPTY
+
+
+def _cell(shown: Cell | str) -> Cell:
+    return shown if isinstance(shown, Cell) else Cell(shown)
+
+
+def precision(line: Line) -> str:
+    """What the arithmetic really is; the references run the baseline's float32."""
+    if isinstance(line, Reference):
+        return "float32"
+    return line.file.precision if line.file else NONE
+
+
+def family_of(line: Line) -> Family:
+    """The line's colour and shape."""
+    return family(precision(line))
+
+
+def parent_of(line: Line) -> str | None:
+    """The name of what it was made from."""
+    return line.parent if isinstance(line, Row) else None
+
+
+def _precision(line: Line, _: Results) -> Cell:
+    written = line.file.format.replace("_", " ") if isinstance(line, Row) and line.file else ""
+    return Cell(precision(line), (written,) if written else ())
+
+
+def _difference(measured: Measured) -> str:
+    return points(measured.accuracy.difference.delta) if measured.accuracy.difference else NONE
+
+
+def _interval(measured: Measured) -> str:
+    difference = measured.accuracy.difference
+    return f"{points(difference.low)} to {points(difference.high)}" if difference else NONE
+
+
+def _speedup(line: Line, results: Results) -> Cell:
+    if line.measured is None:
+        return EMPTY
+    longest = max(other.measured.speedup.value for other in results.lines if other.measured)
+    return Cell(times(line.measured.speedup.value), share=line.measured.speedup.value / longest)
+
+
+def _vs_parent(measured: Measured) -> Cell:
+    ratio = measured.vs_parent
+    if ratio is None:
+        return EMPTY
+    details = (_spread(ratio), SLOWER) if ratio.slower else (_spread(ratio),)
+    return Cell(times(ratio.value), details, "slower" if ratio.slower else "")
+
+
+def _spread(ratio: Ratio) -> str:
+    return f"{times(ratio.low)} to {times(ratio.high)}"
+
+
+def _throughput(timed: Timed) -> Cell:
+    return Cell(number(timed.best_throughput), (f"batch {timed.best_batch}",))
+
+
+def _size(line: Line, _: Results) -> Cell:
+    return Cell(size(line.file.bytes)) if isinstance(line, Row) and line.file and not line.skip else EMPTY
+
+
+def _moved(measured: Measured) -> Cell:
+    if (difference := measured.accuracy.difference) is None:
+        return EMPTY
+    text = f"{signed(difference.gained, '+')}, {signed(difference.lost, '−')}"
+    return Cell(text, (f"of {count(measured.accuracy.images)}",))
+
+
+def _agreement(measured: Measured) -> Cell:
+    parity = measured.parity
+    return Cell(percent(parity.top1_agreement), (f"as {parity.reference}",)) if parity else EMPTY
+
+
+def _sqnr(measured: Measured) -> Cell:
+    if measured.parity is None:
+        return EMPTY
+    exact = measured.parity.sqnr_db is None and measured.parity.max_abs == 0
+    return Cell("exact" if exact else number(measured.parity.sqnr_db))
+
+
+def _apart(measured: Measured) -> Cell:
+    if measured.parity is None:
+        return EMPTY
+    return Cell(small(measured.parity.max_abs), (f"mean {small(measured.parity.mean_abs)}",))
+
+
+def _runs_on(measured: Measured) -> Cell:
+    execution = measured.execution
+    return Cell(execution.provider, (plural(execution.threads, "thread"),))
+
+
+def _made(line: Line, _: Results) -> Cell:
+    if not isinstance(line, Row) or line.seconds is None:
+        return EMPTY
+    return Cell(seconds(line.seconds), ("at an earlier run",) if line.cached else ())
+
+
+#: In the order in which they stand. The name of the line stands before them.
+COLUMNS: tuple[Column, ...] = (
+    Column("precision", "precision", "", _precision, rank=3, left=True),
+    Column("top1", "top-1", "%", _measured(lambda m: percent(m.accuracy.top1)), rank=1),
+    Column("delta", "Δ", "points", _measured(_difference), rank=1),
+    Column("interval", "95 %", "", _measured(_interval), rank=2),
+    Column("p50", "p50", "ms", _timed(lambda t: number(t.latency_ms.p50)), rank=1),
+    Column("p95", "p95", "ms", _timed(lambda t: number(t.latency_ms.p95))),
+    Column("p99", "p99", "ms", _timed(lambda t: number(t.latency_ms.p99)), rank=3),
+    Column("samples", "calls", "", _timed(lambda t: count(t.latency_ms.samples))),
+    Column("speedup", "speed", "", _speedup, rank=1),
+    Column("vs_parent", "vs parent", "", _measured(_vs_parent), rank=1),
+    Column("throughput", "img/s", "", _timed(_throughput), rank=2),
+    Column("size", "size", "", _size, rank=1),
+    Column("top5", "top-5", "%", _measured(lambda m: percent(m.accuracy.top5)), table="details"),
+    Column("moved", "gained, lost", "", _measured(_moved), table="details"),
+    Column("agreement", "same top-1", "%", _measured(_agreement), table="details"),
+    Column("sqnr", "SQNR", "dB", _measured(_sqnr), table="details"),
+    Column("apart", "largest difference", "", _measured(_apart), table="details"),
+    Column("memory", "memory", "", _measured(lambda m: size(m.footprint.memory_bytes)), table="details"),
+    Column("load", "load", "ms", _measured(lambda m: number(m.footprint.load_ms)), table="details"),
+    Column("runs_on", "runs on", "", _measured(_runs_on), table="details", left=True),
+    Column("made", "made in", "", _made, table="details"),
+)

@@ -1,0 +1,140 @@
+"""What a report says in words: its verdict, how its numbers were taken, and where and with what."""
+
+from __future__ import annotations
+
+from optimize.measure.rows import Measurement, Report, Results, Row
+from optimize.report.words import NONE, count, number, percent, plain, plural, points, seconds, size, times
+
+Fact = tuple[str, str]
+
+
+def verdict(results: Results) -> str:
+    """What was found, in one sentence."""
+    chosen, start = results.chosen, results.baseline
+    if chosen is None or chosen.measured is None:
+        return "No artifact is recommended."
+    found = [*_faster(chosen, start), *_smaller(chosen, start), _as_accurate(chosen, start)]
+    return f"{chosen.name} is recommended: {'; '.join(found)}."
+
+
+def _faster(chosen: Row, start: Row) -> list[str]:
+    if chosen is start:
+        return ["no other artifact was better by the rule below"]
+    if chosen.measured is None:
+        return []
+    spoken = f"{times(chosen.measured.speedup.value)} the speed of the baseline"
+    if start.measured is None:
+        return [spoken]
+    p50, before = number(chosen.measured.latency_ms.p50), number(start.measured.latency_ms.p50)
+    return [f"{spoken} ({p50} instead of {before} ms at p50)"]
+
+
+def _smaller(chosen: Row, start: Row) -> list[str]:
+    if chosen is start or chosen.file is None or start.file is None:
+        return []
+    return [f"{size(chosen.file.bytes)} instead of {size(start.file.bytes)}"]
+
+
+def _as_accurate(chosen: Row, start: Row) -> str:
+    assert chosen.measured is not None
+    accuracy = chosen.measured.accuracy
+    if (d := accuracy.difference) is None:
+        return f"top-1 {percent(accuracy.top1)} %"
+    bounds = f"95 % interval {points(d.low)} to {points(d.high)}"
+    return f"top-1 {percent(accuracy.top1)} % ({points(d.delta)} points, {bounds})"
+
+
+def tail(results: Results) -> str:
+    """How many calls p95 and p99 stand on."""
+    samples = [line.measured.latency_ms.samples for line in results.lines if line.measured]
+    if not samples:
+        return ""
+    low, high = min(samples), max(samples)
+    spread = plural(high, "call") if low == high else f"{count(low)} to {count(high)} calls"
+    few = "; the 99th percentile of fewer than 100 is close to the slowest of them" if low < 100 else ""
+    return f"p50, p95 and p99 are of {spread} each, one image at a time{few}."
+
+
+def method(results: Results) -> list[str]:
+    """How the numbers were taken."""
+    timing = results.measurement.timing
+    sizes = ", ".join(count(b) for b in timing.batch_sizes)
+    return [
+        f"Every artifact and reference was measured in {plural(timing.rounds, 'round')} that take turns, so that a "
+        "slow minute of the machine does not favour one of them; p50 is the median of the rounds' medians, p95 and "
+        "p99 are of all calls.",
+        *([said] if (said := tail(results)) else []),
+        f"{plural(timing.warm_up, 'call')} before each measurement warm it up and are not counted.",
+        f"Throughput was taken at batch sizes {sizes}; the best of them is in the table.",
+        *_coverage(results),
+        "Files are opened by the same runtime that serves them, from the same bytes on disk.",
+        "Accuracy differences compare the same images under both models; their 95 % interval is Tango's score interval "
+        "for paired proportions, and is the wider the more images changed sides (gained and lost).",
+        "SQNR is the energy of the reference's outputs over that of the difference, in decibels; “exact” means equal "
+        "to the last bit.",
+        "Memory is the peak of the process above that of an idle one.",
+        _taken(results.measurement),
+    ]
+
+
+def _coverage(results: Results) -> list[str]:
+    ratios = [line.measured.speedup for line in results.lines if line.measured]
+    if not ratios:
+        return []
+    return [
+        "The interval of a ratio of speeds lies between two of the rounds' ratios and holds the true median with "
+        f"{100 * ratios[0].coverage:.1f} % confidence."
+    ]
+
+
+def _taken(measurement: Measurement) -> str:
+    if measurement.cached:
+        return "The timings come from the cache: nothing changed since they were taken on this machine."
+    return f"Measuring took {seconds(measurement.seconds)}."
+
+
+def facts(report: Report) -> list[tuple[str, list[Fact]]]:
+    """The machine, the data and the versions, as groups of name and value."""
+    return [("Machine", _machine(report)), ("Data", _data(report)), ("Versions", _versions(report))]
+
+
+def _machine(report: Report) -> list[Fact]:
+    machine, gpu = report.machine, report.machine.gpu
+    return [
+        ("Processor", machine.cpu),
+        ("Cores, threads", f"{count(machine.cores)} cores, {count(machine.threads)} threads used"),
+        ("Instructions", ", ".join(machine.isa) or NONE),
+        ("Memory", size(machine.memory_bytes)),
+        ("GPU", f"{gpu.name}, {size(gpu.memory_bytes)}, CUDA {gpu.cuda}, cuDNN {gpu.cudnn}" if gpu else "none"),
+        ("Measured on", "GPU (CUDA)" if report.device == "cuda" else "CPU"),
+        ("System", machine.os),
+    ]
+
+
+def _data(report: Report) -> list[Fact]:
+    data, prep = report.data, report.data.preprocessing
+    scaled = f"shorter side to {prep.resize}, centre crop {plain(prep.crop)}"
+    return [
+        ("Data set", data.name),
+        ("Images", f"{count(data.train)} to train, {count(data.val)} to judge"),
+        ("Classes", count(data.classes)),
+        ("Preprocessing", f"{scaled}, {prep.interpolation} interpolation"),
+        ("Mean, std", f"{plain(prep.mean)}; {plain(prep.std)}"),
+        *_origins(data.preprocessing_origin),
+        ("Fingerprint", f"{data.fingerprint[:16]} ({data.fingerprint_kind})"),
+    ]
+
+
+def _origins(origins: dict[str, str]) -> list[Fact]:
+    """Where the preprocessing came from: one line, or one for each origin with the parts that it decided."""
+    parts: dict[str, list[str]] = {}
+    for part, origin in origins.items():
+        parts.setdefault(origin, []).append(part)
+    if len(parts) < 2:
+        return [("Decided by", origin) for origin in parts]
+    return [("Decided by", "; ".join(f"{origin}: {', '.join(names)}" for origin, names in parts.items()))]
+
+
+def _versions(report: Report) -> list[Fact]:
+    found = [("Python", report.machine.python)]
+    return found + [(name, version) for name, version in report.versions.items() if name != "python"]
