@@ -203,7 +203,10 @@ def test_the_model_has_learnt_and_int8_keeps_it(tiny_run: TinyRun) -> None:
 
 def test_throughput_agrees_with_latency_at_batch_1(tiny_run: TinyRun) -> None:
     for _, measured in figures(tiny_run.report):
-        assert measured.throughput[1] == pytest.approx(1e3 / measured.latency_ms.p50, rel=0.8)
+        latency = measured.latency_ms
+        if latency.p99 < 3 * latency.p50:  # a busy machine takes the core away for milliseconds, which is in the mean
+            assert measured.throughput[1] == pytest.approx(1e3 / latency.p50, rel=0.8)
+        assert measured.throughput[1] < 1.8e3 / latency.p50
         assert measured.best_throughput == max(measured.throughput.values())
 
 
