@@ -21,7 +21,7 @@ from optimize.run.job import Job
 from optimize.run.pipeline import Outcome, run
 
 ROOT = Path(__file__).parents[2]
-TINY = f"{ROOT / 'tests' / 'examples' / 'tiny_cnn.py'}:tiny"
+TINY = f"{ROOT / 'examples' / 'tiny_cnn.py'}:tiny"
 
 RECIPE: dict[str, Any] = {
     "baseline": {"epochs": 3, "batch_size": 32, "learning_rate": 0.1, "augment": False},

@@ -15,7 +15,7 @@ from serve.runtime.card import load_card
 from serve.runtime.errors import UserError
 from serve.torchserve.archive import read_archived_card
 
-MODEL = str(Path(__file__).parents[1] / "examples" / "tiny_cnn.py") + ":tiny"
+MODEL = str(Path(__file__).parents[2] / "examples" / "tiny_cnn.py") + ":tiny"
 
 
 @pytest.fixture(scope="module")

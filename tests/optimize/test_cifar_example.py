@@ -18,7 +18,7 @@ from optimize.models.resolve import resolve_model
 from serve.runtime import images
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = f"{ROOT / 'tests' / 'examples' / 'cifar_resnet.py'}:resnet20"
+EXAMPLE = f"{ROOT / 'examples' / 'cifar_resnet.py'}:resnet20"
 SHARED = ROOT.parent / "shared" / "data"
 
 

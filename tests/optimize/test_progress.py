@@ -14,7 +14,7 @@ from rich.console import Console
 from optimize.report.progress import ProgressBar, TerminalSurface, duration, here, surface
 from optimize.report.terminal import Display
 
-TINY = f"{Path(__file__).parents[1] / 'examples' / 'tiny_cnn.py'}:tiny"
+TINY = f"{Path(__file__).parents[2] / 'examples' / 'tiny_cnn.py'}:tiny"
 
 
 class Drawn:

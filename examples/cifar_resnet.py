@@ -26,10 +26,13 @@ class Shortcut(nn.Module):
         self.added = added
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Every second pixel, with zeros in the added channels."""
         return functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.added // 2, self.added - self.added // 2))
 
 
 class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm, and a shortcut around them."""
+
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
@@ -41,6 +44,7 @@ class BasicBlock(nn.Module):
         self.relu2 = nn.ReLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(N, inputs, H, W)`` to ``(N, outputs, H / stride, W / stride)``."""
         residual = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
         return self.relu2(residual + self.shortcut(x))
 
@@ -68,22 +72,27 @@ class CifarResNet(nn.Module):
         return nn.Sequential(first, *(BasicBlock(outputs, outputs, 1) for _ in range(blocks - 1)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(N, 3, 32, 32)`` to logits ``(N, classes)``."""
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
         return self.linear(torch.flatten(self.pool(x), 1))
 
 
 def resnet20(num_classes: int = 10) -> nn.Module:
+    """3 blocks a stage: 20 layers."""
     return CifarResNet(3, num_classes)
 
 
 def resnet32(num_classes: int = 10) -> nn.Module:
+    """5 blocks a stage: 32 layers."""
     return CifarResNet(5, num_classes)
 
 
 def resnet44(num_classes: int = 10) -> nn.Module:
+    """7 blocks a stage: 44 layers."""
     return CifarResNet(7, num_classes)
 
 
 def resnet56(num_classes: int = 10) -> nn.Module:
+    """9 blocks a stage: 56 layers."""
     return CifarResNet(9, num_classes)

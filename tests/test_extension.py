@@ -1,0 +1,90 @@
+"""A pass and an engine from outside, each in one file: the very ones that CONTRIBUTING.md shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+
+
+def code_of(title: str) -> str:
+    """The first Python block below a heading of CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    match = re.search(rf"^## {title}$.*?^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return match[1]
+
+
+def install(folder: Path, module: str, group: str, code: str) -> dict[str, str]:
+    """A distribution of one module, as pip would leave it; returns the environment in which it is installed."""
+    (folder / f"{module}.py").write_text(code, encoding="utf-8")
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{module} = {module}\n", encoding="utf-8")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+
+def run(environment: dict[str, str], *words: object, code: int = 0) -> str:
+    result = subprocess.run(
+        [sys.executable, *map(str, words)], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == code, result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_a_foreign_pass_is_listed_run_and_followed_by_others(tmp_path: Path) -> None:
+    there = install(tmp_path, "snap_pass", "optimize.passes", code_of("How to add a pass"))
+    assert "snap: round weights to multiples of a step" in run(there, "-m", "optimize", "passes")
+    stages = [{"pass": "fuse"}, {"pass": "snap", "config": {"step": 0.125}}, {"pass": "ptq", "config": {"images": 32}}]
+    measure = {"rounds": 1, "batch_sizes": [1], "seconds": 0.005}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"baseline": {"epochs": 1}, "stages": stages, "measure": measure}))
+    model, store = f"{ROOT / 'examples' / 'tiny_cnn.py'}:tiny", tmp_path / "store"
+    words = (
+        "-m",
+        "optimize",
+        "run",
+        model,
+        "--recipe",
+        recipe,
+        "--store",
+        store,
+        "--device",
+        "cpu",
+        "--name",
+        "snapped",
+    )
+    run(there, *words)
+    weights = load_file(store / "snapped" / "artifacts" / "snap" / "weights.safetensors")
+    assert weights
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, (tensor * 8).round() / 8), name
+    assert "from the cache" in run(there, *words)
+    # Another source of the pass is another pass, and so are its children.
+    module = tmp_path / "snap_pass.py"
+    module.write_text(module.read_text().replace(".round()", ".floor()"))
+    lines = run(there, *words).splitlines()
+    assert [line.split()[1] for line in lines if re.match(r"  \+ (fuse|snap|ptq) .* from the cache", line)] == ["fuse"]
+
+
+def test_a_foreign_pass_that_does_not_import_is_named_in_one_line(tmp_path: Path) -> None:
+    there = install(tmp_path, "broken_pass", "optimize.passes", "import nothing_of_this_name\n")
+    complaint = run(there, "-m", "optimize", "passes", code=2).splitlines()[-1]
+    assert complaint.startswith("error: the pass 'broken_pass' of broken_pass does not import: ModuleNotFoundError")
+
+
+def test_a_pass_that_yields_modules_and_cannot_rebuild_them_is_refused_when_it_registers(tmp_path: Path) -> None:
+    code = code_of("How to add a pass").replace("        rebuild=lambda module, example: module,\n", "")
+    there = install(tmp_path, "half_pass", "optimize.passes", code)
+    assert "'snap' yields modules: it must say how one is rebuilt" in run(there, "-m", "optimize", "passes", code=2)

@@ -1,0 +1,106 @@
+"""README.md and CONTRIBUTING.md say what the code does: passes, options, recipes, commands, names."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import optimize as opt
+from optimize import cli
+from optimize.passes.base import passes
+from optimize.run.recipe import load_recipe
+from serve import cli as serve_cli
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*.md"))}
+BLOCKS = [
+    (name, language, text)
+    for name, document in DOCUMENTS.items()
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+]
+
+
+def lines_of(*languages: str) -> list[str]:
+    return [line for _, language, text in BLOCKS if language in languages for line in text.splitlines()]
+
+
+def commands(module: str) -> list[list[str]]:
+    """The words after ``python -m MODULE`` of every such command in a shell block."""
+    found = [re.search(rf"python -m {module} (.*)", line.partition("  #")[0]) for line in lines_of("bash")]
+    return [shlex.split(match[1]) for match in found if match]
+
+
+def help_of(app: object, *words: str) -> str:
+    result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"})  # type: ignore[arg-type]
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_table_of_passes_is_the_registry() -> None:
+    table = re.search(r"^\| pass \| from \|.*?\n\n", README, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table[0], re.MULTILINE)) == set(passes())
+
+
+@pytest.mark.parametrize(("module", "app"), [("optimize", cli.app), ("serve", serve_cli.app)])
+def test_every_command_and_its_options_exist(module: str, app: object) -> None:
+    assert commands(module)
+    for words in commands(module):
+        described = help_of(app, words[0])
+        for option in (word for word in words[1:] if word.startswith("--")):
+            assert option in described, words
+
+
+def test_every_make_target_and_variable_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    called = [line.partition("#")[0] for line in lines_of("bash") if line.startswith("make ")]
+    assert called
+    for line in called:
+        target, *variables = shlex.split(line)[1:]
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), line
+        for variable in variables:
+            assert re.search(rf"^{variable.partition('=')[0]} \?=", makefile, re.MULTILINE), line
+    table = re.search(r"^\| variable \|.*?\n\n", README, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    for variable in re.findall(r"^\| `(\w+)` \|", table[0], re.MULTILINE):
+        assert re.search(rf"^{variable} \?=", makefile, re.MULTILINE), variable
+
+
+def test_every_recipe_is_legal(tmp_path: Path) -> None:
+    recipes = [text for _, language, text in BLOCKS if language == "yaml"]
+    assert recipes
+    for text in recipes:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        assert load_recipe(path).stages
+
+
+def test_every_python_block_parses_and_names_what_the_api_has() -> None:
+    blocks = [text for _, language, text in BLOCKS if language == "python"]
+    assert blocks
+    for text in blocks:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "opt":
+                assert node.attr in opt.__all__
+
+
+def test_every_public_name_is_in_the_readme() -> None:
+    for name in opt.__all__:
+        assert re.search(rf"\b{name}\b", README), name
+
+
+def test_every_link_leads_to_a_file_that_is_tracked() -> None:
+    tracked = set(
+        subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    )
+    folders = {str(parent) for path in tracked for parent in Path(path).parents}
+    for name, document in DOCUMENTS.items():
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", document):
+            assert target.rstrip("/") in tracked | folders, f"{name}: {target}"
