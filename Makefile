@@ -11,13 +11,14 @@ CHECKPOINT ?=
 RECIPE ?=
 IMAGE_SIZE ?=
 WEIGHTS ?=
+WEIGHTS_KEY ?=
 RESIZE ?=
 CROP ?=
 MEAN ?=
 STD ?=
 INTERPOLATION ?=
 # Those of them that are given, as options of `run`.
-RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS RESIZE CROP MEAN STD INTERPOLATION,$(if \
+RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD INTERPOLATION,$(if \
 	$($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))'))
 # The run's name: that of the model, or of the factory in path/to/file.py:factory.
 RUN ?= $(lastword $(subst :, ,$(MODEL)))
@@ -32,7 +33,7 @@ BIN := $(VENV)/bin
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
-	@echo "                   [DEVICE=auto|cpu|cuda] [IMAGE_SIZE=pixels] [WEIGHTS=name]"
+	@echo "                   [DEVICE=auto|cpu|cuda] [IMAGE_SIZE=pixels] [WEIGHTS=name] [WEIGHTS_KEY=key]"
 	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name]"
 	@echo
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

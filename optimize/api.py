@@ -204,6 +204,7 @@ def load(
     store: str | Path = "model_store",
     device: str = "auto",
     image_size: int | None = None,
+    weights_key: str | None = None,
     preprocessing: PreprocessingConfig | None = None,
     seed: int = 0,
     trust_checkpoint: bool = False,
@@ -219,6 +220,8 @@ def load(
         store: where artifacts are kept.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         image_size: side of the network's input in pixels.
+        weights_key: which weights of the checkpoint to take: their place in the file, such as ``model`` or
+            ``state_dict_ema``, or what their names begin with, such as ``teacher.``; averaged ones if there are any.
         preprocessing: what images go through, where that is to differ from what model and data ask for.
         seed: of every random choice.
         trust_checkpoint: let the checkpoint's pickle run code.
@@ -234,6 +237,7 @@ def load(
         device=device,
         image_size=image_size,
         weights=weights,
+        weights_key=weights_key,
         preprocessing=Wish(preprocessing, "your setting {}") if preprocessing is not None else None,
         trust_checkpoint=trust_checkpoint,
         seed=seed,

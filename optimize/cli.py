@@ -54,6 +54,10 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     weights: Annotated[
         Optional[str], typer.Option(help="torchvision's own weights, such as DEFAULT.")  # noqa: UP045
     ] = None,
+    weights_key: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Which weights of the checkpoint: model, ema …, or a prefix such as teacher."),
+    ] = None,
     resize: Annotated[
         Optional[str], typer.Option(help="Pixels that an image's shorter side is scaled to.", metavar="PIXELS")  # noqa: UP045
     ] = None,
@@ -96,6 +100,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             device=device,
             image_size=image_size,
             weights=weights,
+            weights_key=weights_key,
             preprocessing=Wish(
                 parse_preprocessing(
                     {"resize": resize, "crop": crop, "mean": mean, "std": std, "interpolation": interpolation}, "--{}"

@@ -6,6 +6,8 @@ are loaded into is found by `optimize.models.source`.
 
 from __future__ import annotations
 
+import argparse
+import pathlib
 import re
 import warnings
 import zipfile
@@ -13,21 +15,36 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from serve.runtime.card import sha256_file
-from serve.runtime.errors import UserError, first_line
+from serve.runtime.errors import UserError, did_you_mean, first_line
 
 TRUST_FLAG = "--trust-checkpoint"
 
-#: Where training scripts put the state dict, in order of preference.
-_HOLDERS = ("state_dict", "model", "model_state_dict", "ema", "ema_state_dict", "model_ema", "module")
-_PREFIXES = ("module.", "_orig_mod.")
+WEIGHTS_KEY = "--weights-key"
+
+#: Where training scripts put averaged weights (timm, DeiT, ConvNeXt, YOLO, EMA classes of one's own).
+_AVERAGED = (
+    "ema",
+    "ema_state_dict",
+    "model_ema",
+    "state_dict_ema",
+    "ema_model",
+    "ema_model_state_dict",
+    "model_ema_state_dict",
+)
+#: Where they put the state dict, in order of preference.
+_HOLDERS = ("state_dict", "model", "model_state_dict", "module", "shadow", "net", "network", "weights", "params")
+#: What wrappers put before every name.
+PREFIXES = ("module.", "_orig_mod.")
+#: Settings that training scripts keep beside the weights, and that hold nothing but plain values.
+_PLAIN_TYPES: list[Any] = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
 #: How every file of torch's format before 1.6 begins: the pickled magic number.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -38,28 +55,43 @@ class Checkpoint:
         state: parameters and buffers by name, without wrappers' prefixes.
         sha256: of the file they were read from.
         info: plain numbers that stood beside the state dict, such as ``epoch`` or ``best_prec1``.
+        place: where in the file they lay, such as ``model_ema``; empty if they are the whole file.
+        notes: what a reader should know of the choice of that place.
     """
 
     state: Mapping[str, torch.Tensor]
     sha256: str
     info: dict[str, int | float] = field(default_factory=dict)
+    place: str = ""
+    notes: tuple[str, ...] = ()
 
 
-def read_checkpoint(path: Path, *, trust_pickle: bool = False) -> Checkpoint:
-    """Read a ``.pt``/``.pth``/``.th``/``.tar`` or ``.safetensors`` file that holds a state dict.
+@dataclass(frozen=True)
+class _Cleaned:
+    """A usable state dict, and what is wrong with the tensors that are not in it."""
 
-    The state dict may be the whole file or lie under ``state_dict``, ``model``, ``model_state_dict``
-    or ``ema`` (nested too). The prefixes that wrappers add (``module.`` of DataParallel when every key
-    has it, ``_orig_mod.`` of ``torch.compile``) are taken off.
+    state: Mapping[str, torch.Tensor]
+    faults: tuple[str, ...] = ()
+
+
+def read_checkpoint(path: Path, *, trust_pickle: bool = False, weights_key: str | None = None) -> Checkpoint:
+    """Read a ``.pt``/``.pth``/``.th``/``.tar``/``.ckpt`` or ``.safetensors`` file that holds a state dict.
+
+    The state dict may be the whole file or lie under ``state_dict``, ``model``, ``model_state_dict`` …
+    (nested too); averaged weights beside it (``ema``, ``model_ema``, ``state_dict_ema`` …) go first. The
+    prefixes that wrappers add (``module.`` of DataParallel when every key has it, ``_orig_mod.`` of
+    ``torch.compile``) are taken off.
 
     Args:
         path: the file.
         trust_pickle: unpickle it without restriction, which runs whatever code the file asks for; a
             whole pickled ``nn.Module`` is then accepted as well.
+        weights_key: which weights of the file to take: their place, such as ``model`` or ``state_dict_ema``, or
+            what the names of the wanted ones begin with, such as ``teacher.``; None chooses as said above.
 
     Raises:
-        UserError: there is no such file, it is not a checkpoint, is broken, holds no state dict, or
-            needs more than plain tensors while ``trust_pickle`` is false.
+        UserError: there is no such file, it is not a checkpoint, is broken, holds no state dict (none under
+            ``weights_key``), or needs more than plain tensors while ``trust_pickle`` is false.
     """
     path = Path(path)
     if path.is_dir():
@@ -79,48 +111,19 @@ def read_checkpoint(path: Path, *, trust_pickle: bool = False) -> Checkpoint:
     else:
         _refuse_torchscript(path)
         content = _load_pickle(path, head, trust_pickle)
-    found = _find_state(content)
-    if not found:
-        raise UserError(f"{path}: holds no state dict ({_outline(content)}); save model.state_dict()")
+    if weights_key is not None:
+        place, cleaned = _asked_for(content, weights_key, path)
+        notes: tuple[str, ...] = (f"the weights of {place!r} are used, as asked for",)
+    else:
+        place, cleaned, notes = _chosen(content, path)
+    if cleaned.faults:
+        raise UserError(f"{path}: needs dense floating-point tensors: {listing(list(cleaned.faults))}")
     info = {
         key: value
         for key, value in (content.items() if isinstance(content, Mapping) else ())
         if isinstance(key, str) and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    return Checkpoint(_clean(found, path), digest, info)
-
-
-def load_into(model: nn.Module, checkpoint: Checkpoint, path: Path) -> None:
-    """Copy ``checkpoint`` into ``model``: every key must be there, be expected, and have its shape.
-
-    Left out without complaint: BatchNorm's ``num_batches_tracked`` (absent before torch 0.4.1), and the
-    auxiliary classifiers of GoogLeNet and Inception, which serve training only.
-
-    Raises:
-        UserError: keys are missing, unexpected or mis-shaped, or weights are not finite; all by name.
-    """
-    own: Mapping[str, torch.Tensor] = model.state_dict()
-    state = _fitted(checkpoint.state, own)
-    missing = [key for key in own if key not in state]
-    unexpected = [key for key in state if key not in own]
-    misshaped = [key for key in own if key in state and state[key].shape != own[key].shape]
-    if misshaped and not missing and not unexpected:
-        _explain_head(state, own, misshaped, path)
-    if missing or unexpected or misshaped:
-        shapes = [f"{key} (file {tuple(state[key].shape)}, model {tuple(own[key].shape)})" for key in misshaped]
-        faults = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-        listed = "; ".join(f"{len(keys)} {what}: {_listing(keys)}" for what, keys in faults if keys)
-        raise UserError(f"{path}: does not fit the model, keys {listed}")
-    broken = [key for key, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
-    if broken:
-        raise UserError(f"{path}: {len(broken)} tensors hold NaN or infinite weights: {_listing(broken)}")
-    loaded = OrderedDict(state)
-    # Some modules (torchvision's MNASNet, 0.29) refuse a state dict without the version that
-    # ``state_dict()`` keeps in this attribute, and rewrite themselves for an old one.
-    metadata = getattr(checkpoint.state, "_metadata", None) or getattr(own, "_metadata", None)
-    if metadata is not None:
-        loaded._metadata = metadata  # type: ignore[attr-defined]
-    model.load_state_dict(loaded)
+    return Checkpoint(cleaned.state, digest, info, place, notes)
 
 
 def _load_safetensors(path: Path) -> object:
@@ -148,7 +151,8 @@ def _load_pickle(path: Path, head: bytes, trust_pickle: bool) -> object:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # Python 2 wrote text as bytes; latin-1 reads any of them.
-            return torch.load(path, map_location="cpu", weights_only=not trust_pickle, encoding="latin1")
+            with torch.serialization.safe_globals(_PLAIN_TYPES):
+                return torch.load(path, map_location="cpu", weights_only=not trust_pickle, encoding="latin1")
     except Exception as error:  # noqa: BLE001 - unpicklers raise KeyError, IndexError, EOFError, UnicodeError …
         text = re.sub(r"\x1b\[\d*m", "", str(error))
         opt_in = f"if you trust where the file comes from, add {TRUST_FLAG}"
@@ -168,85 +172,103 @@ def _load_pickle(path: Path, head: bytes, trust_pickle: bool) -> object:
         raise UserError(f"{path}: cannot be read as a checkpoint ({first_line(error)})") from None
 
 
-def _find_state(content: object, depth: int = 0) -> Mapping[str, torch.Tensor] | None:
-    """The first mapping from names to tensors, looked for where training scripts put it."""
+def _states(content: object, at: str = "", depth: int = 0) -> dict[str, Mapping[str, torch.Tensor]]:
+    """Every mapping from names to tensors where training scripts put one, by its place; averaged weights first."""
     if isinstance(content, nn.Module):
-        return content.state_dict()
+        return {at: content.state_dict()}
     if not isinstance(content, Mapping) or depth > 4:
-        return None
+        return {}
     if content and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in content.items()):
-        return content
-    for holder in _HOLDERS:
-        found = _find_state(content.get(holder), depth + 1)
-        if found:
-            return found
-    return None
+        return {at: content}
+    found: dict[str, Mapping[str, torch.Tensor]] = {}
+    for holder in (*_AVERAGED, *_HOLDERS):
+        found |= _states(content.get(holder), f"{at}.{holder}" if at else holder, depth + 1)
+    return found
 
 
-def _clean(found: Mapping[str, torch.Tensor], path: Path) -> Mapping[str, torch.Tensor]:
+def _is_averaged(place: str) -> bool:
+    return any(part in _AVERAGED for part in place.split("."))
+
+
+def _chosen(content: object, path: Path) -> tuple[str, _Cleaned, tuple[str, ...]]:
+    """Where the weights lie by themselves, they, and what a reader should know of the choice.
+
+    Averaged weights are those that their training reported and meant to be used, so they go first, unless they lack
+    what the others have (averages of parameters alone have no batch-norm statistics).
+    """
+    states = _states(content)
+    if not states:
+        raise UserError(f"{path}: holds no state dict ({_outline(content)}); save model.state_dict()")
+    averaged = next((place for place in states if _is_averaged(place)), None)
+    plain = next((place for place in states if not _is_averaged(place)), None)
+    if averaged is None or plain is None:
+        place = plain if plain is not None else averaged
+        assert place is not None
+        note = (f"the weights are averaged ones (EMA), of {place!r}",) if averaged is not None else ()
+        return place, _clean(states[place]), note
+    smooth, last = _clean(states[averaged]), _clean(states[plain])
+    if lacking := [key for key in last.state if key not in smooth.state]:
+        told = f"the averaged weights (EMA) of {averaged!r} lack {listing(lacking, 2)}, those of {plain!r} are used"
+        return plain, last, (told,)
+    told = f"the averaged weights (EMA) of {averaged!r} are used; {WEIGHTS_KEY} {plain} takes the others"
+    return averaged, smooth, (told,)
+
+
+def _asked_for(content: object, wanted: str, path: Path) -> tuple[str, _Cleaned]:
+    """The weights in the place that the user names, or those whose names begin with what the user names."""
+    value = content
+    for part in wanted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    for place, state in _states(value, wanted).items():
+        return place, _clean(state)
+    states = _states(content)
+    prefix = wanted.rstrip(".") + "."
+    for place, state in states.items():
+        cleaned = _clean(state)
+        if kept := {key: value for key, value in cleaned.state.items() if key.startswith(prefix)}:
+            faults = tuple(fault for fault in cleaned.faults if fault.startswith(prefix))
+            return f"{place}:{prefix}" if place else prefix, _Cleaned(
+                {key.removeprefix(prefix): value for key, value in kept.items()}, faults
+            )
+    prefixes = sorted({f"{key.partition('.')[0]}." for state in states.values() for key in state if "." in key})
+    known = [*filter(None, states), *prefixes]
+    there = listing(known, 12) or "none"
+    raise UserError(f"{path}: holds no weights under {wanted!r}{did_you_mean(wanted, known)}; there are {there}")
+
+
+def _clean(found: Mapping[str, torch.Tensor]) -> _Cleaned:
     """Take wrappers' prefixes off and make every tensor plain, on the host, in float32 if it is floating."""
     metadata = getattr(found, "_metadata", None)
     # torch.optim.swa_utils.AveragedModel counts its steps beside the wrapped module's keys.
     state = {key: value for key, value in found.items() if key != "n_averaged"}
-    while state and (prefix := next((p for p in _PREFIXES if all(k.startswith(p) for k in state)), None)):
+    while state and (prefix := next((p for p in PREFIXES if all(k.startswith(p) for k in state)), None)):
         state = {key.removeprefix(prefix): value for key, value in state.items()}
         if isinstance(metadata, Mapping):
             metadata = {key.removeprefix(prefix): value for key, value in metadata.items() if key + "." != prefix}
     # A compiled child leaves its mark in the middle of a name; no module's own name contains it.
     marked = {key.replace("_orig_mod.", ""): value for key, value in state.items()}
     clean: OrderedDict[str, torch.Tensor] = OrderedDict()
+    faults = []
     for key, value in marked.items():
         if value.is_quantized or value.layout is not torch.strided or value.is_meta:
             kind = "quantized" if value.is_quantized else "without data" if value.is_meta else str(value.layout)
-            raise UserError(f"{path}: the tensor {key} is {kind}; a dense floating-point checkpoint is needed")
+            faults.append(f"{key} is {kind}")
+            continue
         value = value.detach()  # noqa: PLW2901 - parameters become plain tensors
         clean[key] = value.to(torch.float32) if value.is_floating_point() else value
     if isinstance(metadata, Mapping):
         clean._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
-    return clean
-
-
-def _fitted(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Bridge the differences in naming that carry no information."""
-    fitted = dict(state)
-    for prefix in _PREFIXES:
-        # The model itself may have one child called ``module``: then the prefix was no wrapper's.
-        if all(key.startswith(prefix) for key in own) and not any(key.startswith(prefix) for key in fitted):
-            fitted = {prefix + key: value for key, value in fitted.items()}
-    for key in list(fitted):
-        # torchvision's DenseNet files predate the ban on dots in names: "norm.1.weight".
-        renamed = re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", key)
-        if key not in own and renamed in own:
-            fitted[renamed] = fitted.pop(key)
-        elif key not in own and key.startswith(("AuxLogits.", "aux1.", "aux2.")):
-            del fitted[key]
-    for key, value in own.items():
-        if key.endswith("num_batches_tracked") and key not in fitted:
-            fitted[key] = torch.zeros_like(value, device="cpu")
-    return fitted
-
-
-def _explain_head(
-    state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], misshaped: list[str], path: Path
-) -> None:
-    """Raise the friendlier message if all that differs is the number of outputs of one layer."""
-    layers = {key.rpartition(".")[0] for key in misshaped}
-    if len(layers) != 1 or any(state[key].shape[1:] != own[key].shape[1:] for key in misshaped):
-        return
-    theirs, ours = state[misshaped[0]].shape[0], own[misshaped[0]].shape[0]
-    raise UserError(
-        f"{path}: the checkpoint's head has {theirs} outputs, the data has {ours} classes ({layers.pop()}); "
-        f"give data with {theirs} classes, or a checkpoint trained on these {ours}"
-    )
+    return _Cleaned(clean, tuple(faults))
 
 
 def _outline(content: object) -> str:
     if isinstance(content, Mapping):
         keys = [str(key) for key in content]
-        return f"a dict with the keys {_listing(keys)}" if keys else "an empty dict"
+        return f"a dict with the keys {listing(keys)}" if keys else "an empty dict"
     return f"a {type(content).__name__}"
 
 
-def _listing(names: list[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+def listing(names: list[str], most: int = 8) -> str:
+    """The first ``most`` of the names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

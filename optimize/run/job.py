@@ -33,6 +33,7 @@ class Job:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         image_size: side of the network's input in pixels; None leaves it to model and data.
         weights: name of torchvision's own weights, such as ``DEFAULT``.
+        weights_key: which weights of the checkpoint to take, see `read_checkpoint`; None prefers averaged ones.
         preprocessing: what images go through that model and data do not ask for.
         run: the run's name; the model's by default.
         trust_checkpoint: let the checkpoint's pickle run code.
@@ -48,6 +49,7 @@ class Job:
     device: str = "auto"
     image_size: int | None = None
     weights: str | None = None
+    weights_key: str | None = None
     preprocessing: Wish | None = None
     run: str | None = None
     trust_checkpoint: bool = False
@@ -88,6 +90,8 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         )
     if job.checkpoint is not None and job.weights is not None:
         raise UserError("--checkpoint and --weights are both given; the weights can come from one of them only")
+    if job.weights_key is not None and job.checkpoint is None:
+        raise UserError(f"--weights-key {job.weights_key} is of a checkpoint, and none is given; add --checkpoint FILE")
     source, checkpoint, origin = _with_weights(job, source)
     data = open_data(job.data, seed=job.seed)
     wishes = [wish for wish in (recipe, job.preprocessing) if wish is not None]
@@ -100,6 +104,8 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         f"{len(data.val)} validation images, input {'x'.join(map(str, preprocessing.shape))}, {device}; "
         f"preprocessing: {chosen}"
     )
+    for note in checkpoint.notes if checkpoint is not None else ():
+        listener.said(f"{origin}: {note}")
     session = Session(store, source, context, lambda name: listener.said(f"{name}: another run is making it"))
     return Opened(session, job.run or source.name, checkpoint, origin, chosen.origins)
 
@@ -110,6 +116,6 @@ def _with_weights(job: Job, source: ModelSource) -> tuple[ModelSource, Checkpoin
         source, checkpoint = with_named_weights(source, job.weights)
         return source, checkpoint, Path(f"torchvision's {job.weights}")
     if job.checkpoint is not None:
-        checkpoint = read_checkpoint(job.checkpoint, trust_pickle=job.trust_checkpoint)
+        checkpoint = read_checkpoint(job.checkpoint, trust_pickle=job.trust_checkpoint, weights_key=job.weights_key)
         return with_checkpoint(source, checkpoint), checkpoint, job.checkpoint
     return source, None, None

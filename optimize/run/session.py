@@ -13,7 +13,8 @@ import torch
 from optimize.context import Context
 from optimize.export.program import write_program, write_weights
 from optimize.measure.machine import machine, versions
-from optimize.models.checkpoint import Checkpoint, load_into
+from optimize.models.checkpoint import Checkpoint
+from optimize.models.fitting import load_into
 from optimize.models.source import ModelSource
 from optimize.passes.base import Pass, pass_of
 from optimize.quantization.targets import x86_target
@@ -27,6 +28,11 @@ from serve.runtime.card import Ancestor, Card, load_card, sha256_file, write_car
 from serve.runtime.errors import UserError, one_line
 
 BASELINE = "baseline"
+
+_SEEN = (
+    "the checkpoint has probably been trained on the images that a training pass here holds out to choose its best "
+    "epoch: their top-1 is too high, and only the evaluation images tell the accuracy"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,9 @@ class Session:
             UserError: the checkpoint does not fit.
         """
         config = config or TrainingConfig()
-        settings = {"checkpoint": checkpoint.sha256} if checkpoint else config.model_dump(mode="json")
+        settings: dict[str, Any] = config.model_dump(mode="json")
+        if checkpoint is not None:
+            settings = {"checkpoint": checkpoint.sha256, "place": checkpoint.place}
 
         def build_module() -> torch.nn.Module:
             return self.source.build(len(self.context.data.classes), self.context.preprocessing.crop[0])
@@ -78,8 +86,10 @@ class Session:
             module = build_module()
             notes: tuple[str, ...] = ()
             if checkpoint is not None:
-                load_into(module, checkpoint, origin or Path("checkpoint"))
-                notes = (f"weights of a checkpoint, SHA-256 {checkpoint.sha256}",)
+                bridged = load_into(module, checkpoint, origin or Path("checkpoint"))
+                for note in bridged:
+                    self.context.listener.said(f"{origin or 'checkpoint'}: {note}")
+                notes = (f"weights of a checkpoint, SHA-256 {checkpoint.sha256}", *checkpoint.notes, *bridged, _SEEN)
             else:
                 result = train(module, self.context, config)
                 best = result.epochs[result.best]
@@ -99,7 +109,7 @@ class Session:
             config=settings,
             # One file may hold many factories.
             model=[self.source.name, self.source.fingerprint],
-            code=source_digest("optimize.training.loop", "optimize.export.program"),
+            code=source_digest("optimize.training.loop", "optimize.export.program", "optimize.models.fitting"),
             **self._environment("training", ("torch", "torchvision")),
         )
         return self._obtain(BASELINE, "module", BASELINE, settings, key, write, None, build_module)

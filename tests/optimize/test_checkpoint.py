@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from optimize.models.checkpoint import Checkpoint, load_into, read_checkpoint
+from optimize.models.checkpoint import Checkpoint, read_checkpoint
+from optimize.models.fitting import load_into
 from optimize.models.resolve import resolve_model, with_named_weights
 from serve.runtime.errors import UserError
 

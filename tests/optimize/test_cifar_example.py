@@ -12,7 +12,8 @@ import torch
 
 from optimize.data.formats.base import open_data
 from optimize.data.loading import loader
-from optimize.models.checkpoint import load_into, read_checkpoint
+from optimize.models.checkpoint import read_checkpoint
+from optimize.models.fitting import load_into
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.resolve import resolve_model
 from serve.runtime import images
