@@ -30,8 +30,7 @@ from optimize.report.progress import here
 from optimize.report.table import table
 from optimize.report.words import size
 from optimize.run.job import Job, open_job
-from optimize.run.recipe import Recommend
-from optimize.run.recommendation import recommend
+from optimize.run.recommendation import Objective, Recommend, recommend
 from optimize.run.results import measure
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
@@ -154,6 +153,9 @@ def _encoded(picture: Picture) -> bytes:
     return stream.getvalue()
 
 
+_RULE = Recommend()
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Variants measured side by side; prints as a table.
@@ -268,20 +270,31 @@ def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
         return Variant(parent.session, parent.session.apply(parent.artifact, config, wanted))
 
 
-def compare(*variants: Variant, timing: Timing | None = None, max_drop: float = Recommend().max_drop) -> Comparison:
+def compare(
+    *variants: Variant,
+    timing: Timing | None = None,
+    max_drop: float = _RULE.max_drop,
+    objective: Objective = _RULE.objective,
+    confidence: float = _RULE.confidence,
+) -> Comparison:
     """Measure variants of one session side by side: accuracy, parity, speed, memory and size.
 
     Differences are to the first variant, which should be the float baseline; speed is measured in
-    interleaved rounds, together with eager references of the first.
+    interleaved rounds, together with eager references of the first, or of the nearest float module that it
+    was made from.
 
     Args:
         variants: what to compare.
         timing: how speed is measured.
         max_drop: loss of top-1, as a fraction, that an artifact's interval must exclude to be recommended.
+        objective: what the recommended artifact is best at: ``latency`` (median, one image), ``p95``,
+            ``throughput`` (at the best batch size) or ``size``.
+        confidence: of that interval.
 
     Raises:
-        UserError: there are none, two share a name, or they come from different sessions.
+        UserError: there are none, two share a name, they come from different sessions, or the rule is none.
     """
+    rule = Recommend(objective=objective, max_drop=max_drop, confidence=confidence)
     if not variants:
         raise UserError("compare needs at least one variant")
     for variant in variants:
@@ -301,7 +314,8 @@ def compare(*variants: Variant, timing: Timing | None = None, max_drop: float = 
             title=session.source.name,
             rows=measured.rows,
             references=measured.references,
-            recommendation=recommend(measured.rows, measured.speeds, max_drop),
+            references_of=measured.references_of,
+            recommendation=recommend(measured.rows, measured.speeds, rule),
             measurement=measured.measurement,
         )
     )

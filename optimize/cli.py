@@ -78,6 +78,17 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     name: Annotated[Optional[str], typer.Option(help="The run's name; the model's by default.")] = None,  # noqa: UP045
     seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Time everything anew.")] = False,
+    objective: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What the recommended artifact is best at: latency, p95, throughput or size."),
+    ] = None,
+    max_drop: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Loss of top-1, as a fraction, that it must be shown not to have.", metavar="FRACTION"),
+    ] = None,
+    confidence: Annotated[
+        Optional[float], typer.Option(help="With which that is shown: 0.95.", metavar="FRACTION")  # noqa: UP045
+    ] = None,
     trust_checkpoint: Annotated[
         bool, typer.Option("--trust-checkpoint", help="Let the checkpoint's pickle run code. Only for files you made.")
     ] = False,
@@ -91,6 +102,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         from optimize.run.job import Job
         from optimize.run.pipeline import run as run_job
 
+        rule = {"objective": objective, "max_drop": max_drop, "confidence": confidence}
         job = Job(
             model=model,
             checkpoint=checkpoint,
@@ -110,6 +122,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             trust_checkpoint=trust_checkpoint,
             seed=seed,
             remeasure=remeasure,
+            recommend={name: value for name, value in rule.items() if value is not None},
         )
         noise.silence()
         # A model of the user's own may print; standard output is for the result alone.

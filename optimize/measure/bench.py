@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -123,7 +123,11 @@ class Bench:
         return self._obtain(key, build, lambda folder: Footprint.from_json(_read(folder / _FOOTPRINT_FILE)))
 
     def speed(self, artifacts: Sequence[Artifact], timing: Timing) -> Kept[SpeedTable]:
-        """Times of the artifacts and of the eager references of the first one, in turns."""
+        """Times of the artifacts and of the eager references of the first one, in turns.
+
+        An artifact without an eager module is represented by the nearest ancestor that has one.
+        """
+        eager = eager_origin(artifacts[0])
 
         def build(folder: Path) -> None:
             predictors = {artifact.name: self._open(artifact) for artifact in artifacts}
@@ -131,9 +135,7 @@ class Bench:
                 predictor.warm_up(timing.batch_sizes)
             calls: dict[str, Call] = {name: predictor.probabilities for name, predictor in predictors.items()}
             skipped = {}
-            for name, found in references.references(
-                artifacts[0].module, self.context.preprocessing, self.context.device, self._warm(timing)
-            ):
+            for name, found in self._references(eager, timing):
                 if isinstance(found, str):
                     skipped[name] = found
                 else:
@@ -151,7 +153,7 @@ class Bench:
         key = make_key(
             measurement="speed",
             artifacts={artifact.name: _opened(artifact) for artifact in artifacts},
-            references=artifacts[0].key,  # the eager module's code and weights
+            references=eager.key if eager else None,  # the eager module's code and weights
             timing=timing.model_dump(mode="json"),
             max_batch=_MAX_BATCH,
             # The images that are timed: their number, their size, and their values (subnormal numbers are slow).
@@ -165,6 +167,12 @@ class Bench:
         if self.remeasure:
             self.store.forget(key)
         return self._obtain(key, build, _speed_table)
+
+    def _references(self, eager: Artifact | None, timing: Timing) -> Iterable[tuple[str, Call | str]]:
+        if eager is None:
+            return ((name, "no eager module to run: of a quantized artifact alone") for name in references.REFERENCES)
+        device = self.context.device
+        return references.references(eager.module, self.context.preprocessing, device, self._warm(timing))
 
     def _open(self, artifact: Artifact) -> Predictor:
         return Predictor(artifact.folder, self.context.device, max_batch=_MAX_BATCH, threads=torch.get_num_threads())
@@ -205,6 +213,14 @@ class Bench:
     def _obtain(self, key: str, build: Callable[[Path], None], read: Callable[[Path], _T]) -> Kept[_T]:
         stored = self.store.obtain(key, build)
         return Kept(read(stored.folder), key, stored.seconds, stored.cached)
+
+
+def eager_origin(artifact: Artifact) -> Artifact | None:
+    """The artifact itself, or the nearest that it was made from, that has an eager float module; None if none has."""
+    origin: Artifact | None = artifact
+    while origin is not None and (origin.kind != "module" or origin.build_module is None):
+        origin = origin.parent
+    return origin
 
 
 def _speed_table(folder: Path) -> SpeedTable:

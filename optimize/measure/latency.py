@@ -43,8 +43,7 @@ class Speed:
         single = [value for turn in self.rounds[1] for value in turn]
         tail = percentile_summary(single)
         throughput = {
-            size: statistics.median(size * len(turn) / (sum(turn) / 1e3) for turn in turns)
-            for size, turns in self.rounds.items()
+            size: statistics.median(1e3 / milliseconds for milliseconds in self.per_image(size)) for size in self.rounds
         }
         p50 = statistics.median(self.medians())
         return Timed(
@@ -56,6 +55,14 @@ class Speed:
     def medians(self) -> list[float]:
         """Median latency at batch 1 in each round, ms."""
         return [statistics.median(turn) for turn in self.rounds[1]]
+
+    def tails(self) -> list[float]:
+        """95th percentile of the latency at batch 1 in each round, ms."""
+        return [percentile_summary(turn).p95 for turn in self.rounds[1]]
+
+    def per_image(self, size: int) -> list[float]:
+        """Time per image at this batch size in each round, ms."""
+        return [sum(turn) / len(turn) / size for turn in self.rounds[size]]
 
 
 def measure_speed(
@@ -100,7 +107,12 @@ def compare(parent: Speed, child: Speed) -> Ratio:
     It is called slower where the median ratio is below `LEVEL`, or the whole interval below 1. The first
     does not wait for certainty: of a few rounds one that was disturbed would hide a plain loss.
     """
-    ratio = ratio_interval(parent.medians(), child.medians())
+    return level(parent.medians(), child.medians())
+
+
+def level(parent: Sequence[float], child: Sequence[float]) -> Ratio:
+    """The same of any cost that is lower the better, one number for each round."""
+    ratio = ratio_interval(parent, child)
     slower = ratio.median < LEVEL or ratio.high < 1
     return Ratio(value=ratio.median, low=ratio.low, high=ratio.high, coverage=ratio.coverage, slower=slower)
 

@@ -222,11 +222,17 @@ Line = Row | Reference
 
 
 class Recommendation(Record):
-    """The chosen artifact's name (None if none was measured), the rule, and the reason against each other one."""
+    """The chosen artifact's name (None if none was measured), the rule, and the reason against each other one.
+
+    ``unproven`` is the artifact that would be chosen if more images showed what these suggest; ``remarks`` are
+    sentences about what the rule does not see.
+    """
 
     name: str | None
     rule: str
     rejected: dict[str, str] = {}
+    unproven: str | None = None
+    remarks: tuple[str, ...] = ()
 
 
 class Measurement(Record):
@@ -238,11 +244,15 @@ class Measurement(Record):
 
 
 class Results(Record):
-    """Artifacts and references that were measured in turns, the first row being the baseline of all differences."""
+    """Artifacts and references that were measured in turns, the first row being the baseline of all differences.
+
+    ``references_of`` is the artifact whose eager module the references run.
+    """
 
     title: str
     rows: tuple[Row, ...]
     references: tuple[Reference, ...] = ()
+    references_of: str | None = None
     recommendation: Recommendation
     measurement: Measurement
 

@@ -117,6 +117,11 @@ def images_needed(loss: float, confidence: float = 0.95, *, gained: float = 0.0,
     return enough
 
 
+def smallest_loss(n: int, confidence: float = 0.95) -> float:
+    """The smallest loss of accuracy that n images can exclude: that of an artifact that answers all of them alike."""
+    return -_tango(0, 0, n, confidence)[0]
+
+
 def _tango(gained: float, lost: float, n: int, confidence: float) -> tuple[float, float]:
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     delta = (gained - lost) / n

@@ -19,7 +19,7 @@ def verdict(results: Results) -> str:
 
 def _faster(chosen: Row, start: Row) -> list[str]:
     if chosen is start:
-        return ["no other artifact was better by the rule below"]
+        return ["of no other artifact the images show that it is better by the rule below"]
     if chosen.measured is None:
         return []
     spoken = f"{times(chosen.measured.speedup.value)} the speed of the baseline"

@@ -89,6 +89,7 @@ def _caption(results: Results) -> Text:
     star = "★ " if results.recommendation.name else ""
     lines = [Text(star + verdict(results), style="bold")]
     lines += [Text(f"Rule: {results.recommendation.rule}")]
+    lines += [Text(remark, style="yellow") for remark in results.recommendation.remarks]
     lines += [Text(said)] if (said := tail(results)) else []
     for line in results.lines:
         if line.skip is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from optimize.context import Context
@@ -39,6 +39,7 @@ class Job:
         trust_checkpoint: let the checkpoint's pickle run code.
         seed: of every random choice.
         remeasure: time everything anew, even if the same set was timed before.
+        recommend: what differs from the recipe's rule of the recommendation, see `Recommend`.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Job:
     trust_checkpoint: bool = False
     seed: int = 0
     remeasure: bool = False
+    recommend: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from optimize.report.page import plot, write_html
 from optimize.run.job import Job, Opened, open_job
 from optimize.run.publishing import publish
 from optimize.run.recipe import BASELINE, DEFAULT_RECIPE, Recipe, Stage, load_recipe
-from optimize.run.recommendation import recommend
+from optimize.run.recommendation import Recommend, recommend
 from optimize.run.results import measure
 from optimize.run.session import Step
 from optimize.store.files import write_json
@@ -53,6 +53,7 @@ def run(job: Job, listener: Listener) -> Outcome:
     started = time.perf_counter()
     path = job.recipe or DEFAULT_RECIPE
     recipe = load_recipe(path)
+    rule = Recommend(**(recipe.recommend.model_dump() | dict(job.recommend)))
     opened = open_job(job, listener, Wish(recipe.preprocessing, f"preprocessing.{{}} in {path.name}"))
     session, context = opened.session, opened.session.context
     folder = job.store / opened.run
@@ -60,7 +61,7 @@ def run(job: Job, listener: Listener) -> Outcome:
         steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, remeasure=job.remeasure)
         measured = measure(steps, bench, recipe.measure, listener)
-        recommendation = recommend(measured.rows, measured.speeds, recipe.recommend.max_drop)
+        recommendation = recommend(measured.rows, measured.speeds, rule)
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         here = Machine.from_json(machine(context.device))
         with session.store.lock(f"run-{folder.name}"):  # or two runs of one name would mix their files
@@ -78,6 +79,7 @@ def run(job: Job, listener: Listener) -> Outcome:
                 versions=versions(),
                 rows=published.rows,
                 references=measured.references,
+                references_of=measured.references_of,
                 recommended=recommendation.name,
                 recommendation=recommendation,
                 measurement=measured.measurement,

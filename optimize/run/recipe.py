@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from optimize.measure.references import REFERENCES
 from optimize.measure.timing import Timing
 from optimize.models.preprocessing import PreprocessingConfig
 from optimize.passes.base import Pass, find_pass, passes
+from optimize.run.recommendation import Recommend
 from optimize.training.loop import TrainingConfig
 from serve.config import Config, faults
 from serve.runtime.errors import UserError, did_you_mean, one_line
@@ -31,17 +32,6 @@ DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "default.yaml"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _MOST_VALUES = 10_000  # a few lines of anchors within anchors can mean billions
-
-
-class Recommend(Config):
-    """How the recommended artifact is chosen."""
-
-    max_drop: float = Field(
-        default=0.02,
-        ge=0,
-        le=1,
-        description="largest loss of top-1, as a fraction, that the 95 % interval must exclude",
-    )
 
 
 @dataclass(frozen=True)

@@ -1,64 +1,210 @@
-"""Which artifact to deploy: one rule, said in a sentence, and why each other one was not chosen."""
+"""Which artifact to deploy: one rule that the user chooses, in a sentence, and why each other one was not chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from optimize.measure.latency import LEVEL, Speed, compare
+from pydantic import Field
+
+from optimize.measure.latency import LEVEL, Speed, level
 from optimize.measure.rows import Measured, Recommendation, Row
-from optimize.measure.statistics import paired_interval
+from optimize.measure.statistics import PairedDifference, images_needed, paired_interval, smallest_loss
+from serve.config import Config
+
+Objective = Literal["latency", "p95", "throughput", "size"]
+
+#: A p95 of more than so many p50s is a long tail, if it is also so many times that of the others.
+_LONG_TAIL = 2.0
 
 
-def recommend(rows: Sequence[Row], speeds: Mapping[str, Speed], max_drop: float) -> Recommendation:
+class Recommend(Config):
+    """How the recommended artifact is chosen."""
+
+    objective: Objective = Field(
+        default="latency",
+        description="what must be best: the median latency of one image, its 95th percentile, the throughput at the "
+        "best batch size, or the file's size",
+    )
+    max_drop: float = Field(
+        default=0.02,
+        ge=0,
+        le=1,
+        description="largest loss of top-1, as a fraction, that the interval must exclude",
+    )
+    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="of that interval")
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """An objective: the words for it, and what each round of a contestant cost, lower being better."""
+
+    best: str
+    worse: str
+    tie: str
+    costs: Callable[[_Candidate], list[float]]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A measured row, its times, and its difference to the baseline at the rule's confidence."""
+
+    name: str
+    measured: Measured
+    bytes: int
+    speed: Speed
+    difference: PairedDifference
+
+
+_GOALS: dict[Objective, _Goal] = {
+    "latency": _Goal("the fastest at batch 1", "latency", "the smallest file", lambda c: c.speed.medians()),
+    "p95": _Goal("the lowest p95 at batch 1", "p95", "the smallest file", lambda c: c.speed.tails()),
+    "throughput": _Goal(
+        "the highest throughput",
+        "time per image",
+        "the smallest file",
+        lambda c: c.speed.per_image(c.measured.best_batch),
+    ),
+    "size": _Goal("the smallest file", "size", "the fastest", lambda c: [float(c.bytes)]),
+}
+
+
+def recommend(rows: Sequence[Row], speeds: Mapping[str, Speed], by: Recommend) -> Recommendation:
     """Choose among the report's rows.
 
     Args:
         rows: artifacts of the report, the baseline first.
         speeds: their times, from one measurement in turns.
-        max_drop: loss of top-1 (fraction) that the 95 % interval against the baseline must exclude.
+        by: the user's rule.
     """
-    rule = (
-        f"among the artifacts whose top-1 is, with 95 % confidence, less than {max_drop * 100:g} points below the "
-        f"baseline's, those that are level with the fastest at batch 1 (within {(1 - LEVEL) * 100:.0f} %); of these "
-        "the one whose interval of top-1 begins highest, and of equals the smallest file"
-    )
-    rejected: dict[str, str] = {}
-    eligible: dict[str, tuple[Measured, int]] = {}
-    for number, row in enumerate(rows):
-        if row.measured is None or row.file is None:
-            rejected[row.name] = str(row.skip)
-            continue
-        low = _low(row.measured)
-        # The baseline is what the others are held against: it is always allowed.
-        if number > 0 and low <= -max_drop:
-            rejected[row.name] = f"its top-1 may be {-low * 100:.1f} points below the baseline's"
-        else:
-            eligible[row.name] = (row.measured, row.file.bytes)
-    if not eligible:
+    rule = _rule(by)
+    rejected = {row.name: str(row.skip) for row in rows if row.skip is not None}
+    candidates = [candidate for row in rows if (candidate := _candidate(row, speeds, by)) is not None]
+    if not candidates:
         return Recommendation(name=None, rule=rule, rejected=rejected)
-    fastest = min(eligible, key=lambda name: eligible[name][0].latency_ms.p50)
-    level = []
-    for name in eligible:
-        ratio = compare(speeds[fastest], speeds[name])
-        if name == fastest or not ratio.slower:
-            level.append(name)
+    baseline = candidates[0]
+    # The baseline is what the others are held against: it is always allowed.
+    proven = [c for c in candidates if c is baseline or c.difference.low > -by.max_drop]
+    for candidate in candidates:
+        if candidate not in proven:
+            rejected[candidate.name] = _unproven(candidate, by)
+    chosen, reasons = _best(proven, by)
+    remarks, unproven = _doubts(chosen, candidates, by)
+    if chosen is not baseline and chosen.measured.speedup.value < 1:
+        remarks.append(
+            f"{chosen.name} is not faster than the baseline: at batch 1 it has {chosen.measured.speedup.value:.2f} "
+            "times its speed."
+        )
+    remarks += _tail(chosen, candidates, proven, by)
+    return Recommendation(
+        name=chosen.name, rule=rule, rejected=rejected | reasons, unproven=unproven, remarks=tuple(remarks)
+    )
+
+
+def _rule(by: Recommend) -> str:
+    goal = _GOALS[by.objective]
+    return (
+        f"among the artifacts whose top-1 is, with {by.confidence * 100:g} % confidence, less than "
+        f"{by.max_drop * 100:g} points below the baseline's, those that are level with {goal.best} (within "
+        f"{(1 - LEVEL) * 100:.0f} %); of these the one whose interval of top-1 begins highest, and of equals {goal.tie}"
+    )
+
+
+def _candidate(row: Row, speeds: Mapping[str, Speed], by: Recommend) -> _Candidate | None:
+    if row.measured is None or row.file is None:
+        return None
+    found = row.measured.accuracy.difference
+    gained, lost = (found.gained, found.lost) if found else (0, 0)
+    difference = paired_interval(gained, lost, row.measured.accuracy.images, by.confidence)
+    return _Candidate(row.name, row.measured, row.file.bytes, speeds[row.name], difference)
+
+
+def _best(candidates: Sequence[_Candidate], by: Recommend) -> tuple[_Candidate, dict[str, str]]:
+    """The best by the objective, and why not each of the others."""
+    goal = _GOALS[by.objective]
+    first = min(candidates, key=lambda c: statistics.median(goal.costs(c)))
+    reasons: dict[str, str] = {}
+    equals = []
+    for candidate in candidates:
+        ratio = level(goal.costs(first), goal.costs(candidate))
+        if candidate is first or not ratio.slower:
+            equals.append(candidate)
         else:
-            rejected[name] = f"{1 / ratio.value:.2f} times the latency of {fastest}"
+            reasons[candidate.name] = f"{1 / ratio.value:.2f} times the {goal.worse} of {first.name}"
 
-    def lowest(name: str) -> float:
-        return _low(eligible[name][0])
+    def tie(candidate: _Candidate) -> float:
+        return candidate.measured.latency_ms.p50 if by.objective == "size" else candidate.bytes
 
-    chosen = min(level, key=lambda name: (-lowest(name), eligible[name][1]))
-    for name in level:
-        if name != chosen:
-            behind = (lowest(chosen) - lowest(name)) * 100
-            why = f"its interval of top-1 begins {behind:.2f} points lower" if behind > 0 else "a larger file"
-            rejected[name] = f"as fast as {chosen}, and {why}"
-    return Recommendation(name=chosen, rule=rule, rejected=rejected)
+    chosen = min(equals, key=lambda c: (-c.difference.low, tie(c)))
+    for candidate in equals:
+        if candidate is not chosen:
+            behind = (chosen.difference.low - candidate.difference.low) * 100
+            last = "slower" if by.objective == "size" else "a larger file"
+            why = f"its interval of top-1 begins {behind:.2f} points lower" if behind > 0 else last
+            as_good = "as small" if by.objective == "size" else "as fast"
+            reasons[candidate.name] = f"{as_good} as {chosen.name}, and {why}"
+    return chosen, reasons
 
 
-def _low(measured: Measured) -> float:
-    """Where the interval of the difference to the baseline begins; the baseline's as if it were another artifact's."""
-    if (difference := measured.accuracy.difference) is not None:
-        return difference.low
-    return paired_interval(0, 0, measured.accuracy.images).low
+def _unproven(candidate: _Candidate, by: Recommend) -> str:
+    """Why an artifact is not shown to be accurate enough, and how many images would show it."""
+    found = candidate.difference
+    reason = f"its top-1 may be {-found.low * 100:.1f} points below the baseline's"
+    if found.delta <= -by.max_drop:
+        return f"{reason} (measured: {-found.delta * 100:.1f})"
+    needed = images_needed(by.max_drop, by.confidence, gained=found.gained / found.n, lost=found.lost / found.n)
+    would = f"; if it goes on so, {needed:,} images would show that it loses less" if needed else ""
+    return f"{reason} (measured on {found.n:,} images: {abs(found.delta) * 100:.1f} {_side(found.delta)}{would})"
+
+
+def _side(delta: float) -> str:
+    return "points better" if delta > 0 else "points"
+
+
+def _doubts(chosen: _Candidate, candidates: Sequence[_Candidate], by: Recommend) -> tuple[list[str], str | None]:
+    """What more images might change: the remarks, and the artifact that would then be chosen."""
+    plausible = [c for c in candidates if c is chosen or c.difference.delta > -by.max_drop]
+    best, _ = _best(plausible, by)
+    goal = _GOALS[by.objective]
+    ratio = level(goal.costs(chosen), goal.costs(best))
+    gain = 1 / ratio.value if by.objective == "size" else ratio.value
+    # One that is merely level is no reason for more images.
+    unproven = best if best is not chosen and ratio.value > 1 / LEVEL else None
+    remarks = []
+    images, needed = chosen.difference.n, images_needed(by.max_drop, by.confidence)
+    if needed is None or images < needed:
+        would = f", {needed:,} would" if needed else ""
+        remarks.append(
+            f"{images:,} images cannot show a loss below {by.max_drop * 100:g} points{would}: even an artifact that "
+            f"answers every one of them alike may lose {smallest_loss(images, by.confidence) * 100:.1f}. Evaluate on "
+            "more images, or allow a larger max_drop."
+        )
+    if unproven is not None:
+        better = f"{gain:.2f} times the size" if by.objective == "size" else f"{gain:.2f} times as fast"
+        remarks.append(f"Unproven best: {unproven.name} ({better}); {_unproven(unproven, by)}.")
+    return remarks, unproven.name if unproven else None
+
+
+def _tail(
+    chosen: _Candidate, candidates: Sequence[_Candidate], proven: Sequence[_Candidate], by: Recommend
+) -> list[str]:
+    """Says so if the chosen one's slow answers are much slower than its usual ones, and the others' are not."""
+
+    def ratio(candidate: _Candidate) -> float:
+        return candidate.measured.latency_ms.p95 / candidate.measured.latency_ms.p50
+
+    others = [ratio(candidate) for candidate in candidates if candidate is not chosen]
+    if by.objective == "p95" or not others:
+        return []
+    usual = statistics.median(others)
+    if ratio(chosen) < _LONG_TAIL or ratio(chosen) < _LONG_TAIL * usual:
+        return []
+    steady, _ = _best(proven, by.model_copy(update={"objective": "p95"}))
+    latency = chosen.measured.latency_ms
+    instead = f" would choose {steady.name}" if steady is not chosen else " would choose it too"
+    return [
+        f"One answer in twenty of {chosen.name} takes {latency.p95:.2f} ms or more, {ratio(chosen):.1f} times its p50 "
+        f"of {latency.p50:.2f} (others: {usual:.1f} times). Where that matters, objective: p95{instead}."
+    ]

@@ -10,7 +10,7 @@ import torch
 
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, parity
-from optimize.measure.bench import Bench, Kept, SpeedTable
+from optimize.measure.bench import Bench, Kept, SpeedTable, eager_origin
 from optimize.measure.latency import Speed, compare
 from optimize.measure.rows import Execution, Footprint, Measured, Measurement, ModelFile, Reference, Row, Skip
 from optimize.measure.timing import Timing
@@ -27,7 +27,8 @@ class Measurements:
 
     Attributes:
         rows: one per step, in their order.
-        references: one per eager reference of the first.
+        references: one per eager reference.
+        references_of: the artifact whose eager module they run.
         measurement: how the speeds were taken.
         speeds: every time that was taken, by row's or reference's name; a skipped one is absent.
         keys: of the objects in the store that hold all this.
@@ -35,6 +36,7 @@ class Measurements:
 
     rows: tuple[Row, ...]
     references: tuple[Reference, ...]
+    references_of: str | None
     measurement: Measurement
     speeds: Mapping[str, Speed]
     keys: frozenset[str]
@@ -81,6 +83,7 @@ def measure(steps: Sequence[Step | Row], bench: Bench, timing: Timing, listener:
     return Measurements(
         rows=tuple(rows),
         references=tuple(_references(speed.value, every.baseline)),
+        references_of=eager.name if (eager := eager_origin(artifacts[0])) else None,
         measurement=Measurement(timing=timing, seconds=speed.seconds, cached=speed.cached),
         speeds=speed.value.speeds,
         keys=frozenset(

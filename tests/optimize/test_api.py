@@ -93,6 +93,26 @@ def test_comparison_prints_as_a_table_and_converts_to_pandas(comparison: opt.Com
     assert comparison.recommendation.name in frame.index
 
 
+def test_a_quantized_variant_may_be_the_first(fused: opt.Variant, quantized: opt.Variant) -> None:
+    quick = opt.Timing(rounds=1, seconds=0.01, batch_sizes=(1,))
+    table = opt.compare(quantized, fused, timing=quick, max_drop=1.0, objective="size")
+    assert [row.name for row in table.rows] == [quantized.name, "fuse"]
+    assert table.results.references_of == "fuse"  # the nearest that has an eager module
+    assert table.references[0].measured is not None
+    assert table.recommendation.name == quantized.name
+    first, second = (row.measured for row in table.rows)
+    assert first is not None
+    assert second is not None
+    assert first.accuracy.difference is None
+    assert second.accuracy.difference is not None
+    assert second.accuracy.difference.delta == pytest.approx(second.accuracy.top1 - first.accuracy.top1)
+
+
+def test_a_rule_that_does_not_exist_is_refused(fused: opt.Variant) -> None:
+    with pytest.raises(UserError, match="objective"):
+        opt.compare(fused, objective="beauty")  # type: ignore[arg-type]
+
+
 def test_comparing_two_variants_of_one_name_is_refused(base: opt.Variant) -> None:
     with pytest.raises(UserError, match="two variants are called 'baseline'"):
         opt.compare(base, base)

@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimize.measure.statistics import (
+    images_needed,
     paired_difference,
+    paired_interval,
     percentile_summary,
     ratio_interval,
+    smallest_loss,
     sqnr_db,
 )
 
@@ -123,6 +126,40 @@ def test_paired_difference_ignores_the_order_of_images(counts: tuple[int, int, i
 def test_unpaired_outcomes_are_refused(a: list[bool], b: list[bool]) -> None:
     with pytest.raises(ValueError, match="equally long"):
         paired_difference(a, b)
+
+
+@pytest.mark.parametrize("loss", [0.005, 0.01, 0.02, 0.05, 0.3])
+def test_the_images_that_exclude_a_loss_are_the_fewest_whose_interval_does(loss: float) -> None:
+    """Expected from the definition, by intervals of outcomes; and from the closed form for equal answers."""
+
+    def low(n: int) -> float:
+        return paired_difference([True] * n, [True] * n).low
+
+    needed = images_needed(loss)
+    assert needed is not None
+    assert low(needed) > -loss >= low(needed - 1)
+    assert needed == math.floor(Z * Z * (1 - loss) / loss) + 1
+    assert smallest_loss(needed) == pytest.approx(Z * Z / (needed + Z * Z), abs=1e-9)
+
+
+def test_two_points_take_189_images_more_confidence_more_and_a_real_loss_any_number() -> None:
+    assert images_needed(0.02) == 189
+    assert images_needed(0.02, 0.99) > images_needed(0.02) > images_needed(0.02, 0.8)  # type: ignore[operator]
+    assert images_needed(0.0) is None
+    assert images_needed(0.02, gained=0.01, lost=0.04) is None
+    more = images_needed(0.02, gained=0.01, lost=0.02)
+    assert more is not None
+    assert more > 189
+
+
+@given(COUNTS, st.floats(0.5, 0.98))
+def test_less_confidence_is_a_narrower_interval_around_the_same_difference(
+    counts: tuple[int, int, int, int], confidence: float
+) -> None:
+    gained, lost, n = counts[0], counts[1], sum(counts)
+    wide, narrow = paired_interval(gained, lost, n, 0.99), paired_interval(gained, lost, n, confidence)
+    assert wide.low <= narrow.low <= narrow.delta <= narrow.high <= wide.high
+    assert paired_interval(gained, lost, n) == paired_difference(*outcomes(*counts))
 
 
 def test_percentiles_of_0_to_100_are_their_own_ranks() -> None:
