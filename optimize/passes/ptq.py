@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from pydantic import Field
 from torch.ao.quantization.quantize_fx import prepare_fx
 
 from optimize.context import Context
 from optimize.passes.base import Pass, register
+from optimize.quantization.calibration import calibrate
 from optimize.quantization.convert import trace_calls, write_quantized
 from optimize.quantization.targets import Observer, x86_target
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
-from serve.runtime.images import normalise
 
 
 class Ptq(Config):
@@ -23,7 +22,7 @@ class Ptq(Config):
     observer: Observer = Field(
         default="histogram",
         description="how activation ranges are found: histogram (least squared error), minmax (all that was seen), "
-        "moving_average (of each batch's extremes)",
+        "moving_average (the mean over batches of each batch's extremes, all batches of 32 weighing the same)",
     )
     images: int = Field(
         default=256, ge=1, description="training images that the ranges are calibrated on, stratified by class"
@@ -40,11 +39,7 @@ def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Pro
         backend_config=target.backend_config(),
     )
     prepared.to(context.device)
-    batches = context.calibration(config.images)
-    with torch.no_grad():
-        for done, (batch, _) in enumerate(batches, start=1):
-            prepared(normalise(batch, context.preprocessing, context.device, torch.float32))
-            context.listener.progressed(done / len(batches), "calibrating")
+    calibrate(prepared, context, config.images)
     return write_quantized(prepared.cpu(), example, target, folder)
 
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from pydantic import Field, model_validator
 from torch import nn
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats
-from torch.ao.quantization import disable_observer, enable_observer
 from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
 from optimize.context import Context
 from optimize.passes.base import Pass, register
+from optimize.quantization.calibration import start_ranges
 from optimize.quantization.convert import trace_calls, write_quantized
+from optimize.quantization.observers import activations, observe
 from optimize.quantization.targets import x86_target
 from optimize.store.artifact import Artifact, Product
 from optimize.training.loop import TrainingConfig, train
-from serve.runtime.images import normalise
 
 
 class Qat(TrainingConfig):
@@ -33,7 +32,16 @@ class Qat(TrainingConfig):
     freeze_norms_at: int = Field(default=1, ge=0, description="epoch, from 0, at which batch-norm statistics freeze")
     freeze_observers_at: int = Field(default=2, ge=0, description="epoch, from 0, at which activation ranges freeze")
     images: int = Field(
-        default=256, ge=1, description="training images that the ranges start from, before the first step"
+        default=256,
+        ge=1,
+        description="training images that the ranges start from, before the first step: the mean over batches of 32 of "
+        "each batch's extremes in the float network",
+    )
+    range_horizon: int = Field(
+        default=100,
+        ge=1,
+        description="training steps that an activation's range looks back over: the newest batch weighs one part in "
+        "this many, the past fades exponentially",
     )
 
     @model_validator(mode="after")
@@ -52,18 +60,18 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
     # Traced in eval mode and trained afterwards: see `trace`.
     prepared = prepare_qat_fx(
         trace_calls(parent.module()).train(),
-        target.quantization_aware(),
+        target.quantization_aware(config.range_horizon),
         (example,),
         backend_config=target.backend_config(),
     )
     prepared.to(context.device).eval()
-    with torch.no_grad():
-        for images, _ in context.calibration(config.images):
-            prepared(normalise(images, context.preprocessing, context.device, torch.float32))
+    start_ranges(prepared, context, config.images)
+    ranges = activations(prepared)
 
     def set_mode(module: nn.Module, epoch: int, training: bool) -> None:
         # Observers also run in eval mode: the held-out images must not move the ranges.
-        module.apply(enable_observer if training and epoch < config.freeze_observers_at else disable_observer)
+        # Those of weights always follow: a weight's range is that of the weight.
+        observe(ranges, training and epoch < config.freeze_observers_at)
         if training and epoch >= config.freeze_norms_at:
             module.apply(freeze_bn_stats)
             for layer in module.modules():

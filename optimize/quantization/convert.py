@@ -13,6 +13,7 @@ from torch.ao.quantization.quantize_fx import convert_fx
 from optimize.errors import NotApplicableError
 from optimize.export.program import save_program, write_script
 from optimize.export.trace import trace
+from optimize.quantization.observers import settle_weights
 from optimize.quantization.qdq import reference_program
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
@@ -48,7 +49,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     of explicit quantize and dequantize operators, which ``onnx-int8`` is lowered from.
 
     Args:
-        prepared: the observed or fake-quantized model on the CPU, in eval mode.
+        prepared: the observed or fake-quantized model on the CPU, in eval mode; its weights' ranges are settled.
         example: ``float32 (N, C, H, W)``, N >= 2.
         target: what the model was prepared for.
         folder: where to write.
@@ -57,6 +58,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
         NotApplicableError: torch.ao found nothing to quantize in this model.
     """
     use_int8_kernels()
+    settle_weights(prepared, example)
     backend_config = target.backend_config()
     converted = convert_fx(copy.deepcopy(prepared), backend_config=backend_config)
     layers = quantized_layers(converted)

@@ -24,6 +24,8 @@ from torch.ao.quantization.observer import (
 )
 from torch.ao.quantization.qconfig import default_reuse_input_qconfig
 
+from optimize.quantization.observers import MeanMinMaxObserver
+
 _TRANSPOSED = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 
@@ -32,7 +34,7 @@ Observer = Literal["histogram", "minmax", "moving_average"]
 _OBSERVERS: dict[Observer, type[ObserverBase]] = {
     "histogram": HistogramObserver,
     "minmax": MinMaxObserver,
-    "moving_average": MovingAverageMinMaxObserver,
+    "moving_average": MeanMinMaxObserver,
 }
 
 
@@ -55,17 +57,17 @@ class Target:
         )
         return self._mapping(get_default_qconfig_mapping("x86"), activation, weight)
 
-    def quantization_aware(self, averaging: float = 0.01) -> QConfigMapping:
+    def quantization_aware(self, horizon: int) -> QConfigMapping:
         """What FX ``prepare_qat_fx`` inserts: fake-quantize with moving-average observers.
 
-        ``averaging`` is the weight of the newest batch in the observers' running range.
+        ``horizon``: the newest batch has the weight 1/horizon in an activation's running range.
         """
         activation = FusedMovingAvgObsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
             observer=MovingAverageMinMaxObserver,
             dtype=torch.quint8,
             quant_min=0,
             quant_max=self.activation_max,
-            averaging_constant=averaging,
+            averaging_constant=1 / horizon,
         )
         weight = FusedMovingAvgObsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
             observer=MovingAveragePerChannelMinMaxObserver,

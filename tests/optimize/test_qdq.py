@@ -22,7 +22,15 @@ from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
 
-from .workbench import noise_context, packed_weights, parent_of, quantizers, run, with_running_statistics
+from .workbench import (
+    noise_context,
+    packed_in_torchscript,
+    packed_weights,
+    parent_of,
+    quantizers,
+    run,
+    with_running_statistics,
+)
 
 
 def infer(path: Path, batch: torch.Tensor) -> torch.Tensor:
@@ -160,28 +168,6 @@ def integer_weights(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def packed_in_torchscript(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each packed weight of torch's own int8 program: integers and scales."""
-    use_int8_kernels()
-    found = []
-    for node in torch.jit.load(str(path)).inlined_graph.nodes():
-        if node.kind().startswith(("quantized::conv", "quantized::linear")):
-            constant = list(node.inputs())[1].node()
-            weight, _ = _unpack(constant)
-            found.append((weight.int_repr(), weight.q_per_channel_scales().float()))
-    return found
-
-
-def _unpack(constant: torch._C.Node) -> tuple[torch.Tensor, torch.Tensor | None]:
-    packed = constant.output().toIValue()
-    unpack = (
-        torch.ops.quantized.conv2d_unpack
-        if "Conv" in str(constant.output().type())
-        else torch.ops.quantized.linear_unpack
-    )
-    return unpack(packed)
-
-
 @pytest.mark.parametrize("name", ["ptq", "qat"])
 def test_weights_and_scales_are_torchs_own(name, made):
     quantized, graph_ = made(name), made(name, "onnx-int8")
@@ -193,10 +179,8 @@ def test_weights_and_scales_are_torchs_own(name, made):
             (w, s) for w, s in found if w.shape == weight.shape and torch.equal(s.flatten(), scale)
         ]
         assert scales.dtype == torch.float32
-        # torch's packed and decomposed forms may round one tie in thousands differently after QAT (2.14).
-        different = integers.int() - weight.int()
-        assert different.abs().max() <= (1 if name == "qat" else 0)
-        assert different.count_nonzero() <= 2
+        assert torch.equal(integers, weight)
+        assert weight.min() >= -127
 
 
 def test_the_graph_has_nothing_left_in_float_but_scales_and_biases(made):

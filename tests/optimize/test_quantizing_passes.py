@@ -23,12 +23,14 @@ from optimize.passes.qat import QAT, Qat
 from optimize.quantization.targets import Target, x86_target
 from optimize.training.loop import TrainingConfig
 from serve.runtime.engines.torchscript import use_int8_kernels
+from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 
 from .workbench import (
     CPU,
     noise,
     noise_context,
+    packed_in_torchscript,
     packed_weights,
     parent_of,
     png,
@@ -141,16 +143,21 @@ def test_minmax_ranges_are_exactly_the_extremes_of_the_images_that_were_seen(tmp
         assert (low, high) == (0, levels)
 
 
-def test_moving_average_ranges_follow_each_batchs_extremes(tmp_path):
-    context = noise_context(train=noise(96, 5, 0, 180))
+def mean_range(context: Context, images: int) -> tuple[float, float]:
+    """Mean over batches of the least and of the largest value of the normalised images."""
+    batches = seen_inputs(context, images)
+    return (
+        sum(batch.min().item() for batch in batches) / len(batches),
+        sum(batch.max().item() for batch in batches) / len(batches),
+    )
+
+
+def test_moving_average_ranges_are_the_mean_of_each_batchs_extremes(tmp_path):
+    pixels = [np.random.default_rng(n).integers(120 - n, 130 + n, (16, 16)) for n in range(120)]
+    context = noise_context(train=Split(tuple(png(image) for image in pixels), torch.arange(120) % 4))
     folder = ptq(small(), context, tmp_path, observer="moving_average", images=96)
-    first, *rest = seen_inputs(context, 96)
-    assert len(rest) == 2
-    low, high = first.min().item(), first.max().item()
-    for batch in rest:
-        low += 0.01 * (batch.min().item() - low)
-        high += 0.01 * (batch.max().item() - high)
-    scale, zero_point = affine(low, high, x86_target().activation_max)
+    assert len(seen_inputs(context, 96)) == 3
+    scale, zero_point = affine(*mean_range(context, 96), x86_target().activation_max)
     assert quantizers(folder)[0][0] == pytest.approx(scale, rel=1e-4)
     assert quantizers(folder)[0][1] == zero_point
 
@@ -170,7 +177,7 @@ def test_a_histogram_gives_up_a_rare_tail_for_a_smaller_error_of_all(tmp_path):
 
 def test_calibration_reads_only_as_many_training_images_as_it_was_told(tmp_path, monkeypatch):
     seen = []
-    from optimize.passes import ptq as module
+    from optimize.quantization import calibration as module
 
     def spy(batch, *rest):
         seen.append(len(batch))
@@ -316,17 +323,63 @@ def test_norms_and_ranges_freeze_on_schedule_and_held_out_images_move_nothing(tm
             assert ranges[end] == ranges[epoch + 1, True]
 
 
-def test_the_ranges_start_from_calibration_not_from_the_first_step(tmp_path, schedule):
+def test_the_ranges_start_from_the_mean_of_calibration_not_from_the_first_step(tmp_path, schedule):
     context = learnable()
     qat(small(), context, tmp_path, images=96, epochs=1, freeze_observers_at=0)
-    batches = seen_inputs(context, 96)
-    low, high = batches[0].min().item(), batches[0].max().item()
-    for batch in batches[1:]:
-        low += 0.01 * (batch.min().item() - low)
-        high += 0.01 * (batch.max().item() - high)
+    low, high = mean_range(context, 96)
     (found_low,), (found_high,) = (torch.tensor(side).flatten().tolist() for side in schedule[0, True][1][0])
     assert found_low == pytest.approx(low, rel=1e-4)
     assert found_high == pytest.approx(high, rel=1e-4)
+    # Frozen from the start, it is what the artifact has.
+    scale, zero_point = affine(low, high, x86_target().activation_max)
+    assert quantizers(tmp_path)[0][0] == pytest.approx(scale, rel=1e-4)
+    assert quantizers(tmp_path)[0][1] == zero_point
+
+
+class Joined(nn.Module):
+    """Two branches of very different size, which torch.ao gives one range because they are concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large, self.head = nn.Conv2d(1, 4, 3), nn.Conv2d(1, 4, 3), nn.Linear(8 * 196, 4)
+        self.large.weight.data *= 20
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.flatten(torch.cat((self.large(x), self.small(x)), 1), 1))
+
+
+@pytest.mark.parametrize("name", ["ptq", "qat"])
+def test_a_mean_range_that_branches_share_holds_them_all(name, tmp_path):
+    torch.manual_seed(0)
+    module, context = Joined().eval(), noise_context()
+    if name == "ptq":
+        ptq(module, context, tmp_path, observer="moving_average", images=64)
+    else:
+        qat(module, context, tmp_path, epochs=1, freeze_observers_at=0, learning_rate=1e-9, images=64)
+    batches = seen_inputs(context, 64)
+    with torch.no_grad():
+        joined = [torch.cat((module.large(b.float()), module.small(b.float())), 1) for b in batches]
+    low, high = (sum(end(b).item() for b in joined) / len(joined) for end in (torch.min, torch.max))
+    scale, zero_point = affine(low, high, x86_target().activation_max)
+    assert any(
+        found == pytest.approx(scale, rel=1e-3) and point == zero_point for found, point, _, _ in quantizers(tmp_path)
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_packed_and_the_exported_weights_of_qat_are_equal_and_within_127(seed, tmp_path):
+    """Also where a step after the last range was taken, or a norm that moved, made a weight larger."""
+    torch.manual_seed(seed)
+    context = dataclasses.replace(learnable(), seed=seed)
+    module = with_running_statistics(Loose(), seed=seed)
+    settings = {"freeze_norms_at": 3, "freeze_observers_at": 1, "learning_rate": 0.3, "weight_decay": 0.1}
+    qat(module, context, tmp_path, epochs=3, **settings)
+    exported = packed_weights(tmp_path)
+    packed = [integers for integers, _ in packed_in_torchscript(tmp_path / "model.pt")]
+    assert len(packed) == len(exported) == 3
+    for ours, theirs in zip(packed, exported, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.flatten(1).int().abs().amax(1).tolist() == [127] * len(ours), "a range is not its weight's"
 
 
 def test_observers_that_never_freeze_move_in_every_epoch(tmp_path, schedule):
@@ -335,7 +388,7 @@ def test_observers_that_never_freeze_move_in_every_epoch(tmp_path, schedule):
 
 
 def test_freezing_after_the_last_epoch_is_refused_with_the_number_that_means_never():
-    with pytest.raises(ValueError, match=r"freeze_observers_at=5 comes after the last of 3 epochs; use 3 for never"):
+    with pytest.raises(UserError, match=r"freeze_observers_at=5 comes after the last of 3 epochs; use 3 for never"):
         Qat(epochs=3, freeze_observers_at=5)
 
 

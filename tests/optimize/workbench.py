@@ -18,6 +18,7 @@ from optimize.export.program import write_weights
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact
 from serve.runtime.card import Card, Preprocessing, sha256_file
 from serve.runtime.engines.base import Opening, open_engine
+from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
 
 CPU = torch.device("cpu")
@@ -97,6 +98,28 @@ def packed_weights(folder: Path) -> list[torch.Tensor]:
     program = load_program(folder / REFERENCE_FILE)
     tensors = {**program.state_dict, **program.constants}
     return [tensor for name, tensor in tensors.items() if "weight_int8" in name]
+
+
+def packed_in_torchscript(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each packed weight of torch's own int8 program: integers and scales."""
+    use_int8_kernels()
+    found = []
+    for node in torch.jit.load(str(path)).inlined_graph.nodes():
+        if node.kind().startswith(("quantized::conv", "quantized::linear")):
+            constant = list(node.inputs())[1].node()
+            weight, _ = _unpack(constant)
+            found.append((weight.int_repr(), weight.q_per_channel_scales().float()))
+    return found
+
+
+def _unpack(constant: torch._C.Node) -> tuple[torch.Tensor, torch.Tensor | None]:
+    packed = constant.output().toIValue()
+    unpack = (
+        torch.ops.quantized.conv2d_unpack
+        if "Conv" in str(constant.output().type())
+        else torch.ops.quantized.linear_unpack
+    )
+    return unpack(packed)
 
 
 def _nodes(folder: Path, operator: str) -> Iterator[torch.fx.Node]:
