@@ -15,7 +15,7 @@ from typing import Literal
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE
 from serve.runtime.errors import UserError, did_you_mean
-from serve.torchserve.archive import build_archive, check_model_name, read_archived_card
+from serve.torchserve.archive import build_archive, check_archive, check_model_name
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -84,7 +84,7 @@ def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceC
             raise UserError(
                 f"{archive_path(store, run, name)}: there is no such archive; {run} has {', '.join(present)}"
             )
-    runs_on = {name: read_archived_card(present[name]).device for name in dict.fromkeys(artifacts or present)}
+    runs_on = {name: check_archive(present[name]).device for name in dict.fromkeys(artifacts or present)}
     # torch is imported to look for a GPU: not where nothing depends on it.
     cuda = device != "cpu" and "cuda" in runs_on.values() and _has_cuda()
     chosen: dict[str, Path] = {}

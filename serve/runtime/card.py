@@ -10,15 +10,20 @@ import dataclasses
 import hashlib
 import json
 import os
+import stat
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from . import fields
 from .errors import CardError
 
 SCHEMA = 1
 CARD_FILE = "card.json"
+_LARGEST_CARD = 64 << 20  # characters
+_LONGEST_SIDE = 1 << 16  # pixels
 
 Format = Literal["exported_program", "torchscript", "onnx"]
 Device = Literal["any", "cpu", "cuda"]
@@ -44,19 +49,20 @@ class Preprocessing:
     interpolation: Interpolation = "bilinear"
 
     def __post_init__(self) -> None:
-        if self.resize < 1 or len(self.crop) != 2 or min(self.crop) < 1:
-            raise CardError(f"preprocessing: sizes must be positive, got resize={self.resize} crop={self.crop}")
-        if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
+        fields.whole("preprocessing: resize", self.resize, 1, _LONGEST_SIDE)
+        if len(fields.sequence("preprocessing: crop", self.crop)) != 2:
+            raise CardError(f"preprocessing: crop must be a height and a width, found {fields.shown(self.crop)}")
+        for side in self.crop:
+            fields.whole("preprocessing: crop", side, 1, _LONGEST_SIDE)
+        channels = [len(fields.sequence(f"preprocessing: {n}", v)) for n, v in (("mean", self.mean), ("std", self.std))]
+        if channels not in ([1, 1], [3, 3]):
             raise CardError(
-                f"preprocessing: mean and std need one number per channel (1 or 3), "
-                f"got {len(self.mean)} and {len(self.std)}"
+                f"preprocessing: mean and std need one number per channel (1 or 3), got {channels[0]} and {channels[1]}"
             )
-        if min(self.std) <= 0:
-            raise CardError(f"preprocessing: std must be positive, got {self.std}")
-        if self.interpolation not in get_args(Interpolation):
-            raise CardError(
-                f"preprocessing: interpolation {self.interpolation!r} is not one of {get_args(Interpolation)}"
-            )
+        for mean, std in zip(self.mean, self.std, strict=True):
+            fields.number("preprocessing: mean", mean, -1e6, 1e6)
+            fields.number("preprocessing: std", std, 1e-6, 1e6)
+        fields.one_of("preprocessing: interpolation", self.interpolation, get_args(Interpolation))
 
     @property
     def channels(self) -> int:
@@ -78,6 +84,11 @@ class Ancestor:
     config: Mapping[str, Any]
     key: str
 
+    def __post_init__(self) -> None:
+        for name in ("name", "operation", "key"):
+            fields.text(f"card: lineage: {name}", getattr(self, name))
+        fields.json_object("card: lineage: config", self.config)
+
 
 @dataclass(frozen=True)
 class Card:
@@ -93,13 +104,15 @@ class Card:
         device: where the file can run: ``cpu``, ``cuda`` or ``any``.
         preprocessing: bytes to input tensor.
         classes: label of each output index.
-        files: SHA-256 of every file of the folder but the card, by name.
+        files: SHA-256 of every file of the folder but the card, by name: plain names, nothing outside it.
         lineage: ancestors, oldest first, this artifact last.
         data: name, fingerprint and sizes of the data it was made and measured with.
         versions: versions of the libraries that made it.
         machine: the machine that made it.
         measurements: what was measured of it, and on which machine; empty until measured.
         notes: remarks for a reader, such as a fallback that was taken.
+        packed: in an archive, SHA-256 of everything else that was packed with the artifact (handler, runtime,
+            configuration), by path; empty in an artifact's own folder.
     """
 
     name: str
@@ -118,20 +131,41 @@ class Card:
     machine: Mapping[str, Any] = field(default_factory=dict)
     measurements: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    packed: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("format", self.format, get_args(Format)),
-            ("device", self.device, get_args(Device)),
-            ("input_dtype", self.input_dtype, get_args(FloatType)),
-        ):
-            if value not in allowed:
-                raise CardError(f"card: {name} {value!r} is not one of {', '.join(allowed)}")
-        if self.file not in self.files:
-            raise CardError(f"card: no SHA-256 is given for the model file {self.file!r}")
+        for name in ("name", "model", "precision"):
+            fields.text(f"card: {name}", getattr(self, name))
+        fields.one_of("card: format", self.format, get_args(Format))
+        fields.one_of("card: device", self.device, get_args(Device))
+        fields.one_of("card: input_dtype", self.input_dtype, get_args(FloatType))
+        if not isinstance(self.preprocessing, Preprocessing):
+            raise CardError(f"card: preprocessing must be a JSON object, found {fields.shown(self.preprocessing)}")
+        for label in fields.sequence("card: classes", self.classes):
+            fields.text("card: a class", label)
         if not self.classes:
             raise CardError("card: the list of classes is empty")
+        self._check_files()
+        for ancestor in fields.sequence("card: lineage", self.lineage):
+            if not isinstance(ancestor, Ancestor):
+                raise CardError(f"card: lineage must be JSON objects, found {fields.shown(ancestor)}")
+        for name in ("data", "machine", "measurements"):
+            fields.json_object(f"card: {name}", getattr(self, name))
+        for name, version in fields.mapping("card: versions", self.versions).items():
+            fields.text(f"card: the version of {name}", version)
+        for note in fields.sequence("card: notes", self.notes):
+            fields.text("card: a note", note, longest=10_000)
+        fields.whole("card: schema", self.schema, SCHEMA, SCHEMA)
+
+    def _check_files(self) -> None:
+        fields.files("card: files", self.files)
+        fields.files("card: packed", self.packed, folders=True)
+        if not isinstance(self.file, str) or self.file not in self.files:
+            raise CardError(f"card: no SHA-256 is given for the model file {fields.shown(self.file)}")
+        names = [name.lower() for name in (*self.files, *self.packed)]
+        if CARD_FILE in names or len(set(names)) != len(names):
+            raise CardError("card: a file is named twice, or is the card itself")
 
     @property
     def content(self) -> str:
@@ -149,51 +183,101 @@ def write_card(folder: Path, card: Card) -> None:
     """Write ``card`` into ``folder`` atomically, sealed with the SHA-256 of its own content."""
     body = dataclasses.asdict(card)
     body["seal"] = hashlib.sha256(_canonical(body)).hexdigest()
-    temporary = folder / f".{CARD_FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(body, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(folder / CARD_FILE)
+    # A new file, whatever its name would be: a link that lies there is not followed.
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{CARD_FILE}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(body, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(folder / CARD_FILE)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def read_card(folder: Path) -> Card:
     """Read and check ``folder/card.json``, without hashing the files it names.
 
     Raises:
-        CardError: it is missing, is not valid JSON of this schema, or its seal is broken.
+        CardError: it is missing, is not valid JSON of this schema, a field is of the wrong type or out of range,
+            or its seal is broken.
     """
     path = folder / CARD_FILE
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CardError(f"{folder}: not an artifact folder, there is no {CARD_FILE}") from None
+        if not path.exists():
+            raise CardError(f"{folder}: not an artifact folder, there is no {CARD_FILE}")
+        _check_regular(path)
+        with path.open(encoding="utf-8") as stream:
+            document = stream.read(_LARGEST_CARD + 1)
     except (OSError, ValueError) as error:
         raise CardError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(body, dict):
-        raise CardError(f"{path}: must hold one JSON object, found {type(body).__name__}")
-    seal = body.pop("seal", None)
-    if body.get("schema") != SCHEMA:
-        raise CardError(f"{path}: schema {body.get('schema')!r}; this runtime reads schema {SCHEMA}")
-    if hashlib.sha256(_canonical(body)).hexdigest() != seal:
-        raise CardError(f"{path}: the card was changed after it was written (its seal does not match)")
+    return parse_card(document, path)
+
+
+def parse_card(document: str, path: Path) -> Card:
+    """Read a card from the text of ``card.json``; ``path`` names it in messages.
+
+    Raises:
+        CardError: as `read_card`.
+    """
+    try:
+        if len(document) > _LARGEST_CARD:
+            raise ValueError(f"more than {_LARGEST_CARD} characters")
+        body = json.loads(document)
+        if not isinstance(body, dict):
+            raise CardError(f"{path}: must hold one JSON object, found {type(body).__name__}")
+        seal = body.pop("seal", None)
+        if type(body.get("schema")) is not int or body["schema"] != SCHEMA:
+            raise CardError(f"{path}: schema {fields.shown(body.get('schema'))}; this runtime reads schema {SCHEMA}")
+        if hashlib.sha256(_canonical(body)).hexdigest() != seal:
+            raise CardError(f"{path}: the card was changed after it was written (its seal does not match)")
+    except (ValueError, RecursionError) as error:  # NaN and numbers of thousands of digits are ValueErrors too
+        raise CardError(f"{path}: cannot be read ({error})") from None
+    lineage = body.get("lineage", [])
     body["preprocessing"] = _record(Preprocessing, body.get("preprocessing"), path)
-    body["lineage"] = [_record(Ancestor, entry, path) for entry in body.get("lineage", ())]
+    body["lineage"] = [_record(Ancestor, item, path) for item in lineage] if isinstance(lineage, list) else lineage
     return _record(Card, body, path)
 
 
 def load_card(folder: Path) -> Card:
     """Read ``folder/card.json`` and check every file it names against its SHA-256.
 
+    In the folder of an unpacked archive that includes the handler and the runtime, and there may be no file besides.
+
     Raises:
-        CardError: as `read_card`, or a file is missing or its bytes have changed.
+        CardError: as `read_card`, or a file is missing, is a link, has changed, or is one too many.
     """
     card = read_card(folder)
-    for name, expected in card.files.items():
+    for name, expected in {**card.files, **card.packed}.items():
         path = folder / name
-        if not path.is_file():
-            raise CardError(f"{folder}: the file {name} that the card names is missing")
-        actual = sha256_file(path)
+        try:
+            for parent in path.relative_to(folder).parents[:-1]:
+                if (folder / parent).is_symlink():
+                    raise CardError(f"{folder / parent}: is a link, and an artifact's files lie in its folder")
+            if not os.path.lexists(path):
+                raise CardError(f"{folder}: the file {name} that the card names is missing")
+            _check_regular(path)
+            actual = sha256_file(path)
+        except OSError as error:
+            raise CardError(f"{path}: cannot be read ({error})") from None
         if actual != expected:
             raise CardError(f"{path}: corrupted, SHA-256 {actual[:12]}… where the card says {expected[:12]}…")
+    if card.packed:
+        known = {CARD_FILE, *card.files, *card.packed}
+        for root, folders, names in os.walk(folder):
+            folders[:] = [name for name in folders if name != "__pycache__"]  # Python writes it when it imports
+            for name in (*names, *(entry for entry in folders if (Path(root) / entry).is_symlink())):
+                if (Path(root) / name).relative_to(folder).as_posix() not in known:
+                    raise CardError(f"{Path(root) / name}: is not of the archive that the card was packed in")
     return card
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse what is no file of its own: a link leads out of the folder, a pipe or a device never ends."""
+    mode = path.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
+        raise CardError(f"{path}: is {kind}, and an artifact's files lie in its folder")
 
 
 def _record(kind: type[_T], body: object, path: Path) -> _T:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
 import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
 
 import serve
 from serve.options import ServingOptions
-from serve.runtime.card import CARD_FILE, Card, load_card, read_card, write_card
+from serve.runtime.card import CARD_FILE, Card, load_card, parse_card, write_card
 from serve.runtime.engines.base import engine_for
 from serve.runtime.errors import CardError, UserError
 
@@ -90,17 +94,21 @@ def build_archive(
     """
     check_model_name(model_name)
     card = load_card(artifact_folder)
-    travelling = _files_to_serve(card)
-    entries: dict[str, bytes | Path] = {name: artifact_folder / name for name in travelling}
-    entries[CARD_FILE] = _card_bytes(dataclasses.replace(card, files={name: card.files[name] for name in travelling}))
-    entries[CLASSES_FILE] = _json({str(index): label for index, label in enumerate(card.classes)})
-    entries[CONFIG_FILE] = model_config(card, options or ServingOptions()).encode()
-    entries[MANIFEST_FILE] = _manifest(model_name, card)
-    package = Path(serve.__file__).parent
-    entries[HANDLER_FILE] = package / "torchserve" / "handler.py"
-    entries["serve/__init__.py"] = package / "__init__.py"
-    for source in (package / "runtime").rglob("*.py"):
-        entries[source.relative_to(package.parent).as_posix()] = source
+    travelling = {name: card.files[name] for name in _files_to_serve(card)}
+    packed: dict[str, bytes] = {
+        CLASSES_FILE: _json({str(index): label for index, label in enumerate(card.classes)}),
+        CONFIG_FILE: model_config(card, options or ServingOptions()).encode(),
+        MANIFEST_FILE: _manifest(model_name, card),
+        **_runtime(),
+    }
+    # The card in the archive answers for everything else in it, too.
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in packed.items()}
+    card_bytes = _card_bytes(dataclasses.replace(card, files=travelling, packed=hashes))
+    entries: dict[str, bytes | Path] = {
+        **{name: artifact_folder / name for name in travelling},
+        **packed,
+        CARD_FILE: card_bytes,
+    }
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         _write_zip(destination, entries)
@@ -110,20 +118,69 @@ def build_archive(
 
 
 def read_archived_card(archive: Path) -> Card:
-    """The card inside an archive.
+    """The card inside an archive, whose other files are not looked at.
 
     Raises:
         UserError: there is no such file.
         CardError: it is not an archive of this project, or its card is broken.
     """
+    with _opened(archive) as opened:
+        return _card_of(archive, opened)
+
+
+def check_archive(archive: Path) -> Card:
+    """Check every file in an archive, handler and runtime included, against the card in it.
+
+    Returns:
+        The card.
+
+    Raises:
+        UserError: there is no such file.
+        CardError: a file was changed, added or removed, which the message names.
+    """
+    with _opened(archive) as opened:
+        card = _card_of(archive, opened)
+        expected = {**card.files, **card.packed}
+        names = [entry.orig_filename for entry in opened.infolist()]
+        for name in names:
+            if names.count(name) > 1:
+                raise CardError(f"{archive}: holds {name} twice")
+            if name not in expected and name != CARD_FILE:
+                raise CardError(f"{archive}: holds {name[:80]!r}, which its card does not name; pack it again")
+        for name, digest in expected.items():
+            if name not in names:
+                raise CardError(f"{archive}: the file {name} that its card names is missing")
+            with opened.open(name) as stream:
+                actual = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+            if actual != digest:
+                raise CardError(f"{archive}: {name} was changed after it was packed")
+        if not card.packed:
+            raise CardError(f"{archive}: its card does not name the handler; pack it again")
+        return card
+
+
+@contextmanager
+def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(archive) as opened, tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / CARD_FILE).write_bytes(opened.read(CARD_FILE))
-            return read_card(Path(folder))
+        with zipfile.ZipFile(archive) as opened:
+            yield opened
     except FileNotFoundError:
         raise UserError(f"{archive}: there is no such archive; make it with `python -m serve package`") from None
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
+    # A broken zip is told by BadZipFile, by zlib, by a wrong length, by a compression that is unknown …
+    except (OSError, KeyError, ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
         raise CardError(f"{archive}: not an archive of this project ({error})") from None
+
+
+def _card_of(archive: Path, opened: zipfile.ZipFile) -> Card:
+    return parse_card(opened.read(CARD_FILE).decode(), archive / CARD_FILE)
+
+
+def _runtime() -> dict[str, bytes]:
+    """The handler and the package that it runs on, by their paths in the archive."""
+    package = Path(serve.__file__).parent
+    sources = {HANDLER_FILE: package / "torchserve" / "handler.py", "serve/__init__.py": package / "__init__.py"}
+    sources |= {source.relative_to(package.parent).as_posix(): source for source in (package / "runtime").rglob("*.py")}
+    return {name: source.read_bytes() for name, source in sources.items()}
 
 
 def model_config(card: Card, options: ServingOptions) -> str:

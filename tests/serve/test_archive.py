@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import re
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from serve.runtime.budget import SERVING, Budget
 from serve.runtime.card import load_card, sha256_file
 from serve.runtime.errors import CardError, UserError
 from serve.runtime.predictor import Predictor
-from serve.torchserve.archive import build_archive, read_archived_card
+from serve.torchserve.archive import build_archive, check_archive, read_archived_card
 from tests.serve import artifacts
 
 
@@ -134,3 +137,86 @@ def test_a_destination_that_cannot_be_written_is_a_users_mistake(folders: dict[s
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         build_archive(folders["script"], tmp_path / "file" / "x.mar", model_name="x")
+
+
+# --- what the card of an archive answers for
+
+
+@pytest.fixture
+def packed(folders: dict[str, Path], tmp_path: Path) -> Path:
+    return build_archive(folders["script"], tmp_path / "x.mar", model_name="x")
+
+
+def contents(archive: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(archive) as opened:
+        return {name: opened.read(name) for name in opened.namelist()}
+
+
+def rewritten(entries: dict[str, bytes], tmp_path: Path) -> tuple[Path, Path]:
+    """An archive of these entries, and the folder that it is unpacked to."""
+    archive, folder = tmp_path / "changed.mar", tmp_path / "changed"
+    with zipfile.ZipFile(archive, "w") as opened:
+        for name, content in entries.items():
+            opened.writestr(name, content)
+    shutil.rmtree(folder, ignore_errors=True)
+    with zipfile.ZipFile(archive) as opened:
+        opened.extractall(folder)
+    return archive, folder
+
+
+def test_a_whole_archive_passes_its_own_check(packed: Path, tmp_path: Path) -> None:
+    card = check_archive(packed)
+    assert set(contents(packed)) == {"card.json", *card.files, *card.packed}
+    assert {"handler.py", "serve/runtime/predictor.py", "model-config.yaml"} <= set(card.packed)
+    _, folder = rewritten(contents(packed), tmp_path)
+    (folder / "serve" / "__pycache__").mkdir()
+    (folder / "serve" / "__pycache__" / "x.pyc").write_bytes(b"")  # as Python leaves it
+    assert load_card(folder) == card
+
+
+def test_one_changed_byte_of_any_packed_file_is_found_and_named(packed: Path, tmp_path: Path) -> None:
+    entries = contents(packed)
+    assert len(entries) > 15
+    for name, content in entries.items():
+        middle = len(content) // 2
+        changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :] if content else b" "
+        archive, folder = rewritten({**entries, name: changed}, tmp_path)
+        with pytest.raises(CardError, match=re.escape(name)):
+            check_archive(archive)
+        with pytest.raises(CardError, match=re.escape(name)):
+            Predictor(folder)
+
+
+@pytest.mark.parametrize("name", ["torch.py", "serve/runtime/json.py", "MAR-INF/x", "../x", "serve/__pycache__/x.pyc"])
+def test_a_file_that_was_added_to_an_archive_is_found_and_named(name: str, packed: Path, tmp_path: Path) -> None:
+    """A module beside the handler is imported in the place of the library of that name."""
+    archive, folder = rewritten({**contents(packed), name: b""}, tmp_path)
+    with pytest.raises(CardError, match=re.escape(name)):
+        check_archive(archive)
+    if "__pycache__" not in name and ".." not in name:
+        with pytest.raises(CardError, match=re.escape(name)):
+            load_card(folder)
+
+
+def test_a_file_that_was_removed_or_doubled_is_found_and_named(packed: Path, tmp_path: Path) -> None:
+    entries = contents(packed)
+    archive, folder = rewritten({k: v for k, v in entries.items() if k != "serve/runtime/images.py"}, tmp_path)
+    with pytest.raises(CardError, match=r"serve/runtime/images\.py"):
+        check_archive(archive)
+    with pytest.raises(CardError, match=r"serve/runtime/images\.py"):
+        load_card(folder)
+    with zipfile.ZipFile(packed, "a") as opened, pytest.warns(UserWarning, match="Duplicate"):
+        opened.writestr("handler.py", entries["handler.py"])
+    with pytest.raises(CardError, match=r"handler\.py twice"):
+        check_archive(packed)
+
+
+def test_a_damaged_archive_is_a_card_error(packed: Path) -> None:
+    data = bytearray(packed.read_bytes())
+    for position in range(0, len(data), len(data) // 150):
+        packed.write_bytes(bytes(data[:position]) + bytes([data[position] ^ 0xFF]) + bytes(data[position + 1 :]))
+        with contextlib.suppress(CardError):
+            check_archive(packed)
+    packed.write_bytes(b"")
+    with pytest.raises(CardError, match="not an archive of this project"):
+        check_archive(packed)

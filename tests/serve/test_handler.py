@@ -70,10 +70,12 @@ def test_an_assigned_gpu_that_torch_cannot_use_is_an_error_for_the_other_formats
         opened(context_of(artifact, tmp_path, 0, allow_fallback=True))
 
 
-def test_an_archive_whose_files_were_changed_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.pt", "handler.py", "serve/runtime/images.py", "model-config.yaml"])
+def test_an_archive_whose_files_were_changed_is_refused(name: str, tmp_path: Path) -> None:
     context = context_of(artifacts.torchscript(tmp_path / "artifact"), tmp_path, None)
-    (Path(context.system_properties["model_dir"]) / "model.pt").write_bytes(b"changed")
-    with pytest.raises(CardError, match="corrupted"):
+    changed = Path(context.system_properties["model_dir"]) / name
+    changed.write_bytes(changed.read_bytes() + b"\n# changed\n")
+    with pytest.raises(CardError, match=f"{name}: corrupted"):
         opened(context)
 
 
