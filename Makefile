@@ -10,6 +10,10 @@ DEVICE ?= auto
 CHECKPOINT ?=
 RECIPE ?=
 IMAGE_SIZE ?=
+CLASSES ?=
+VAL_IMAGES ?=
+AUGMENT ?=
+SKIP_UNREADABLE ?=
 WEIGHTS ?=
 WEIGHTS_KEY ?=
 RESIZE ?=
@@ -18,8 +22,9 @@ MEAN ?=
 STD ?=
 INTERPOLATION ?=
 # Those of them that are given, as options of `run`.
-RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD INTERPOLATION,$(if \
-	$($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))'))
+RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD INTERPOLATION \
+	CLASSES VAL_IMAGES AUGMENT,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
+	$(if $(SKIP_UNREADABLE),--skip-unreadable)
 # The run's name: that of the model, or of the factory in path/to/file.py:factory.
 RUN ?= $(lastword $(subst :, ,$(MODEL)))
 
@@ -29,14 +34,15 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install optimize serve stop package test lint bench clean
+.PHONY: help install optimize serve stop package test lint bench bench-data clean
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
 	@echo "                   [DEVICE=auto|cpu|cuda] [IMAGE_SIZE=pixels] [WEIGHTS=name] [WEIGHTS_KEY=key]"
 	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name]"
+	@echo "                   [CLASSES=file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed ## the environment, with pinned versions
 
@@ -57,6 +63,9 @@ optimize: $(VENV)/.installed ## build, measure and pack MODEL's artifacts
 bench: $(VENV)/.installed ## as optimize, and time the artifacts anew
 	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' --remeasure \
 		$(RUN_OPTIONS)
+
+bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/bench-data.md
+	$(BIN)/python benchmarks/imagenet_scale.py --write docs/bench-data.md
 
 package: $(VENV)/.installed ## pack the archives of a run again
 	@$(BIN)/python -m serve package '$(RUN)' --store '$(STORE)'

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, overload
 from PIL.Image import Image
 from rich.console import Console
 
+from optimize.data.formats.base import DEFAULT_DATA
 from optimize.measure.bench import Bench
 from optimize.measure.rows import Recommendation, Reference, Results, Row
 from optimize.measure.timing import Timing
@@ -200,7 +201,7 @@ def load(
     model: str,
     *,
     checkpoint: str | Path | None = None,
-    data: str = "digits",
+    data: str = DEFAULT_DATA,
     weights: str | None = None,
     training: TrainingConfig | None = None,
     store: str | Path = "model_store",

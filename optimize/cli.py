@@ -6,13 +6,15 @@ import contextlib
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand, TyperOption
 
+from optimize.data.formats.base import DEFAULT_DATA
 from serve.command_line import OneLineGroup, reported
 from serve.runtime.errors import PipelineError, UserError
 
@@ -31,7 +33,20 @@ _Store = Annotated[Path, typer.Option(help="Where runs are kept.")]
 _DEFAULT_STORE = Path("model_store")
 
 
-@app.command()
+class _ListsData(TyperCommand):
+    """A command whose help lists the data formats, which are looked for when the help is shown."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with the formats behind what ``--data`` is for."""
+        from optimize.data.formats.base import usages
+
+        for option in self.params:
+            if isinstance(option, TyperOption) and option.name == "data":
+                option.help = f"{option.help} One of {', '.join(usages())}."
+        super().format_help(ctx, formatter)
+
+
+@app.command(cls=_ListsData)
 def run(  # noqa: PLR0917 - each is an option of the command line
     model: Annotated[
         str, typer.Argument(help="A torchvision classifier, path/to/file.py:factory, or package.module:factory.")
@@ -42,9 +57,25 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             help="Trained weights: .pt, .pth, .th, .tar or .safetensors. Without them the baseline is trained."
         ),
     ] = None,
-    data: Annotated[
-        str, typer.Option(help="digits, imagefolder:DIR, or a torchvision data set such as cifar10.")
-    ] = "digits",
+    data: Annotated[str, typer.Option(help="The images to train, calibrate and measure with.")] = DEFAULT_DATA,
+    classes: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A text file with the classes' names, one a line, instead of the data's own."),
+    ] = None,
+    val_images: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Measure accuracy on so many validation images, drawn from each class alike."),
+    ] = None,
+    augment: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Random changes of training images: none, shift or shift+flip; by default what suits data."),
+    ] = None,
+    skip_unreadable: Annotated[
+        bool,
+        typer.Option(
+            "--skip-unreadable", help="Measure without the validation images that cannot be read; they are counted."
+        ),
+    ] = False,
     recipe: Annotated[Optional[Path], typer.Option(help="A YAML file of stages; the default runs every pass.")] = None,  # noqa: UP045
     store: _Store = _DEFAULT_STORE,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -107,6 +138,10 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             model=model,
             checkpoint=checkpoint,
             data=data,
+            classes=classes,
+            val_images=val_images,
+            augment=augment,
+            skip_unreadable=skip_unreadable,
             recipe=recipe,
             store=store,
             device=device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,6 +12,9 @@ from optimize.data.records import ImageData
 from optimize.listener import SILENT, Listener
 from serve.runtime.card import Preprocessing
 from serve.runtime.images import normalise
+
+#: Share of the calibration images that may be unreadable.
+_CALIBRATION_UNREADABLE = 0.05
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Context:
         device: where training, calibration and measurement happen.
         seed: of every random choice.
         listener: told how far a long step is.
+        skip_unreadable: measure without those validation images that cannot be read, instead of refusing.
+        scratch: folder for pixels that memory does not hold; the user's cache folder by default.
     """
 
     data: ImageData
@@ -30,9 +36,14 @@ class Context:
     device: torch.device
     seed: int = 0
     listener: Listener = SILENT
+    skip_unreadable: bool = False
+    scratch: Path | None = None
 
     def calibration(self, images: int, batch_size: int = 32) -> Loader:
-        """``images`` training images (never those that accuracy is measured on), stratified and seeded."""
+        """``images`` training images (never those that accuracy is measured on), stratified and seeded.
+
+        Up to a twentieth of them may be unreadable; they are said and left out.
+        """
         return loader(
             self.data.train,
             self.preprocessing,
@@ -40,9 +51,42 @@ class Context:
             device=self.device,
             seed=self.seed,
             limit=images,
+            skip_unreadable=_CALIBRATION_UNREADABLE,
+            remedy="of the images to calibrate with, one in twenty may be",
+            said=self.listener.said,
+        )
+
+    def evaluation(self, batch_size: int, device: torch.device) -> Loader:
+        """The validation images in their order, decoded once for all that are measured.
+
+        Images that cannot be read are refused, all that there are, or left out with ``skip_unreadable``.
+        """
+        return loader(
+            self.data.val,
+            self.preprocessing,
+            batch_size=batch_size,
+            device=device,
+            skip_unreadable=1.0 if self.skip_unreadable else 0.0,
+            remedy="mend or remove them, or measure without them: --skip-unreadable",
+            scratch=self.scratch,
+            told=lambda share: self.listener.progressed(share, "decoding"),
+            said=self.listener.said,
         )
 
     def example(self, images: int = 4) -> torch.Tensor:
         """A batch of real, normalised training images, ``float32 (images, C, H, W)`` on the CPU."""
-        batch, _ = next(iter(self.calibration(images, images)))
+        batch, _ = next(
+            iter(
+                loader(
+                    self.data.train,
+                    self.preprocessing,
+                    batch_size=images,
+                    device=self.device,
+                    seed=self.seed,
+                    limit=images,
+                    skip_unreadable=1.0,
+                )
+            )
+        )
+        batch = batch.repeat(-(-images // len(batch)), 1, 1, 1)[:images]  # some may be unreadable
         return normalise(batch, self.preprocessing, torch.device("cpu"), torch.float32)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
+from torchvision.transforms.v2 import functional as transforms
 
 from optimize.data.records import Augmentation
 
+#: What is done to training images, in words for the first lines of a run.
+IN_WORDS: dict[Augmentation, str] = {
+    "none": "taken as they are",
+    "shift": "shifted at random, not mirrored, so that text, signs and sides stay true (--augment shift+flip mirrors)",
+    "shift+flip": "shifted and mirrored at random (--augment shift does not mirror)",
+}
+
+AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)
+
 
 def augment(batch: torch.Tensor, kind: Augmentation, generator: torch.Generator) -> torch.Tensor:
-    """Shift each image of a ``uint8`` ``(N, C, H, W)`` batch at random, and mirror half of them.
+    """Shift each image of a ``uint8`` ``(N, C, H, W)`` batch at random, and mirror half of them for ``shift+flip``.
 
     Shifts are whole pixels, up to an eighth of each side. What comes in from outside is black for
     ``shift`` (glyphs on a ground) and the image's own reflection for ``shift+flip`` (photographs).
+
+    torchvision's own random transforms are not used: they change all images of a batch alike, and take their
+    random numbers from the process's generator, so that a run could not be repeated.
 
     Returns:
         A new batch of the same shape, dtype and device; ``batch`` itself for ``none``.
@@ -19,24 +34,15 @@ def augment(batch: torch.Tensor, kind: Augmentation, generator: torch.Generator)
     if kind == "none":
         return batch
     count, _, height, width = batch.shape
-    flips = kind == "shift+flip"
-
-    def positions(side: int, flip: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each image, which of its rows (or columns) goes where, and whether it lies inside."""
-        reach = side // 8
-        shift = torch.randint(-reach, reach + 1, (count, 1), generator=generator, device=generator.device)
-        place = torch.arange(side, device=generator.device) + shift
-        if flip:
-            mirrored = torch.rand((count, 1), generator=generator, device=generator.device) < 0.5
-            place = torch.where(mirrored, place.flip(1), place)
-        inside = (place >= 0) & (place < side)
-        reflected = (side - 1 - (side - 1 - place.abs()).abs()).clamp(0, side - 1)
-        return reflected.to(batch.device), inside.to(batch.device)
-
-    rows, row_inside = positions(height, False)
-    columns, column_inside = positions(width, flips)
-    images_ = torch.arange(count, device=batch.device)[:, None, None]
-    moved = batch.permute(0, 2, 3, 1)[images_, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-    if not flips:
-        moved = moved * (row_inside[:, :, None] & column_inside[:, None, :])[:, None]
-    return moved.contiguous()
+    reach_y, reach_x = height // 8, width // 8
+    tops = torch.randint(0, 2 * reach_y + 1, (count,), generator=generator).tolist()
+    lefts = torch.randint(0, 2 * reach_x + 1, (count,), generator=generator).tolist()
+    mirrored = (torch.rand(count, generator=generator) < 0.5).tolist() if kind == "shift+flip" else [False] * count
+    mode = "reflect" if kind == "shift+flip" else "constant"
+    moved = torch.empty_like(batch)
+    for image, target, top, left, mirror in zip(batch, moved, tops, lefts, mirrored, strict=True):
+        # Padding all at once takes five times as long for photographs: it leaves the processor's caches.
+        padded = transforms.pad(image, [reach_x, reach_y], padding_mode=mode)
+        window = transforms.crop(padded, top, left, height, width)
+        target.copy_(transforms.horizontal_flip(window) if mirror else window)
+    return moved

@@ -6,7 +6,7 @@ Training, calibration and measurement all read from here, so that each sees what
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from optimize.data.pixels import Fitted, Told, cores, fitted, load
 from optimize.data.records import Split
 from optimize.data.splits import subset
-from optimize.data.unreadable import NAMED, refused
+from optimize.data.unreadable import NAMED, named, refused
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import ImageError, UserError
 
@@ -41,6 +41,7 @@ def loader(
     remedy: str = "",
     scratch: Path | None = None,
     told: Told | None = None,
+    said: Callable[[str], None] | None = None,
 ) -> Loader:
     """Batches of ``split``: ``uint8`` ``(N, C, H, W)`` images and ``int64`` ``(N,)`` labels, in host memory.
 
@@ -58,6 +59,7 @@ def loader(
         remedy: ends the message about too many of them.
         scratch: folder for pixels that memory does not hold; the user's cache folder by default.
         told: called with the share that is done where all images are decoded before the first batch.
+        said: called with one line that names the images that are left out, at the end of an epoch that found some.
 
     Raises:
         UserError: ``batch_size`` or ``limit`` is not positive; while iterating, too many images are unreadable, or all.
@@ -65,7 +67,9 @@ def loader(
     if batch_size < 1:
         raise UserError(f"the batch size must be at least 1, got {batch_size}")
     chosen = split if limit is None else subset(split, limit, seed)
-    return Loader(chosen, preprocessing, batch_size, device, shuffle, seed, skip_unreadable, remedy, scratch, told)
+    return Loader(
+        chosen, preprocessing, batch_size, device, shuffle, seed, skip_unreadable, remedy, scratch, told, said
+    )
 
 
 @dataclass(eq=False)
@@ -88,6 +92,7 @@ class Loader:
     remedy: str = ""
     scratch: Path | None = None
     told: Told | None = None
+    said: Callable[[str], None] | None = None
     left_out: dict[int, str] = field(default_factory=dict)
     _streaming: tuple[DataLoader[Any], _Batches] | None = None
 
@@ -110,6 +115,7 @@ class Loader:
         # What is read in another order each time would be read from a disk in random order.
         kept = fitted(self.split, self.preprocessing, self.scratch, disk=not self.shuffle, told=self.told)
         batches = self._from_kept(order, kept) if kept is not None else self._from_workers(order)
+        known = len(self.left_out)
         found = False
         for rows, batch in batches:
             # A lone image has no variance, unless all batches are of one.
@@ -123,6 +129,13 @@ class Loader:
                 yield rows, batch, labels
         if not found and self.left_out:
             raise self._refused()
+        if self.said is not None and len(self.left_out) > known:
+            self.said(self.note())
+
+    def note(self) -> str:
+        """The images that were left out so far, in one line; there must be some."""
+        images = "image" if len(self.left_out) == 1 else "images"
+        return f"{len(self.left_out)} unreadable {images} left out: {named(self.left_out, self.split.sources)}"
 
     def _order(self, number: int) -> torch.Tensor:
         if not self.shuffle:

@@ -168,6 +168,22 @@ def load(source: Source, preprocessing: Preprocessing) -> torch.Tensor:
         raise ImageError("there is too little memory to decode it") from None
 
 
+def sample(split: Split, preprocessing: Preprocessing) -> bytes:
+    """The first image of the split that can be read, encoded.
+
+    Raises:
+        UserError: there is none.
+    """
+    unreadable: dict[int, str] = {}
+    for row, source in enumerate(split.sources):
+        try:
+            load(source, preprocessing)
+            return read_source(source)
+        except ImageError as error:
+            unreadable[row] = str(error)
+    raise refused(unreadable, split.sources, "")
+
+
 def native_size(split: Split) -> tuple[int, int] | None:
     """``(height, width)`` that 16 images, spread over the split, all have; None if they differ.
 

@@ -66,6 +66,7 @@ class ImageData:
         native_size: ``(height, width)`` in pixels if all of a sample of the images share it.
         preferred_side: side in pixels that the images are scaled to for a network that asks for none; None: their own.
         preprocessing: what was done to the images already, whose sources then are pixels; None: nothing yet.
+        val_of: how many images there are to measure with, where ``val`` is a part of them.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ImageData:
     native_size: tuple[int, int] | None
     preferred_side: int | None = None
     preprocessing: Preprocessing | None = None
+    val_of: int | None = None
 
     @property
     def fingerprint(self) -> str:

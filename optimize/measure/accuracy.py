@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from optimize.context import Context
-from optimize.data.loading import loader
 from optimize.errors import PassError
 from optimize.measure.rows import Accuracy, Difference, Parity
 from optimize.measure.statistics import paired_difference, sqnr_db
@@ -23,19 +22,21 @@ _FILE = "answers.safetensors"
 
 @dataclass(frozen=True)
 class Answers:
-    """An artifact's answers on the validation split, in its order.
+    """An artifact's answers on the validation split, in its order, without the images that cannot be read.
 
     Attributes:
         first: ``bool (N,)``, whether the best class is the right one.
         five: ``bool (N,)``, whether the right one is among the best five.
         predicted: ``int64 (N,)``, the best class.
         logits: ``float32 (min(N, 512), classes)``, of images at equal distances.
+        left_out: ``int64``, rows of the split that cannot be read.
     """
 
     first: torch.Tensor
     five: torch.Tensor
     predicted: torch.Tensor
     logits: torch.Tensor
+    left_out: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @property
     def top1(self) -> float:
@@ -53,14 +54,14 @@ def answer(predictor: Predictor, context: Context) -> Answers:
 
     Raises:
         PassError: a logit is NaN or infinite.
+        UserError: images cannot be read, and the context does not say to go on without them.
     """
     count = len(context.data.val)
     kept = torch.zeros(count, dtype=torch.bool)
     kept[torch.arange(min(count, PARITY_IMAGES)) * count // min(count, PARITY_IMAGES)] = True
-    batches = loader(context.data.val, context.preprocessing, batch_size=predictor.max_batch, device=predictor.device)
+    batches = context.evaluation(predictor.max_batch, predictor.device)
     first, five, predicted, logits = [], [], [], []
-    seen = 0
-    for done, (images, labels) in enumerate(batches, start=1):
+    for done, (rows, images, labels) in enumerate(batches.numbered(), start=1):
         scores = predictor.logits(images)
         if not torch.isfinite(scores).all():
             raise PassError("its logits are NaN or infinite on validation images")
@@ -70,10 +71,10 @@ def answer(predictor: Predictor, context: Context) -> Answers:
         first.append(right[:, 0])
         five.append(right.any(dim=1))
         predicted.append(best[:, 0])
-        logits.append(scores[kept[seen : seen + len(images)]])
-        seen += len(images)
+        logits.append(scores[kept[rows]])
         context.listener.progressed(done / len(batches), "accuracy")
-    return Answers(torch.cat(first), torch.cat(five), torch.cat(predicted), torch.cat(logits))
+    left_out = torch.tensor(sorted(batches.left_out), dtype=torch.int64)
+    return Answers(torch.cat(first), torch.cat(five), torch.cat(predicted), torch.cat(logits), left_out)
 
 
 def save_answers(answers: Answers, folder: Path) -> None:
@@ -88,11 +89,12 @@ def load_answers(folder: Path) -> Answers:
 
 def accuracy(answers: Answers, baseline: Answers | None) -> Accuracy:
     """Top-1 and top-5, and the paired difference of top-1 to the baseline's answers on the same images."""
+    alone = Accuracy(top1=answers.top1, top5=answers.top5, images=len(answers.first), left_out=len(answers.left_out))
     if baseline is None:
-        return Accuracy(top1=answers.top1, top5=answers.top5, images=len(answers.first))
+        return alone
     found = paired_difference(baseline.first.numpy(), answers.first.numpy())
     difference = Difference(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
-    return Accuracy(top1=answers.top1, top5=answers.top5, images=len(answers.first), difference=difference)
+    return alone.model_copy(update={"difference": difference})
 
 
 def parity(reference: Answers, other: Answers, name: str) -> Parity:

@@ -104,7 +104,8 @@ class Bench:
             artifact,
             # How the validation images are prepared is the run's; the card's is in what it was opened with.
             preprocessing=dataclasses.asdict(self.context.preprocessing),
-            data=self.context.data.fingerprint,
+            data=self.context.data.val.fingerprint,
+            skip_unreadable=self.context.skip_unreadable,
             code=source_digest(accuracy.__name__),
         )
         return self._obtain(key, build, load_answers)
@@ -182,7 +183,14 @@ class Bench:
         split = self.context.data.val
         count = min(size, len(split))
         # Only so many are decoded: a large split would be read by worker processes.
-        batches = loader(split, self.context.preprocessing, batch_size=count, device=torch.device("cpu"), limit=count)
+        batches = loader(
+            split,
+            self.context.preprocessing,
+            batch_size=count,
+            device=torch.device("cpu"),
+            limit=count,
+            skip_unreadable=1.0,  # accuracy is where they are refused
+        )
         images, _ = next(iter(batches))
         return images.repeat(-(-size // len(images)), 1, 1, 1)[:size].contiguous()
 

@@ -84,11 +84,15 @@ class Difference(Record):
 
 
 class Accuracy(Record):
-    """Of ``images`` validation images; ``difference`` is to the baseline, which itself has none."""
+    """Of ``images`` validation images; ``difference`` is to the baseline, which itself has none.
+
+    ``left_out`` more could not be read.
+    """
 
     top1: float
     top5: float
     images: int
+    left_out: int = 0
     difference: Difference | None = None
 
 
@@ -298,6 +302,8 @@ class Machine(Record):
 class Data(Record):
     """The images: how many to train and to judge with, and how they become the network's input.
 
+    ``val_of`` is how many there are to judge with, where ``val`` is a part of them.
+
     ``preprocessing_origin`` says of each part of the preprocessing where it came from.
     """
 
@@ -307,6 +313,7 @@ class Data(Record):
     classes: int
     train: int
     val: int
+    val_of: int | None = None
     preprocessing: Preprocessing
     preprocessing_origin: dict[str, str] = {}
 

@@ -84,7 +84,8 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
         f"best of {len(result.epochs)} epochs: {result.best + 1}, "
         f"top-1 {result.epochs[result.best].held_out_top1:.4f} on {result.held_out_images} held-out images"
     )
-    return Product(product.file, product.format, product.precision, product.device, notes=(*product.notes, note))
+    notes = (*product.notes, note, *result.notes)
+    return Product(product.file, product.format, product.precision, product.device, notes=notes)
 
 
 QAT = register(

@@ -153,7 +153,9 @@ def _moved(measured: Measured) -> Cell:
     if (difference := measured.accuracy.difference) is None:
         return EMPTY
     text = f"{signed(difference.gained, '+')}, {signed(difference.lost, '−')}"
-    return Cell(text, (f"of {count(measured.accuracy.images)}",))
+    left_out = measured.accuracy.left_out
+    details = (f"of {count(measured.accuracy.images)}", *((f"{count(left_out)} unreadable",) if left_out else ()))
+    return Cell(text, details)
 
 
 def _agreement(measured: Measured) -> Cell:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optimize.measure.rows import Measurement, Report, Results, Row
+from optimize.measure.rows import Data, Measurement, Report, Results, Row
 from optimize.report.words import NONE, count, number, percent, plain, plural, points, seconds, size, times
 
 Fact = tuple[str, str]
@@ -116,7 +116,7 @@ def _data(report: Report) -> list[Fact]:
     scaled = f"shorter side to {prep.resize}, centre crop {plain(prep.crop)}"
     return [
         ("Data set", data.name),
-        ("Images", f"{count(data.train)} to train, {count(data.val)} to judge"),
+        ("Images", f"{count(data.train)} to train, {_judges(data)} to judge"),
         ("Classes", count(data.classes)),
         ("Preprocessing", f"{scaled}, {prep.interpolation} interpolation"),
         ("Mean, std", f"{plain(prep.mean)}; {plain(prep.std)}"),
@@ -138,3 +138,7 @@ def _origins(origins: dict[str, str]) -> list[Fact]:
 def _versions(report: Report) -> list[Fact]:
     found = [("Python", report.machine.python)]
     return found + [(name, version) for name, version in report.versions.items() if name != "python"]
+
+
+def _judges(data: Data) -> str:
+    return f"{count(data.val)} of {count(data.val_of)}" if data.val_of else count(data.val)

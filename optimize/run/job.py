@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from optimize.context import Context
-from optimize.data.formats.base import open_data
+from optimize.data.augment import AUGMENTATIONS, IN_WORDS
+from optimize.data.classes import with_classes
+from optimize.data.formats.base import DEFAULT_DATA, open_data
+from optimize.data.records import ImageData
+from optimize.data.splits import subset
 from optimize.listener import Listener
 from optimize.measure.machine import resolve_device
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
@@ -17,7 +22,7 @@ from optimize.models.resolve import resolve_model, with_checkpoint, with_named_w
 from optimize.models.source import ModelSource
 from optimize.run.session import Session
 from optimize.store.objects import Store
-from serve.runtime.errors import UserError
+from serve.runtime.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,11 @@ class Job:
     Attributes:
         model: a torchvision name, ``path/to/file.py:factory`` or ``package.module:factory``.
         checkpoint: a file of weights; None trains the baseline.
-        data: ``digits``, ``imagefolder:DIR`` or a torchvision data set.
+        data: a data set by its reference, see `optimize.data.formats`, or one that is open already.
+        classes: a file with the names of the classes, one a line; None takes the data's own.
+        val_images: measure on so many validation images, stratified; None on all.
+        augment: what is done to training images (see `Augmentation`); None leaves it to the data.
+        skip_unreadable: measure without the validation images that cannot be read, instead of refusing them.
         recipe: a YAML file; None takes the default, every pass.
         store: where runs are kept.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -44,7 +53,11 @@ class Job:
 
     model: str
     checkpoint: Path | None = None
-    data: str = "digits"
+    data: str | ImageData = DEFAULT_DATA
+    classes: Path | None = None
+    val_images: int | None = None
+    augment: str | None = None
+    skip_unreadable: bool = False
     recipe: Path | None = None
     store: Path = Path("model_store")
     device: str = "auto"
@@ -95,21 +108,42 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     if job.weights_key is not None and job.checkpoint is None:
         raise UserError(f"--weights-key {job.weights_key} is of a checkpoint, and none is given; add --checkpoint FILE")
     source, checkpoint, origin = _with_weights(job, source)
-    data = open_data(job.data, seed=job.seed)
+    data = _data(job)
+    validation = f"{len(data.val)} of {data.val_of}" if data.val_of else f"{len(data.val)}"
     wishes = [wish for wish in (recipe, job.preprocessing) if wish is not None]
     chosen = choose_preprocessing(source, data, job.image_size, wishes)
     preprocessing = chosen.preprocessing
-    context = Context(data, preprocessing, device, job.seed, listener)
     store = Store(job.store)
+    context = Context(
+        data, preprocessing, device, job.seed, listener, skip_unreadable=job.skip_unreadable, scratch=store.scratch
+    )
     listener.said(
         f"{source.name} on {data.name}: {len(data.classes)} classes, {len(data.train)} training and "
-        f"{len(data.val)} validation images, input {'x'.join(map(str, preprocessing.shape))}, {device}; "
+        f"{validation} validation images, input {'x'.join(map(str, preprocessing.shape))}, {device}; "
         f"preprocessing: {chosen}"
     )
+    listener.said(f"training images are {IN_WORDS[data.augment]}")
     for note in checkpoint.notes if checkpoint is not None else ():
         listener.said(f"{origin}: {note}")
     session = Session(store, source, context, lambda name: listener.said(f"{name}: another run is making it"))
     return Opened(session, job.run or source.name, checkpoint, origin, chosen.origins)
+
+
+def _data(job: Job) -> ImageData:
+    """The data as the job wants it."""
+    data = open_data(job.data, seed=job.seed) if isinstance(job.data, str) else job.data
+    if job.classes is not None:
+        data = with_classes(data, job.classes)
+    if job.augment is not None:
+        if job.augment not in AUGMENTATIONS:
+            raise UserError(
+                f"there is no augmentation {job.augment!r}{did_you_mean(job.augment, AUGMENTATIONS)}; "
+                f"there are {', '.join(AUGMENTATIONS)}"
+            )
+        data = dataclasses.replace(data, augment=job.augment)
+    if job.val_images is not None and job.val_images < len(data.val):
+        data = dataclasses.replace(data, val=subset(data.val, job.val_images, job.seed), val_of=len(data.val))
+    return data
 
 
 def _with_weights(job: Job, source: ModelSource) -> tuple[ModelSource, Checkpoint | None, Path | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimize.context import Context
-from optimize.data.sources import read_source
+from optimize.data.pixels import sample
 from optimize.errors import NotApplicableError, PassError
 from optimize.listener import Listener
 from optimize.measure.bench import Bench
@@ -65,8 +65,8 @@ def run(job: Job, listener: Listener) -> Outcome:
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         here = Machine.from_json(machine(context.device))
         with session.store.lock(f"run-{folder.name}"):  # or two runs of one name would mix their files
-            sample = read_source(context.data.val.sources[0])
-            published = publish(session.store, folder, artifacts, measured.rows, machine=here, sample=sample)
+            example = sample(context.data.val, context.preprocessing)
+            published = publish(session.store, folder, artifacts, measured.rows, machine=here, sample=example)
             write_json(sorted(measured.keys.union(published.keys)), folder / "objects.json")
             report = Report(
                 title=opened.run,
@@ -159,6 +159,7 @@ def _describe(context: Context, origins: Mapping[str, str]) -> Data:
         classes=len(data.classes),
         train=len(data.train),
         val=len(data.val),
+        val_of=data.val_of,
         preprocessing=context.preprocessing,
         preprocessing_origin=dict(origins),
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -199,7 +199,7 @@ def _config(kind: type[Any], node: _Node | None, what: str, line: int = 1) -> An
     values = {name: entry.plain() for name, entry in fields.items()}
     for name, value in values.items():
         # YAML 1.1 reads yes and on as true, which pydantic would take for 1.
-        if isinstance(value, bool) and kind.model_fields[name].annotation is not bool:
+        if isinstance(value, bool) and not _takes_truth(kind.model_fields[name].annotation):
             raise _Fault(fields[name].line, f"{what}.{name}: must not be a truth value (it is {value})")
     try:
         config = kind.model_validate(values)
@@ -212,6 +212,10 @@ def _config(kind: type[Any], node: _Node | None, what: str, line: int = 1) -> An
         if isinstance(value, float) and not math.isfinite(value):
             raise _Fault(fields[name].line, f"{what}.{name}: must be a finite number (it is {value})")
     return config
+
+
+def _takes_truth(annotation: Any) -> bool:
+    return bool in (annotation, *get_args(annotation))
 
 
 def _text(node: _Node, what: str) -> str:

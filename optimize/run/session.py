@@ -96,6 +96,7 @@ class Session:
                 notes = (
                     f"trained here: best of {len(result.epochs)} epochs is {result.best + 1}, "
                     f"top-1 {best.held_out_top1:.4f} on {result.held_out_images} held-out training images",
+                    *result.notes,
                 )
             module = module.cpu().eval()
             example = self.context.example()

@@ -59,6 +59,8 @@ class Store:
         self._objects = root / ".store" / "objects"
         self._temporary = root / ".store" / "tmp"
         self._locks = root / ".store" / "locks"
+        #: Folder for files without a name.
+        self.scratch = self._temporary
         try:
             for folder in (self._objects, self._temporary, self._locks):
                 folder.mkdir(parents=True, exist_ok=True)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import nn
 
 from optimize.context import Context
 from optimize.data.augment import augment
 from optimize.data.loading import Loader, loader
+from optimize.data.records import Augmentation, ImageData
 from optimize.data.splits import hold_out
 from optimize.errors import PassError
 from serve.config import Config
@@ -33,10 +35,25 @@ class TrainingConfig(Config):
     warm_up: float = Field(default=0.2, ge=0, lt=1, description="share of all steps in which the rate rises")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="of SGD")
     weight_decay: float = Field(default=5e-4, ge=0, description="of weights; norms and biases have none")
-    augment: bool = Field(default=True, description="random shifts (and flips where the data allows them)")
+    augment: Literal["data", "none", "shift", "shift+flip"] | bool = Field(
+        default="data", description="random changes of the training images; data: what suits the data set"
+    )
+    skip_unreadable: float = Field(
+        default=0.01, ge=0, le=1, description="share of the training images that may be unreadable, and are left out"
+    )
     holdout: float = Field(
         default=0.1, gt=0, lt=0.5, description="share of the training images that the best epoch is chosen on"
     )
+
+    @field_validator("augment", mode="before")
+    @classmethod
+    def _in_words(cls, value: object) -> object:
+        """A truth value as a word, so that what means the same is the same."""
+        return {True: "data", False: "none"}[value] if isinstance(value, bool) else value
+
+    def augmentation(self, data: ImageData) -> Augmentation:
+        """What is done to the training images of ``data``."""
+        return data.augment if self.augment == "data" or isinstance(self.augment, bool) else self.augment
 
 
 @dataclass(frozen=True)
@@ -49,11 +66,15 @@ class Epoch:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a training run did; the module is left with the weights of epoch ``best``."""
+    """What a training run did; the module is left with the weights of epoch ``best``.
+
+    ``notes`` name the images that could not be read.
+    """
 
     epochs: tuple[Epoch, ...]
     best: int
     held_out_images: int
+    notes: tuple[str, ...] = ()
 
 
 def train(
@@ -84,10 +105,24 @@ def train(
             f"{context.data.name}: has one training image a class, so that none can be held out to choose the best "
             "epoch on; training needs a class with at least two"
         )
+    unreadable: dict[str, Any] = {
+        "skip_unreadable": config.skip_unreadable,
+        "remedy": f"at most {config.skip_unreadable:.2%} may be, to be left out of training (skip_unreadable)",
+        "said": context.listener.said,
+    }
     batches = loader(
-        fit, context.preprocessing, batch_size=config.batch_size, device=device, shuffle=True, seed=context.seed
+        fit,
+        context.preprocessing,
+        batch_size=config.batch_size,
+        device=device,
+        shuffle=True,
+        seed=context.seed,
+        **unreadable,
     )
-    validation = loader(held, context.preprocessing, batch_size=256, device=device)
+    validation = loader(
+        held, context.preprocessing, batch_size=256, device=device, scratch=context.scratch, **unreadable
+    )
+    kind = config.augmentation(context.data)
     optimizer = torch.optim.SGD(
         _groups(module, config.weight_decay),
         lr=config.learning_rate,
@@ -112,8 +147,7 @@ def train(
         count = 0
         for step, (pixels, labels) in enumerate(batches.epoch(number), start=1):
             images = pixels.to(device, non_blocking=True)
-            if config.augment:
-                images = augment(images, context.data.augment, generator)
+            images = augment(images, kind, generator)
             inputs = normalise(images, context.preprocessing, device, torch.float32)
             loss = nn.functional.cross_entropy(module(inputs), labels.to(device, non_blocking=True))
             optimizer.zero_grad(set_to_none=True)
@@ -138,7 +172,12 @@ def train(
             best, best_state = number, copy.deepcopy(module.state_dict())
     module.load_state_dict(best_state)
     module.eval()
-    return TrainingResult(tuple(history), best, len(held))
+    notes = tuple(
+        f"of the {title} images, {part.note()}"
+        for title, part in (("training", batches), ("held-out", validation))
+        if part.left_out
+    )
+    return TrainingResult(tuple(history), best, len(held), notes)
 
 
 def top1(module: nn.Module, batches: Loader, context: Context) -> float:

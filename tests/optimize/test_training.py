@@ -136,20 +136,32 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not():
     states = []
     for seed in (0, 0, 1):
         module = network()  # always the same start
-        train(module, dataclasses.replace(brightness(), seed=seed), FAST.model_copy(update={"augment": True}))
+        train(module, dataclasses.replace(brightness(), seed=seed), FAST.model_copy(update={"augment": "data"}))
         states.append(module.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not torch.equal(states[0]["4.weight"], states[2]["4.weight"])
 
 
-def test_augmentation_changes_what_is_trained_on_and_can_be_switched_off(monkeypatch):
-    calls = []
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("data", "shift"), (True, "shift"), ("none", "none"), (False, "none"), ("shift+flip", "shift+flip")],
+)
+def test_the_augmentation_is_a_setting_and_by_default_what_suits_the_data(setting, expected, monkeypatch):
+    kinds = []
     original = training.augment
-    monkeypatch.setattr(training, "augment", lambda *a: calls.append(1) or original(*a))
-    train(network(), brightness(), FAST)
-    assert not calls
-    train(network(), brightness(), FAST.model_copy(update={"augment": True}))
-    assert calls
+    monkeypatch.setattr(
+        training, "augment", lambda batch, kind, generator: kinds.append(kind) or original(batch, kind, generator)
+    )
+    context = brightness()
+    assert context.data.augment == "shift"
+    train(network(), context, TrainingConfig(epochs=1, batch_size=16, augment=setting))
+    assert set(kinds) == {expected}
+    assert TrainingConfig().augment == "data"
+
+
+def test_a_truth_value_and_the_word_for_it_are_one_setting():
+    assert TrainingConfig(augment=False) == TrainingConfig(augment="none")
+    assert TrainingConfig(augment=True) == TrainingConfig()
 
 
 def test_the_network_sees_the_served_pixels():

@@ -5,7 +5,7 @@ Formats are listed in help texts, so a format's module imports what it opens wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,6 +58,11 @@ def formats() -> dict[str, DataFormat]:
     return _REGISTRY.all()
 
 
+def usages() -> list[str]:
+    """How each is written, by name: ``cifar10``, ``imagefolder:DIR``."""
+    return [entry.usage for entry in formats().values()]
+
+
 def open_data(reference: str, *, seed: int = 0) -> ImageData:
     """Open a data set by its reference, such as ``digits`` or ``imagefolder:DIR``.
 
@@ -73,11 +78,18 @@ def open_data(reference: str, *, seed: int = 0) -> ImageData:
     word, colon, place = reference.partition(":")
     entry = known.get(word) or known.get(word.lower().replace("-", "").replace("_", ""))
     if entry is None or bool(colon) != bool(entry.place):
-        usages = [other.usage for other in known.values()]
         if entry is not None:
             raise UserError(f"data {reference!r}: write {entry.usage}")
-        near = f" (did you mean imagefolder:{reference}?)" if Path(reference).is_dir() else did_you_mean(word, known)
-        raise UserError(f"there is no data set {reference!r}{near}; known are {', '.join(usages)}")
+        near = _near(reference, word, known)
+        raise UserError(f"there is no data set {reference!r}{near}; known are {', '.join(usages())}")
     if entry.place and not place:
         raise UserError(f"{word} needs {entry.place}: {entry.usage}")
     return entry.open(place, seed)
+
+
+def _near(reference: str, word: str, known: Mapping[str, DataFormat]) -> str:
+    """What may have been meant: for a folder, those that open one."""
+    if Path(reference).is_dir():
+        meant = [f"{entry.name}:{reference}" for entry in known.values() if entry.place == "DIR"]
+        return f" (did you mean {' or '.join(meant)}?)" if meant else ""
+    return did_you_mean(word, known)

@@ -1,0 +1,41 @@
+"""Names of classes from a file, for data whose folders are named by numbers or codes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from optimize.data.records import ImageData
+from serve.runtime.errors import UserError
+
+
+def with_classes(data: ImageData, file: Path) -> ImageData:
+    """``data`` with the names in ``file``: UTF-8 text, one a line, in the order of the classes.
+
+    Raises:
+        UserError: the file cannot be read, has an empty line among the names, or not as many as there are classes.
+    """
+    names = read_classes(file)
+    if len(names) != len(data.classes):
+        raise UserError(
+            f"{file}: has {len(names)} names, and {data.name} has {len(data.classes)} classes "
+            f"({data.classes[0]} … {data.classes[-1]}); it needs one a line, in this order"
+        )
+    return dataclasses.replace(data, classes=names)
+
+
+def read_classes(file: Path) -> tuple[str, ...]:
+    """The lines of a file, without the white space around them.
+
+    Raises:
+        UserError: the file cannot be read, or has an empty line among the names.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8-sig").rstrip().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"the names of classes in {file} cannot be read: {reason}") from None
+    names = tuple(line.strip() for line in lines)
+    if "" in names:
+        raise UserError(f"{file}:{names.index('') + 1}: is empty; each line names a class")
+    return names
