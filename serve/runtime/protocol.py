@@ -34,13 +34,16 @@ class Request:
     listed: bool
 
 
-def parse(parameters: Mapping[str, Any], *, says_json: bool, default_k: int, instance_limit: int) -> Request:
+def parse(
+    parameters: Mapping[str, Any], *, says_json: bool, request_type: str, default_k: int, instance_limit: int
+) -> Request:
     """Read one request.
 
     Args:
         parameters: query parameters, multipart fields and the body, by name; values are bytes, text,
             or JSON that the server has decoded already.
         says_json: whether the body was sent as ``application/json``.
+        request_type: the request's content type in lower case; empty if it came without one.
         default_k: how many classes to answer where the request does not say.
         instance_limit: most images that one request may hold.
 
@@ -52,6 +55,12 @@ def parse(parameters: Mapping[str, Any], *, says_json: bool, default_k: int, ins
     if body is None:
         others = sorted(set(parameters) - {"k"})
         found = f" (found: {', '.join(others)[:80]})" if others else ""
+        if not request_type or request_type.startswith("application/x-www-form-urlencoded"):
+            came = f"as {request_type[:60]}" if request_type else "without a content type"
+            raise RequestError(
+                f"the server took the body for a web form, in which an image is lost, because it came {came}: send "
+                "the header 'Content-Type: image/jpeg', or use curl's -T FILE instead of --data-binary"
+            )
         raise RequestError(f"the request has no image: send it as the body or as the multipart field 'data'{found}")
     if isinstance(body, str):  # TorchServe decodes text/* bodies
         body = body.encode("utf-8", "surrogateescape")

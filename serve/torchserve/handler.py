@@ -164,12 +164,13 @@ class ImageClassifierHandler:
         kind = str(part.get("content-type") or "") if isinstance(part, dict) else ""
         # TorchServe 0.12 drops the query string of /predictions/NAME (not of /NAME/predict and /invocations),
         # so that k can come as a header too.
-        headers = context.get_all_request_header(index)
-        asked = next(({"k": value} for header, value in headers.items() if header.lower() == _K_HEADER), {})
+        headers = {header.lower(): value for header, value in context.get_all_request_header(index).items()}
+        asked = {"k": headers[_K_HEADER]} if _K_HEADER in headers else {}
         try:
             return parse(
                 {**asked, **parameters},
                 says_json=kind.partition(";")[0].strip().lower() == "application/json",
+                request_type=str(headers.get("content-type", "")).lower(),
                 default_k=self._k,
                 instance_limit=self._instance_limit,
             )

@@ -22,7 +22,7 @@ JSON = st.recursive(
 
 def read(parameters: dict[str, object], says_json: bool = False) -> Request | RequestError:
     try:
-        return parse(parameters, says_json=says_json, default_k=3, instance_limit=4)
+        return parse(parameters, says_json=says_json, request_type="image/jpeg", default_k=3, instance_limit=4)
     except RequestError as error:
         return error
 
