@@ -215,7 +215,7 @@ def load(
     """The baseline: a model with its checkpoint, or trained here.
 
     Args:
-        model: a torchvision classifier, ``path/to/file.py:factory`` or ``package.module:factory``.
+        model: a torchvision classifier, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``.
         checkpoint: a file of weights.
         data: ``digits``, ``imagefolder:DIR`` or a torchvision data set.
         weights: torchvision's own, such as ``DEFAULT``, instead of a checkpoint.

@@ -49,7 +49,8 @@ class _ListsData(TyperCommand):
 @app.command(cls=_ListsData)
 def run(  # noqa: PLR0917 - each is an option of the command line
     model: Annotated[
-        str, typer.Argument(help="A torchvision classifier, path/to/file.py:factory, or package.module:factory.")
+        str,
+        typer.Argument(help="A torchvision classifier, timm:NAME, path/to/file.py:factory or some.module:factory."),
     ],
     checkpoint: Annotated[
         Optional[Path],  # noqa: UP045 - Typer reads it at run time

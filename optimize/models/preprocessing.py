@@ -106,6 +106,12 @@ class PreprocessingConfig(Config):
             )
         if "mean" in given and "std" in given and len(given["mean"]) != len(given["std"]):
             raise ValueError(f"mean has {len(given['mean'])} numbers and std {len(given['std'])}; give as many")
+        channels = next((len(given[part]) for part in ("mean", "std") if part in given), 3)
+        others = {"resize": 1 << 16, "crop": (1, 1), "mean": (0.0,) * channels, "std": (1.0,) * channels}
+        try:
+            Preprocessing(**{**others, **given})
+        except CardError as error:  # a number out of its range
+            raise ValueError(str(error).removeprefix("preprocessing: ")) from None
         return self
 
     def given(self) -> dict[str, Any]:

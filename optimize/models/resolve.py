@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optimize.models import torchvision
+from optimize.models import timm, torchvision
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
 from optimize.models.source import ModelSource
 from optimize.models.torchvision import torchvision_source
@@ -11,12 +11,14 @@ from serve.runtime.errors import UserError
 
 
 def resolve_model(reference: str) -> ModelSource:
-    """Find a model by a torchvision name, ``path/to/file.py:factory`` or ``package.module:factory``.
+    """Find a model by a torchvision name, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``.
 
     Raises:
         UserError: there is no such model (the nearest names are suggested), file, module or factory, or
             the user's module does not import.
     """
+    if reference.startswith(timm.PREFIX):
+        return timm.timm_source(reference.removeprefix(timm.PREFIX))
     if ":" in reference:
         return user_source(reference)
     if reference.endswith(".py"):
@@ -31,6 +33,8 @@ def with_named_weights(source: ModelSource, weights: str) -> tuple[ModelSource, 
         UserError: the model has no weights by name, there are none of this name, or they are not on this machine
             and cannot be downloaded.
     """
+    if source.origin == "timm":
+        raise timm.refuse_named_weights(source)
     if source.origin != "torchvision":
         raise UserError(f"{source.reference}: weights by name exist only for torchvision's models; give a checkpoint")
     return torchvision.with_weights(source, weights), read_checkpoint(torchvision.download(source, weights))

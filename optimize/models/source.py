@@ -85,8 +85,8 @@ class ModelSource:
         if self.only_size is not None:
             if size != self.only_size:
                 raise UserError(
-                    f"{self.name} with {self.declared_by} cannot take images of {size}x{size} pixels: its position "
-                    f"embedding is made for {self.only_size}x{self.only_size}"
+                    f"{self.name} with {self.declared_by} cannot take images of {size}x{size} pixels: it is "
+                    f"made for {self.only_size}x{self.only_size}"
                 )
         elif size < self.min_size or size % self.size_multiple:
             step = self.size_multiple

@@ -30,7 +30,7 @@ class Job:
     """What the user asks for, in the words of the command line.
 
     Attributes:
-        model: a torchvision name, ``path/to/file.py:factory`` or ``package.module:factory``.
+        model: a torchvision name, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``.
         checkpoint: a file of weights; None trains the baseline.
         data: a data set by its reference, see `optimize.data.formats`, or one that is open already.
         classes: a file with the names of the classes, one a line; None takes the data's own.

@@ -221,8 +221,8 @@ def test_the_first_line_of_a_run_says_which_preprocessing_and_by_whose_word(tmp_
 def test_the_report_holds_the_origins_and_a_recipes_preprocessing_is_used(tmp_path):
     recipe = with_stages({"pass": "fuse"}, preprocessing={"crop": 28, "interpolation": "nearest"})
     outcome, _ = run_recipe(tmp_path / "store", recipe)
-    data = outcome.report["data"]
-    assert data["preprocessing"]["crop"] == (28, 28)
+    data = json.loads((outcome.folder / "report.json").read_text())["data"]
+    assert data["preprocessing"]["crop"] == [28, 28]
     assert data["preprocessing_origin"]["crop"] == "preprocessing.crop in recipe.yaml"
     assert data["preprocessing_origin"].keys() == data["preprocessing"].keys()
     card = json.loads((outcome.folder / "artifacts" / "fuse" / "card.json").read_text())
