@@ -36,7 +36,7 @@ class Cell:
     Attributes:
         text: the figure, or the dash that stands for none.
         details: what the page adds beneath it in small print.
-        alarm: whether it is bad news, with the word that says so where there is no room for details.
+        alarm: a word after the figure where it is bad news; empty where it is none.
         share: length of the bar behind it, as a part of the longest (0 to 1).
     """
 
@@ -133,8 +133,7 @@ def _vs_parent(measured: Measured) -> Cell:
     ratio = measured.vs_parent
     if ratio is None:
         return EMPTY
-    details = (_spread(ratio), SLOWER) if ratio.slower else (_spread(ratio),)
-    return Cell(times(ratio.value), details, "slower" if ratio.slower else "")
+    return Cell(times(ratio.value), (_spread(ratio),), "slower" if ratio.slower else "")
 
 
 def _spread(ratio: Ratio) -> str:
