@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -16,6 +15,7 @@ from typer.core import TyperCommand, TyperOption
 
 from optimize.data.formats.base import DEFAULT_DATA
 from serve.command_line import OneLineGroup, reported
+from serve.hints import DEFAULT_STORE, target
 from serve.runtime.errors import PipelineError, UserError
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ app = typer.Typer(
 )
 
 _Store = Annotated[Path, typer.Option(help="Where runs are kept.")]
-_DEFAULT_STORE = Path("model_store")
 
 
 class _ListsData(TyperCommand):
@@ -78,7 +77,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         ),
     ] = False,
     recipe: Annotated[Optional[Path], typer.Option(help="A YAML file of stages; the default runs every pass.")] = None,  # noqa: UP045
-    store: _Store = _DEFAULT_STORE,
+    store: _Store = DEFAULT_STORE,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     image_size: Annotated[
         Optional[int], typer.Option(min=1, help="Side of the network's input in pixels.")  # noqa: UP045
@@ -173,7 +172,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
 
 
 @app.command("list")
-def list_runs(store: _Store = _DEFAULT_STORE) -> None:
+def list_runs(store: _Store = DEFAULT_STORE) -> None:
     """List the runs of a store."""
     with reported():
         from optimize.report.runs import read_runs
@@ -188,7 +187,7 @@ def list_runs(store: _Store = _DEFAULT_STORE) -> None:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = _DEFAULT_STORE) -> None:
+def show(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = DEFAULT_STORE) -> None:
     """Show a run's table, or an artifact's card."""
     with reported():
         from optimize.report.runs import card_of, report_of
@@ -202,9 +201,7 @@ def show(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], s
 
 
 @app.command()
-def verify(
-    name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = _DEFAULT_STORE
-) -> None:
+def verify(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = DEFAULT_STORE) -> None:
     """Check every file of a run against its SHA-256; exit code 1 if one does not match."""
     with reported():
         from optimize.report.runs import faults_of
@@ -218,7 +215,7 @@ def verify(
 
 
 @app.command()
-def prune(store: _Store = _DEFAULT_STORE) -> None:
+def prune(store: _Store = DEFAULT_STORE) -> None:
     """Remove from the store what no run uses."""
     with reported():
         from optimize.store.objects import Store
@@ -254,5 +251,4 @@ def _print_outcome(report: Report, folder: Path) -> None:
 
     print_table(report)
     typer.echo(f"report: {folder / 'report.html'}   archives: {folder / 'archives'}")
-    store = "" if folder.parent == _DEFAULT_STORE else f" STORE={shlex.quote(str(folder.parent))}"
-    typer.echo(f"serve it: make serve MODEL={folder.name}{store}")
+    typer.echo(f"serve it: {target('serve', f'serve start {folder.name}', folder.parent, RUN=folder.name)}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from serve.command_line import OneLineGroup, reported
+from serve.hints import DEFAULT_STORE, command, target
 from serve.runtime.errors import PipelineError, UserError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ app = typer.Typer(
 
 Store = Annotated[Path, typer.Option(help="The folder that holds the runs.", show_default=True)]
 Run = Annotated[str, typer.Argument(help="The run's name; by default the model's, such as resnet18.")]
-DEFAULT_STORE = Path("model_store")
 
 
 @app.command()
@@ -87,7 +87,7 @@ def start(  # noqa: PLR0917 - each is an option of the command line
             on_ready=lambda model: typer.echo(f"ready: {model}"),
         )
         typer.echo(f"metrics: http://127.0.0.1:{metrics_port}/metrics")
-        typer.echo(f"stop it with: {_command('stop', store)}")
+        typer.echo(f"stop it with: {target('stop', 'serve stop', store)}")
         typer.echo("try it:")
         typer.echo(f"  {_curl(store, running, runs.sample_image(store, run))}")
 
@@ -163,7 +163,7 @@ def _running(store: Path) -> RunningServer:
 
     running = server.running(store)
     if running is None:
-        raise PipelineError(f"no server of {store} is running: start one with `python -m serve start RUN`")
+        raise PipelineError(f"no server of {store} is running: start one with `{command('serve start RUN', store)}`")
     return running
 
 
@@ -178,8 +178,3 @@ def _curl(store: Path, running: RunningServer, sample: Path | None) -> str:
     header = shlex.quote(f"@{state_folder(store) / HEADER_FILE}")
     image = shlex.quote(str(sample.resolve())) if sample is not None else "IMAGE.jpg"
     return f"curl -H {header} -T {image} http://127.0.0.1:{running.ports.inference}/predictions/{running.default_model}"
-
-
-def _command(word: str, store: Path) -> str:
-    option = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
-    return f"python -m serve {word}{option}"

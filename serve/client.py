@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 import httpx
 
+from serve.hints import command
 from serve.runtime.errors import PipelineError
 from serve.torchserve.configuration import HOST, Ports
 
@@ -152,7 +153,9 @@ class Client:
         try:
             answer = self._http.request(method, f"http://{HOST}:{port}{path}", headers=headers, **content)
         except httpx.ConnectError:
-            raise ServerError(f"no server answers on port {port}: start one with `python -m serve start RUN`") from None
+            raise ServerError(
+                f"no server answers on port {port}: start one with `{command('serve start RUN')}`"
+            ) from None
         except httpx.HTTPError as error:
             raise ServerError(f"{method} {path}: no answer ({type(error).__name__}: {error})") from None
         if answer.is_success:

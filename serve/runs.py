@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from serve.hints import command
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE
 from serve.runtime.errors import UserError, did_you_mean
@@ -53,7 +54,7 @@ def package_run(store: Path, run: str, options: ServingOptions | None = None) ->
     folder = _run_folder(store, run) / "artifacts"
     artifacts = sorted(path.parent for path in folder.glob(f"*/{CARD_FILE}"))
     if not artifacts:
-        raise UserError(f"{folder}: there are no artifacts; make them with `python -m optimize run {run}`")
+        raise UserError(f"{folder}: there are no artifacts; make them with `{command(f'optimize run {run}', store)}`")
     return [
         build_archive(
             artifact,
@@ -78,7 +79,7 @@ def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceC
     if device == "cuda" and not _has_cuda():
         raise UserError("CUDA was asked for and this machine has no usable CUDA device: use --device cpu")
     if not present:
-        raise UserError(f"{folder}: there are no archives; make them with `python -m serve package {run}`")
+        raise UserError(f"{folder}: there are no archives; make them with `{command(f'serve package {run}', store)}`")
     for name in artifacts:
         if name not in present:
             raise UserError(
@@ -116,7 +117,7 @@ def _run_folder(store: Path, run: str) -> Path:
     known = sorted(path.name for path in store.glob("*") if (path / "archives").is_dir())
     raise UserError(
         f"{store}: there is no run {run!r}{did_you_mean(run, known)}; it has {', '.join(known) or 'none yet'}; "
-        f"make it with `python -m optimize run {run}`"
+        f"make it with `{command(f'optimize run {run}', store)}`"
     )
 
 

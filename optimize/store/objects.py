@@ -23,6 +23,7 @@ from typing import Any
 
 from optimize.errors import NotApplicableError
 from optimize.store.files import temporary_for, write_json
+from serve.hints import command
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError
 
@@ -226,7 +227,8 @@ def _seconds(folder: Path) -> float:
 
 def no_space(folder: Path) -> str:
     """The one line for a full disk."""
-    return f"no space left on the disk of {folder}: free some (python -m optimize prune), or name another --store"
+    free = command("optimize prune", folder)
+    return f"no space left on the disk of {folder}: free some ({free}), or name another --store"
 
 
 def fault(folder: Path) -> str | None:

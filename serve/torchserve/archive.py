@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 import serve
+from serve.hints import command
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, Card, load_card, parse_card, write_card
 from serve.runtime.engines.base import engine_for
@@ -165,7 +166,7 @@ def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(archive) as opened:
             yield opened
     except FileNotFoundError:
-        raise UserError(f"{archive}: there is no such archive; make it with `python -m serve package`") from None
+        raise UserError(f"{archive}: there is no such archive; make it with `{command('serve package RUN')}`") from None
     # A broken zip is told by BadZipFile, by zlib, by a wrong length, by a compression that is unknown …
     except (OSError, KeyError, ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
         raise CardError(f"{archive}: not an archive of this project ({error})") from None

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from serve.client import HEADER_FILE, KEY_FILE, Client
+from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve.configuration import Ports, java_executable, metrics_yaml, properties
 from serve.torchserve.watch import CONSOLE_LOG, StartError, wait_until_ready
@@ -100,14 +101,16 @@ def start(
     folders = {path.resolve().parent for path in archives.values()}
     for path in archives.values():
         if not path.is_file():
-            raise UserError(f"{path}: there is no such archive; make it with `python -m serve package {run}`")
+            raise UserError(
+                f"{path}: there is no such archive; make it with `{command(f'serve package {run}', store)}`"
+            )
     if len(folders) != 1:
         raise UserError("there is nothing to serve" if not folders else "all archives must be in one folder")
     with _lock(store) as state:
         if (present := running(store)) is not None:
             raise UserError(
                 f"a server of this store is already running (run {present.run}, port {present.ports.inference}): "
-                f"stop it with `python -m serve stop`"
+                f"stop it with `{command('serve stop', store)}`"
             )
         _clean(store)
         java = java_executable()
