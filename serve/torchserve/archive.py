@@ -118,17 +118,6 @@ def build_archive(
     return destination
 
 
-def read_archived_card(archive: Path) -> Card:
-    """The card inside an archive, whose other files are not looked at.
-
-    Raises:
-        UserError: there is no such file.
-        CardError: it is not an archive of this project, or its card is broken.
-    """
-    with _opened(archive) as opened:
-        return _card_of(archive, opened)
-
-
 def check_archive(archive: Path) -> Card:
     """Check every file in an archive, handler and runtime included, against the card in it.
 

@@ -13,7 +13,7 @@ import optimize as opt
 from optimize.data.pixels import decoded
 from serve.runtime.card import load_card
 from serve.runtime.errors import UserError
-from serve.torchserve.archive import read_archived_card
+from serve.torchserve.archive import check_archive
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "tiny_cnn.py") + ":tiny"
 
@@ -194,7 +194,7 @@ def test_a_saved_variant_is_a_whole_artifact(quantized: opt.Variant, tmp_path: P
 
 def test_a_packaged_variant_is_an_archive_with_its_card(quantized: opt.Variant, tmp_path: Path) -> None:
     archive = opt.package(quantized, tmp_path / "tiny-ptq.mar")
-    card = read_archived_card(archive)
+    card = check_archive(archive)
     assert card.name == quantized.name
     assert card.lineage == quantized.artifact.card.lineage
     assert set(card.files) == {card.file}

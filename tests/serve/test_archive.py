@@ -20,7 +20,7 @@ from serve.runtime.budget import SERVING, Budget
 from serve.runtime.card import load_card, sha256_file
 from serve.runtime.errors import CardError, UserError
 from serve.runtime.predictor import Predictor
-from serve.torchserve.archive import build_archive, check_archive, read_archived_card
+from serve.torchserve.archive import build_archive, check_archive
 from tests.serve import artifacts
 
 
@@ -56,7 +56,7 @@ def test_an_unpacked_archive_is_a_whole_artifact(folders: dict[str, Path], tmp_p
         archive.extractall(tmp_path / "unpacked")
     card = load_card(tmp_path / "unpacked")
     assert card.files == {"model.pt": sha256_file(folders["script"] / "model.pt")}
-    assert card == read_archived_card(path)
+    assert card == check_archive(path)
     assert len(Predictor(tmp_path / "unpacked").predict([artifacts.jpeg()], k=2)[0]) == 2  # type: ignore[arg-type]
 
 
