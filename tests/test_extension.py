@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -34,9 +37,9 @@ def install(folder: Path, module: str, group: str, code: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
 
-def run(environment: dict[str, str], *words: object, code: int = 0) -> str:
+def run(environment: dict[str, str], *words: object, code: int = 0, cwd: Path = ROOT) -> str:
     result = subprocess.run(
-        [sys.executable, *map(str, words)], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, *map(str, words)], env=environment, cwd=cwd, capture_output=True, text=True, check=False
     )
     assert result.returncode == code, result.stderr
     return result.stdout + result.stderr
@@ -88,3 +91,60 @@ def test_a_pass_that_yields_modules_and_cannot_rebuild_them_is_refused_when_it_r
     code = code_of("How to add a pass").replace("        rebuild=lambda module, example: module,\n", "")
     there = install(tmp_path, "half_pass", "optimize.passes", code)
     assert "'snap' yields modules: it must say how one is rebuilt" in run(there, "-m", "optimize", "passes", code=2)
+
+
+ECHO_ARTIFACT = """
+import json, sys
+from pathlib import Path
+from optimize.measure.machine import versions
+from serve.runtime.card import Card, Preprocessing, sha256_file, write_card
+from serve.torchserve.archive import build_archive
+
+folder = Path(sys.argv[1])
+folder.mkdir()
+(folder / "model.txt").write_text("0.5 2.5 1.5")
+files = {"model.txt": sha256_file(folder / "model.txt")}
+card = Card(name="echo", model="echo", format="echo", file="model.txt", precision="float32", input_dtype="float32",
+            device="any", preprocessing=Preprocessing(8, (8, 8)), classes=("a", "b", "c"), files=files)
+write_card(folder, card)
+build_archive(folder, folder.parent / "echo.mar", model_name="echo")
+print(json.dumps(versions()))
+"""
+
+OPEN_UNPACKED = """
+import io, sys
+sys.path[:0] = [sys.argv[1]]
+from pathlib import Path
+from PIL import Image
+from serve.runtime.predictor import Predictor
+import serve
+assert serve.__file__.startswith(sys.argv[1]), serve.__file__
+stream = io.BytesIO()
+Image.new("RGB", (8, 8)).save(stream, "PNG")
+predictor = Predictor(Path(sys.argv[1]))
+print(predictor.engine.provider, *(label.label for label in predictor.predict([stream.getvalue()], 3)[0]))
+"""
+
+
+def test_a_foreign_engine_travels_in_the_archives_of_what_it_opens(tmp_path: Path) -> None:
+    code = code_of("How to add an engine").replace('formats=("echo",)', 'formats=("echo",), libraries=("safetensors",)')
+    there = install(tmp_path, "echo_engine", "serve.engines", code)
+    versions = json.loads(run(there, "-c", ECHO_ARTIFACT, tmp_path / "artifact").splitlines()[-1])
+    assert versions["safetensors"] == metadata.version("safetensors")
+    with zipfile.ZipFile(tmp_path / "echo.mar") as archive:
+        archive.extractall(tmp_path / "unpacked")
+    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Neither the engine's distribution nor this project: only what was packed.
+    assert run(elsewhere, "-c", OPEN_UNPACKED, tmp_path / "unpacked", cwd=tmp_path / "unpacked").split() == [
+        "echo/cpu",
+        "b",
+        "c",
+        "a",
+    ]
+    # And where the distribution is installed as well, what was packed is what runs.
+    assert "echo/cpu b c a" in run(there, "-c", OPEN_UNPACKED, tmp_path / "unpacked", cwd=tmp_path / "unpacked")
+
+
+def test_a_format_that_no_engine_opens_is_named_with_those_that_are_opened(tmp_path: Path) -> None:
+    complaint = run(dict(os.environ), "-c", ECHO_ARTIFACT, tmp_path / "artifact", code=1).splitlines()[-1]
+    assert "no engine here opens 'echo' files; there are engines for exported_program, onnx, torchscript" in complaint

@@ -25,7 +25,8 @@ CARD_FILE = "card.json"
 _LARGEST_CARD = 64 << 20  # characters
 _LONGEST_SIDE = 1 << 16  # pixels
 
-Format = Literal["exported_program", "torchscript", "onnx"]
+#: What a model file is, a word such as ``onnx``; the engines say which they open.
+Format = str
 Device = Literal["any", "cpu", "cuda"]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 FloatType = Literal["float32", "float16", "bfloat16"]
@@ -137,7 +138,7 @@ class Card:
     def __post_init__(self) -> None:
         for name in ("name", "model", "precision"):
             fields.text(f"card: {name}", getattr(self, name))
-        fields.one_of("card: format", self.format, get_args(Format))
+        fields.word("card: format", self.format)
         fields.one_of("card: device", self.device, get_args(Device))
         fields.one_of("card: input_dtype", self.input_dtype, get_args(FloatType))
         if not isinstance(self.preprocessing, Preprocessing):

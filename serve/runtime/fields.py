@@ -11,6 +11,7 @@ from .errors import CardError
 
 #: A file beside the card: no separator, no way up, nothing hidden.
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_WORD = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LONGEST = 100_000  # characters of a text
 _LARGEST = 2**63 - 1
@@ -49,6 +50,16 @@ def number(where: str, value: object, low: float, high: float) -> None:
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise CardError(f"{where} must be a number from {low:g} to {high:g}, found {shown(value)}")
+
+
+def word(where: str, value: object) -> None:
+    """A short lower-case word of letters, digits and ``_``.
+
+    Raises:
+        CardError: it is another value.
+    """
+    if not isinstance(value, str) or not _WORD.fullmatch(value):
+        raise CardError(f"{where} must be a word of a-z, 0-9 and '_', found {shown(value)}")
 
 
 def one_of(where: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -69,9 +69,12 @@ class Registry(Generic[T]):
         """
         if not self._read:
             package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{self._package}.{module.name}")
+            own = [module.name for module in pkgutil.iter_modules(package.__path__)]
+            for name in own:
+                importlib.import_module(f"{self._package}.{name}")
             for point in metadata.entry_points(group=self._group):
+                if point.module.rpartition(".")[2] in own:
+                    continue  # in an archive, a foreign engine has become one of the package's
                 try:
                     importlib.import_module(point.module)
                 except Exception as error:

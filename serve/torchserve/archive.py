@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -100,7 +101,7 @@ def build_archive(
         CLASSES_FILE: _json({str(index): label for index, label in enumerate(card.classes)}),
         CONFIG_FILE: model_config(card, options or ServingOptions()).encode(),
         MANIFEST_FILE: _manifest(model_name, card),
-        **_runtime(),
+        **_runtime(card),
     }
     # The card in the archive answers for everything else in it, too.
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in packed.items()}
@@ -165,11 +166,23 @@ def _card_of(archive: Path, opened: zipfile.ZipFile) -> Card:
     return parse_card(opened.read(CARD_FILE).decode(), archive / CARD_FILE)
 
 
-def _runtime() -> dict[str, bytes]:
-    """The handler and the package that it runs on, by their paths in the archive."""
+def _runtime(card: Card) -> dict[str, bytes]:
+    """The handler and the package that it runs on, by their paths in the archive.
+
+    An engine of another distribution travels as one of the runtime's own, so that nothing of it need be installed.
+
+    Raises:
+        UserError: that engine's file has the name of one of the runtime's.
+    """
     package = Path(serve.__file__).parent
     sources = {HANDLER_FILE: package / "torchserve" / "handler.py", "serve/__init__.py": package / "__init__.py"}
     sources |= {source.relative_to(package.parent).as_posix(): source for source in (package / "runtime").rglob("*.py")}
+    engine = Path(inspect.getfile(engine_for(card).open))
+    if engine not in sources.values():
+        place = f"serve/runtime/engines/{engine.name}"
+        if place in sources:
+            raise UserError(f"{engine}: the runtime has an engine of its own in a file of that name; rename it")
+        sources[place] = engine
     return {name: source.read_bytes() for name, source in sources.items()}
 
 

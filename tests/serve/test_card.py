@@ -94,7 +94,7 @@ FAULTS: dict[str, list[Any]] = {
     "name": [None, 1, "a\nb", "x" * 2000, "\ud800", []],
     "model": [None, True, {}],
     "precision": [None, 8],
-    "format": ["pickle", None, ["onnx"], {}],
+    "format": ["pickle.x", "ONNX", None, ["onnx"], {}],
     "device": ["tpu", 0, []],
     "input_dtype": ["int8", None],
     "file": ["other.onnx", "../model.onnx", None, 3, []],
