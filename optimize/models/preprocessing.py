@@ -266,7 +266,7 @@ def _sized(
         source.check_size(image_size)
         resize = round(image_size * declared["resize"] / min(declared["crop"]))
         return resize, image_size, f"your image size of {image_size}"
-    declared_by_user = source.origin == "user" and source.preprocessing is not None
+    declared_by_user = source.origin in ("user", "module") and source.preprocessing is not None
     if declared_by_user or source.only_size is not None:
         return None
     if data.preferred_side is not None:

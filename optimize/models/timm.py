@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import types
 import warnings
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
@@ -55,6 +57,16 @@ def timm_source(name: str) -> ModelSource:
         factory=functools.partial(_build, name, False),
     )
     return _sized(source, wanted.input_size[-1]) if wanted is not None and wanted.fixed_input_size else source
+
+
+def declared_by_module(module: nn.Module) -> tuple[Preprocessing, str] | None:
+    """The preprocessing of a network that timm made, and how to call it; None if it is none of timm's."""
+    given = getattr(module, "pretrained_cfg", None)
+    if not type(module).__module__.startswith("timm.") or not isinstance(given, Mapping):
+        return None
+    usual = {"crop_mode": "center", "tag": "", "architecture": type(module).__name__}
+    wanted = types.SimpleNamespace(**usual | {name: value for name, value in given.items() if value is not None})
+    return _preprocessing(wanted.architecture, wanted), _words(wanted)
 
 
 def refuse_named_weights(source: ModelSource) -> UserError:

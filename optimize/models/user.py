@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from optimize.models.neighbours import (
@@ -48,13 +48,13 @@ def user_source(reference: str) -> ModelSource:
         raise UserError(
             f"{where}: has no function or class {attribute!r}{did_you_mean(attribute, mine)}; it has {listed}"
         )
-    preprocessing, undeclared = _declared(getattr(module, "PREPROCESSING", None), where)
+    preprocessing, undeclared, declared_by = declared_preprocessing(module)
     return ModelSource(
         reference=reference,
         name=re.sub(r"[^A-Za-z0-9_.-]", "-", attribute),
         fingerprint=_fingerprint(neighbourhood),
         preprocessing=preprocessing,
-        declared_by=f"your PREPROCESSING in {neighbourhood.file.name}",
+        declared_by=declared_by,
         undeclared=undeclared,
         factory=functools.partial(_build, factory, neighbourhood),
     )
@@ -101,14 +101,20 @@ def _fingerprint(neighbourhood: Neighbourhood) -> str:
     return "/".join([*versions, neighbourhood.fingerprint])
 
 
-def _declared(declared: object, where: str) -> tuple[Preprocessing | None, frozenset[str]]:
+def declared_preprocessing(module: ModuleType) -> tuple[Preprocessing | None, frozenset[str], str]:
     """A user module's ``PREPROCESSING = {"resize": 32, "crop": [32, 32], "mean": […], "std": […]}``, checked.
 
     Returns:
-        It, and the names of the parts that it leaves to the defaults.
+        It, the names of the parts that it leaves to the defaults, and how to call it.
+
+    Raises:
+        UserError: it is not usable; the part is named.
     """
+    declared = getattr(module, "PREPROCESSING", None)
+    where = getattr(module, "__file__", None) or module.__name__
+    called = f"your PREPROCESSING in {Path(where).name}"
     if declared is None:
-        return None, frozenset()
+        return None, frozenset(), called
     if not isinstance(declared, Mapping):
         raise UserError(f"{where}: PREPROCESSING must be a dict, it is a {type(declared).__name__}")
     config = parse_preprocessing(declared, f"{where}: PREPROCESSING[{{!r}}]")
@@ -116,6 +122,6 @@ def _declared(declared: object, where: str) -> tuple[Preprocessing | None, froze
     if absent := [name for name in ("resize", "crop") if name not in given]:
         raise UserError(f"{where}: PREPROCESSING lacks {absent[0]!r}")
     try:
-        return Preprocessing(**{**FALLBACK, **given}), frozenset(FALLBACK) - given.keys()
+        return Preprocessing(**{**FALLBACK, **given}), frozenset(FALLBACK) - given.keys(), called
     except CardError as error:  # one mean, and the three default stds
         raise UserError(f"{where}: PREPROCESSING is not usable: {error}") from None
