@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 
 _Store = Annotated[Path, typer.Option(help="Where runs are kept.")]
+_MOST_LINES = 30
 
 
 class _ListsData(TyperCommand):
@@ -215,15 +216,34 @@ def verify(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")],
 
 
 @app.command()
-def prune(store: _Store = DEFAULT_STORE) -> None:
-    """Remove from the store what no run uses."""
+def prune(
+    store: _Store = DEFAULT_STORE,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+) -> None:
+    """Show what no run, server or program uses in the store, and remove it if you agree."""
     with reported():
+        from optimize.store import pruning
         from optimize.store.objects import Store
 
         if not store.is_dir():
             raise UserError(f"there is no store {store}")
-        count, size = Store(store).prune()
-        typer.echo(f"removed {count} objects, {size / 1e6:.1f} MB")
+        opened = Store(store)
+        found = pruning.prunable(opened)
+        lines = found.lines()
+        more = [f"and {len(lines) - _MOST_LINES} more kinds"] if len(lines) > _MOST_LINES else []
+        for line in (*lines[:_MOST_LINES], *more, *found.kept):
+            typer.echo(f"  {line}")
+        if not found.objects:
+            typer.echo("nothing to remove: every object is used")
+            return
+        amount = f"{len(found.objects)} objects, {found.size / 1e6:.1f} MB"
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UserError(f"would remove {amount}; say --yes to remove them without being asked")
+            if not typer.confirm(f"remove {amount}?"):
+                return
+        removed = pruning.prune(opened, found)
+        typer.echo(f"removed {len(removed.objects)} objects, {removed.size / 1e6:.1f} MB")
 
 
 @app.command("passes")

@@ -7,7 +7,6 @@ different quarters of an hour are not comparable.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +17,19 @@ import torch
 
 from optimize.context import Context
 from optimize.data.loading import loader
-from optimize.measure import accuracy, footprint, latency, references
 from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
 from optimize.measure.footprint import FootprintMeter
 from optimize.measure.latency import Call, Speed, measure_speed
 from optimize.measure.machine import machine, versions
+from optimize.measure.references import REFERENCES, references
 from optimize.measure.rows import Footprint
 from optimize.measure.timing import Timing
 from optimize.store.artifact import Artifact
 from optimize.store.files import write_json
-from optimize.store.keys import make_key
+from optimize.store.keys import AnswersKey, FootprintKey, Key, SpeedKey, opened, opening
 from optimize.store.objects import Store
-from optimize.store.sources import source_digest
+from optimize.store.sources import code_of
+from serve.runtime.engines.base import engine_for
 from serve.runtime.predictor import Predictor
 
 _T = TypeVar("_T")
@@ -48,12 +48,14 @@ class Kept(Generic[_T]):
         key: of the object in the store.
         seconds: how long the measuring took.
         cached: whether it was taken from the store.
+        created: when it was measured, ISO 8601 in UTC.
     """
 
     value: _T
     key: str
     seconds: float
     cached: bool
+    created: str
 
 
 @dataclass(frozen=True)
@@ -99,16 +101,16 @@ class Bench:
         def build(folder: Path) -> None:
             save_answers(answer(self._open(artifact), self.context), folder)
 
-        key = self._key(
-            "answers",
-            artifact,
-            # How the validation images are prepared is the run's; the card's is in what it was opened with.
-            preprocessing=dataclasses.asdict(self.context.preprocessing),
-            data=self.context.data.val.fingerprint,
+        key = AnswersKey(
+            artifact=opening(artifact.card),
+            # How the validation images are prepared is the run's; the card's is in what the artifact is opened with.
+            preprocessing=self.context.preprocessing,
+            images=self.context.data.val.fingerprint,
             skip_unreadable=self.context.skip_unreadable,
-            code=source_digest(accuracy.__name__),
+            max_batch=_MAX_BATCH,
+            **self._bench(artifact, makers=(answer, Predictor)),
         )
-        return self._obtain(key, build, load_answers)
+        return self._obtain(key, build, load_answers, artifact)
 
     def footprint_meter(self) -> FootprintMeter:
         """What `footprint` measures with; to be used as a context."""
@@ -120,8 +122,9 @@ class Bench:
         def build(folder: Path) -> None:
             write_json(meter.measure(artifact.folder, batch).to_json(), folder / _FOOTPRINT_FILE)
 
-        key = self._key("footprint", artifact, batch=batch, code=source_digest(footprint.__name__))
-        return self._obtain(key, build, lambda folder: Footprint.from_json(_read(folder / _FOOTPRINT_FILE)))
+        bench = self._bench(artifact, makers=(FootprintMeter,))
+        key = FootprintKey(artifact=opening(artifact.card), batch=batch, **bench)
+        return self._obtain(key, build, lambda folder: Footprint.from_json(_read(folder / _FOOTPRINT_FILE)), artifact)
 
     def speed(self, artifacts: Sequence[Artifact], timing: Timing) -> Kept[SpeedTable]:
         """Times of the artifacts and of the eager references of the first one, in turns.
@@ -129,12 +132,14 @@ class Bench:
         An artifact without an eager module is represented by the nearest ancestor that has one.
         """
         eager = eager_origin(artifacts[0])
+        # Names are no inputs: two that the runtime cannot tell apart are measured once.
+        distinct = {opened(artifact.card): artifact for artifact in reversed(artifacts)}
 
         def build(folder: Path) -> None:
-            predictors = {artifact.name: self._open(artifact) for artifact in artifacts}
+            predictors = {digest: self._open(distinct[digest]) for digest in sorted(distinct)}
             for predictor in predictors.values():
                 predictor.warm_up(timing.batch_sizes)
-            calls: dict[str, Call] = {name: predictor.probabilities for name, predictor in predictors.items()}
+            calls: dict[str, Call] = {digest: predictor.probabilities for digest, predictor in predictors.items()}
             skipped = {}
             for name, found in self._references(eager, timing):
                 if isinstance(found, str):
@@ -146,34 +151,29 @@ class Bench:
                 {
                     "speeds": {name: {str(k): v for k, v in speed.rounds.items()} for name, speed in speeds.items()},
                     "skipped": skipped,
-                    "providers": {name: predictor.engine.provider for name, predictor in predictors.items()},
+                    "providers": {digest: predictor.engine.provider for digest, predictor in predictors.items()},
                 },
                 folder / _SPEED_FILE,
             )
 
-        key = make_key(
-            measurement="speed",
-            artifacts={artifact.name: _opened(artifact) for artifact in artifacts},
-            references=eager.key if eager else None,  # the eager module's code and weights
+        key = SpeedKey(
+            artifacts=tuple(sorted(distinct)),
+            eager=eager.key if eager else None,
             timing=timing.model_dump(mode="json"),
             max_batch=_MAX_BATCH,
-            # The images that are timed: their number, their size, and their values (subnormal numbers are slow).
-            preprocessing=dataclasses.asdict(self.context.preprocessing),
-            data=self.context.data.fingerprint,
-            machine=self._machine(),
-            versions=versions(),
-            device=str(self.context.device),
-            code=source_digest(latency.__name__, references.__name__),
+            preprocessing=self.context.preprocessing,
+            images=self.context.data.val.fingerprint,
+            **self._bench(*distinct.values(), makers=(measure_speed, references, Predictor)),
         )
         if self.remeasure:
-            self.store.forget(key)
-        return self._obtain(key, build, _speed_table)
+            self.store.forget(key.digest)
+        return self._obtain(key, build, lambda folder: _speed_table(folder, artifacts), artifacts[0])
 
     def _references(self, eager: Artifact | None, timing: Timing) -> Iterable[tuple[str, Call | str]]:
         if eager is None:
-            return ((name, "no eager module to run: of a quantized artifact alone") for name in references.REFERENCES)
+            return ((name, "no eager module to run: of a quantized artifact alone") for name in REFERENCES)
         device = self.context.device
-        return references.references(eager.module, self.context.preprocessing, device, self._warm(timing))
+        return references(eager.module, self.context.preprocessing, device, self._warm(timing))
 
     def _open(self, artifact: Artifact) -> Predictor:
         return Predictor(artifact.folder, self.context.device, max_batch=_MAX_BATCH, threads=torch.get_num_threads())
@@ -203,24 +203,23 @@ class Bench:
 
         return warm
 
-    def _machine(self) -> dict[str, Any]:
+    def _bench(self, *artifacts: Artifact, makers: Sequence[Callable[..., Any]]) -> dict[str, Any]:
+        """The inputs that all keys of measurements have in common; ``makers`` are called to measure."""
         found = machine(self.context.device)
-        return {name: found[name] for name in ("cpu", "cores", "threads", "memory_bytes", "gpu")}
+        engines = [engine_for(artifact.card).open for artifact in artifacts]
+        return {
+            "device": str(self.context.device),
+            "machine": {name: found[name] for name in ("cpu", "cores", "threads", "memory_bytes", "gpu")},
+            "libraries": versions(),
+            "code": code_of(*makers, *engines),
+        }
 
-    def _key(self, measurement: str, artifact: Artifact, **parts: Any) -> str:
-        return make_key(
-            measurement=measurement,
-            artifact=_opened(artifact),
-            max_batch=_MAX_BATCH,
-            device=str(self.context.device),
-            machine=self._machine(),
-            versions=versions(),
-            **parts,
-        )
-
-    def _obtain(self, key: str, build: Callable[[Path], None], read: Callable[[Path], _T]) -> Kept[_T]:
-        stored = self.store.obtain(key, build)
-        return Kept(read(stored.folder), key, stored.seconds, stored.cached)
+    def _obtain(
+        self, key: Key, build: Callable[[Path], None], read: Callable[[Path], _T], artifact: Artifact
+    ) -> Kept[_T]:
+        about = f"{artifact.card.model} on {self.context.data.name}: {key.kind}"
+        stored = self.store.obtain(key.digest, build, about=about)
+        return Kept(read(stored.folder), key.digest, stored.seconds, stored.cached, stored.created)
 
 
 def eager_origin(artifact: Artifact) -> Artifact | None:
@@ -231,28 +230,13 @@ def eager_origin(artifact: Artifact) -> Artifact | None:
     return origin
 
 
-def _speed_table(folder: Path) -> SpeedTable:
+def _speed_table(folder: Path, artifacts: Sequence[Artifact]) -> SpeedTable:
     body = _read(folder / _SPEED_FILE)
-    speeds = {name: Speed({int(size): turns for size, turns in r.items()}) for name, r in body["speeds"].items()}
-    return SpeedTable(speeds, body["skipped"], body["providers"])
-
-
-def _opened(artifact: Artifact) -> dict[str, Any]:
-    """What the runtime makes an engine of: the files, and everything that it reads in the card besides them.
-
-    The content alone is not enough: a checkpoint's baseline has the same files whatever the preprocessing.
-    """
-    card = artifact.card
-    return {
-        "content": card.content,
-        "file": card.file,
-        "format": card.format,
-        "precision": card.precision,
-        "input_dtype": card.input_dtype,
-        "device": card.device,
-        "preprocessing": dataclasses.asdict(card.preprocessing),
-        "classes": list(card.classes),
-    }
+    found = {name: Speed({int(size): turns for size, turns in r.items()}) for name, r in body["speeds"].items()}
+    speeds = {artifact.name: found[opened(artifact.card)] for artifact in artifacts}
+    speeds |= {name: speed for name, speed in found.items() if name not in body["providers"]}
+    providers = {artifact.name: body["providers"][opened(artifact.card)] for artifact in artifacts}
+    return SpeedTable(speeds, body["skipped"], providers)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class Pass(Generic[C]):
         apply: writes the result into a folder and says what it is.
         data: what it reads of the data, for its cache key: nothing, a few images, or all for training.
         libraries: distributions whose versions its result depends on.
+        reads_device: whether what it makes, or whether it makes anything, depends on the run's device. Where it
+            only computes on the device, it does not.
         rebuild: for passes that yield a module: from the parent's eager module and an example input to a
             module of this one's structure, into which its weights are then loaded.
     """
@@ -48,6 +50,7 @@ class Pass(Generic[C]):
     apply: Callable[[Artifact, C, Context, Path], Product]
     data: Literal["example", "calibration", "training"] = "example"
     libraries: tuple[str, ...] = ("torch",)
+    reads_device: bool = False
     rebuild: Callable[[nn.Module, torch.Tensor], nn.Module] | None = None
 
     def refuses(self, kind: Kind) -> str | None:

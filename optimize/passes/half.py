@@ -55,5 +55,6 @@ HALF = register(
         accepts=frozenset({"module"}),
         yields="half",
         apply=_apply,
+        reads_device=True,  # a CPU may lack bfloat16
     )
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 import traceback
@@ -57,7 +58,7 @@ def run(job: Job, listener: Listener) -> Outcome:
     opened = open_job(job, listener, Wish(recipe.preprocessing, f"preprocessing.{{}} in {path.name}"))
     session, context = opened.session, opened.session.context
     folder = job.store / opened.run
-    with session.store.in_use():
+    with contextlib.closing(session):
         steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, remeasure=job.remeasure)
         measured = measure(steps, bench, recipe.measure, listener)

@@ -1,24 +1,28 @@
-"""Puts a run's folder together: artifacts with their measurements, archives, a sample image."""
+"""Puts a run's folder together: artifacts, what was measured of them, archives, a sample image."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from optimize.measure.rows import Archive, Machine, Row
 from optimize.store.artifact import Artifact
-from optimize.store.files import TEMPORARY, write_atomically
-from optimize.store.keys import make_key
+from optimize.store.files import TEMPORARY, write_atomically, write_json
+from optimize.store.keys import ArchiveKey
 from optimize.store.objects import Store
-from serve import options
-from serve.runtime.card import CARD_FILE, sha256_file, write_card
-from serve.torchserve import archive, handler
+from optimize.store.sources import code_of
+from serve.runtime.card import CARD_FILE, Card
+from serve.torchserve import server
+from serve.torchserve.archive import build_archive
+from serve.torchserve.handler import ImageClassifierHandler
+
+#: What was measured of a published artifact, beside its card: measuring again must not make another archive.
+MEASUREMENTS_FILE = "measurements.json"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,10 @@ def publish(
 ) -> Published:
     """Write ``artifacts/``, ``archives/`` and ``sample.<ext>`` of a run, and remove what an earlier run left there.
 
+    Archives that a server of this store is serving stay, whether the run still has them or not. One that is
+    replaced is a new file under the old name: TorchServe (0.12) has unpacked the old one when it started, and
+    restarts its workers from there.
+
     The caller holds the lock of the run's name.
 
     Args:
@@ -59,50 +67,60 @@ def publish(
             continue
         target = folder / "artifacts" / artifact.name
         _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()})
-        key = _publish_archive(store, target, folder)
         path = _archive(folder, artifact.name)
+        key, digest = _publish_archive(store, target, artifact.card, path)
         file = row.file.model_copy(update={"path": str(target / artifact.card.file)})
-        archived = Archive(path=str(path), bytes=path.stat().st_size, sha256=sha256_file(path))
+        archived = Archive(path=str(path), bytes=path.stat().st_size, sha256=digest)
         published.append(row.model_copy(update={"file": file, "archive": archived}))
-        keys |= {artifact.key, key}
+        keys |= {*artifact.objects, key}
     suffix = "jpg" if sample.startswith(b"\xff\xd8") else "png" if sample.startswith(b"\x89PNG") else "img"
     write_atomically(folder / f"sample.{suffix}", sample)
-    _remove_stale(folder, artifacts, f"sample.{suffix}")
+    served = server.running(store.root)
+    _remove_stale(folder, artifacts, f"sample.{suffix}", served.models if served else ())
     return Published(tuple(published), frozenset(keys))
 
 
 def _publish_artifact(store: Store, artifact: Artifact, folder: Path, measurements: dict[str, Any]) -> None:
+    files = (*artifact.card.files, CARD_FILE)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in artifact.card.files:
+    for name in files:
         store.link(artifact.folder / name, folder / name)
+    write_json(measurements, folder / MEASUREMENTS_FILE)
     for stray in folder.iterdir():
-        if stray.name not in artifact.card.files and stray.name != CARD_FILE:
+        if stray.name not in (*files, MEASUREMENTS_FILE):
             _remove(stray)
-    write_card(folder, dataclasses.replace(artifact.card, measurements=measurements))
 
 
-def _publish_archive(store: Store, artifact: Path, folder: Path) -> str:
-    """Pack a published artifact through the store and link the archive into the run; returns the object's key."""
-    path = _archive(folder, artifact.name)
-    card = (artifact / CARD_FILE).read_text(encoding="utf-8")
-    key = make_key(archive=path.stem, card=card, code=_serving_code())
+def _publish_archive(store: Store, artifact: Path, card: Card, path: Path) -> tuple[str, str]:
+    """Pack a published artifact through the store and link the archive to ``path``.
+
+    Returns:
+        The object's key, and the archive's SHA-256.
+    """
+    key = ArchiveKey(
+        model_name=path.stem,
+        card=dataclasses.asdict(card),
+        libraries={name: metadata.version(name) for name in ("torch-model-archiver", "PyYAML")},
+        code=code_of(build_archive, ImageClassifierHandler),
+    ).digest
 
     def pack(target: Path) -> None:
-        archive.build_archive(artifact, target / path.name, model_name=path.stem)
+        build_archive(artifact, target / path.name, model_name=path.stem)
 
-    store.link(store.obtain(key, pack).folder / path.name, path)
-    return key
+    stored = store.obtain(key, pack, about=f"{card.model} on {card.data['name']}: archive")
+    store.link(stored.folder / path.name, path)
+    return key, stored.files[path.name]
 
 
 def _archive(folder: Path, name: str) -> Path:
     return folder / "archives" / f"{folder.name}-{name}.mar"
 
 
-def _remove_stale(folder: Path, artifacts: Mapping[str, Artifact], sample: str) -> None:
+def _remove_stale(folder: Path, artifacts: Mapping[str, Artifact], sample: str, served: Collection[str]) -> None:
     """Remove what an earlier run of another recipe or data set left under this run's name, or one that was killed."""
     archives = {_archive(folder, name) for name in artifacts}
     stale = [path for path in (folder / "artifacts").iterdir() if path.name not in artifacts]
-    stale += [path for path in (folder / "archives").iterdir() if path not in archives]
+    stale += [path for path in (folder / "archives").iterdir() if path not in archives and path.stem not in served]
     stale += [path for path in folder.glob("sample.*") if path.name != sample]
     stale += [path for path in folder.glob(".*") if TEMPORARY.fullmatch(path.name)]
     for path in stale:
@@ -114,16 +132,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-@functools.cache
-def _serving_code() -> str:
-    """SHA-256 of the code that an archive carries or is made by."""
-    root = Path(handler.__file__).parents[1]
-    files = [
-        Path(handler.__file__),
-        Path(archive.__file__),
-        Path(options.__file__),
-        *sorted((root / "runtime").rglob("*.py")),
-    ]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

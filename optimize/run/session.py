@@ -1,64 +1,86 @@
-"""Steps through the store: a baseline and the passes on it, each taken from the cache or made once."""
+"""A baseline and the passes on it, each taken from the store or made once.
+
+What is made has no name: its key is of what it was made from. An artifact is that under a name, with a card, in a
+folder that shares the files; giving another name costs milliseconds, whatever the pass took.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from optimize.context import Context
-from optimize.export.program import write_program, write_weights
 from optimize.measure.machine import machine, versions
 from optimize.models.checkpoint import Checkpoint
-from optimize.models.fitting import load_into
 from optimize.models.source import ModelSource
-from optimize.passes.base import Pass, pass_of
+from optimize.passes.base import Pass, find_pass, pass_of
 from optimize.quantization.targets import x86_target
-from optimize.store.artifact import Artifact, Kind, Product
-from optimize.store.keys import make_key
-from optimize.store.objects import Store
-from optimize.store.sources import source_digest
-from optimize.training.loop import TrainingConfig, train
+from optimize.store.artifact import PRODUCT_FILE, Artifact, Kind, Made, Product, read_product, write_product
+from optimize.store.keys import BaselineKey, Key, NamedKey, StageKey, content
+from optimize.store.locks import Hold
+from optimize.store.objects import Store, StoredObject
+from optimize.store.sources import code_of
+from optimize.training.baseline import make_baseline, new_module
+from optimize.training.loop import TrainingConfig
 from serve.config import Config
-from serve.runtime.card import Ancestor, Card, load_card, sha256_file, write_card
-from serve.runtime.errors import UserError, one_line
+from serve.runtime.card import Ancestor, Card, read_card, write_card
+from serve.runtime.errors import UserError
 
 BASELINE = "baseline"
-
-_SEEN = (
-    "the checkpoint has probably been trained on the images that a training pass here holds out to choose its best "
-    "epoch: their top-1 is too high, and only the evaluation images tell the accuracy"
-)
 
 
 @dataclass(frozen=True)
 class Step:
-    """An artifact, whether it came from the cache, and how many seconds it took when it was made."""
+    """An artifact, whether it came from the store, and how many seconds it took when it was made.
+
+    ``created`` is when it was made, ISO 8601 in UTC.
+    """
 
     artifact: Artifact
     cached: bool
     seconds: float
+    created: str = ""
 
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that the steps of one run share.
+    """Everything that the steps of one run share. As long as it lives, nothing is pruned from its store.
 
     Attributes:
         store: where artifacts are kept.
         source: the model's architecture.
         context: data, preprocessing, device, seed, listener.
         waiting: called with a name when another process is making the same artifact.
+        reopen: opens an equal session in another process, for pickling; None where that cannot be said in words.
     """
 
     store: Store
     source: ModelSource
     context: Context
     waiting: Callable[[str], None] = lambda name: None
+    reopen: Callable[[], Session] | None = field(default=None, repr=False, compare=False)
+    _hold: Hold = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hold", self.store.hold())
+
+    def __reduce__(self) -> tuple[Callable[[], Session], tuple[()]]:
+        if self.reopen is None:
+            raise UserError(
+                f"the session of {self.source.name} was not opened by names alone (a module or data set that was "
+                "handed over lives in this process only), so that it cannot be pickled"
+            )
+        return self.reopen, ()
+
+    def close(self) -> None:
+        """Let others prune the store, before the last of this session's artifacts is gone."""
+        self._hold.close()
 
     def baseline(
         self, config: TrainingConfig | None = None, checkpoint: Checkpoint | None = None, origin: Path | None = None
@@ -74,49 +96,28 @@ class Session:
             UserError: the checkpoint does not fit.
         """
         config = config or TrainingConfig()
+        training = None if checkpoint else config.model_dump(mode="json")
+        key = BaselineKey(
+            # One file may hold many factories.
+            architecture=(self.source.fingerprint, self.source.name),
+            weights=(checkpoint.sha256, checkpoint.place) if checkpoint else None,
+            training=training,
+            libraries=_versions(("torch", "torchvision")),
+            code=code_of(make_baseline),
+            **self._surroundings(),
+        )
+
+        def write(folder: Path) -> Product:
+            return make_baseline(self.source, self.context, checkpoint or config, folder, origin=origin)
+
         settings: dict[str, Any] = config.model_dump(mode="json")
         if checkpoint is not None:
             settings = {"checkpoint": checkpoint.sha256, "place": checkpoint.place}
-
-        def build_module() -> torch.nn.Module:
-            return self.source.build(len(self.context.data.classes), self.context.preprocessing.crop[0])
-
-        def write(folder: Path) -> Product:
-            torch.manual_seed(self.context.seed)
-            module = build_module()
-            notes: tuple[str, ...] = ()
-            if checkpoint is not None:
-                bridged = load_into(module, checkpoint, origin or Path("checkpoint"))
-                for note in bridged:
-                    self.context.listener.said(f"{origin or 'checkpoint'}: {note}")
-                notes = (f"weights of a checkpoint, SHA-256 {checkpoint.sha256}", *checkpoint.notes, *bridged, _SEEN)
-            else:
-                result = train(module, self.context, config)
-                best = result.epochs[result.best]
-                notes = (
-                    f"trained here: best of {len(result.epochs)} epochs is {result.best + 1}, "
-                    f"top-1 {best.held_out_top1:.4f} on {result.held_out_images} held-out training images",
-                    *result.notes,
-                )
-            module = module.cpu().eval()
-            example = self.context.example()
-            _check_output(module, example, len(self.context.data.classes))
-            write_weights(module, folder)
-            file, file_format = write_program(module, example, folder)
-            return Product(file, file_format, "float32", notes=notes)
-
-        key = make_key(
-            operation=BASELINE,
-            config=settings,
-            # One file may hold many factories.
-            model=[self.source.name, self.source.fingerprint],
-            code=source_digest("optimize.training.loop", "optimize.export.program", "optimize.models.fitting"),
-            **self._environment("training", ("torch", "torchvision")),
-        )
-        return self._obtain(BASELINE, "module", BASELINE, settings, key, write, None, build_module)
+        build_module = functools.partial(_new_module, self)
+        return self._obtain(_Planned(BASELINE, "module", BASELINE, settings, key), write, None, build_module)
 
     def apply(self, parent: Artifact, config: Config, name: str | None = None) -> Step:
-        """Run the pass that ``config`` belongs to on ``parent``, or take its result from the cache.
+        """Run the pass that ``config`` belongs to on ``parent``, or take its result from the store.
 
         Args:
             parent: what to run it on; must be of a kind that the pass accepts.
@@ -132,15 +133,15 @@ class Session:
         if (reason := step.refuses(parent.kind)) is not None:
             raise UserError(reason)
         settings = config.model_dump(mode="json")
-        build_module = None
-        if step.rebuild is not None:
-            build_module = functools.partial(_rebuild, step, parent, self.context)
-        key = make_key(
+        key = StageKey(
             operation=step.name,
             config=settings,
-            parent=parent.card.content,
+            ancestors=tuple(content(artifact.card) for artifact in parent.line()),
+            target=x86_target().name,
+            device=self.context.device.type if step.reads_device else None,
+            libraries=_versions(step.libraries),
             code=step.source_digest(),
-            **self._environment(step.data, step.libraries),
+            **self._surroundings(),
         )
 
         def write(folder: Path) -> Product:
@@ -148,88 +149,109 @@ class Session:
             product: Product = step.apply(parent, config, self.context, folder)
             return product
 
-        return self._obtain(name or step.name, step.yields, step.name, settings, key, write, parent, build_module)
+        build_module = functools.partial(_rebuilt, self, step.name, parent) if step.rebuild is not None else None
+        planned = _Planned(name or step.name, step.yields, step.name, settings, key)
+        return self._obtain(planned, write, parent, build_module)
 
-    def _environment(self, data: str, libraries: tuple[str, ...]) -> dict[str, Any]:
-        """The part of a key that all steps have: data, preprocessing, seed, device, target, versions."""
-        known = versions()
+    def _surroundings(self) -> dict[str, Any]:
+        """The inputs that the keys of baselines and stages have in common."""
+        data = self.context.data
         return {
-            # Even a pass that trains nothing is traced, checked and sized with images of the data.
-            "data": self.context.data.fingerprint,
-            "reads": data,
-            "classes": self.context.data.classes,
-            "preprocessing": _plain(self.context.preprocessing),
+            "classes": len(data.classes),
+            "images": data.train.fingerprint,
+            "augmentation": data.augment,
+            "preprocessing": self.context.preprocessing,
             "seed": self.context.seed,
-            "device": self.context.device.type,
-            "target": x86_target().name,
-            "versions": {name: known.get(name) for name in (*libraries, "optimize")},
         }
 
-    def _obtain(  # noqa: PLR0917 - one call each from baseline and apply
+    def _obtain(
         self,
-        name: str,
-        kind: Kind,
-        operation: str,
-        settings: dict[str, Any],
-        key: str,
+        planned: _Planned,
         write: Callable[[Path], Product],
         parent: Artifact | None,
         build_module: Callable[[], torch.nn.Module] | None,
     ) -> Step:
-        # The name is part of the object, because the card states it; renaming a stage is cheap to redo.
-        key = make_key(key=key, name=name, lineage=[entry.key for entry in parent.card.lineage] if parent else [])
+        """What is planned, made or found, under its name."""
 
-        def build(folder: Path) -> None:
-            product = write(folder)
-            card = Card(
-                name=name,
-                model=self.source.name,
-                format=product.format,
-                file=product.file,
-                precision=product.precision,
-                input_dtype=product.input_dtype,
-                device=product.device,
-                preprocessing=self.context.preprocessing,
-                classes=self.context.data.classes,
-                files={path.name: sha256_file(path) for path in sorted(folder.iterdir())},
-                lineage=(*(parent.card.lineage if parent else ()), Ancestor(name, operation, settings, key)),
-                data={
-                    "name": self.context.data.name,
-                    "fingerprint": self.context.data.fingerprint,
-                    "train": len(self.context.data.train),
-                    "val": len(self.context.data.val),
-                },
-                versions=versions(),
-                machine=machine(self.context.device),
-                notes=product.notes,
-            )
+        def make(folder: Path) -> None:
+            write_product(Made(write(folder), versions(), machine(self.context.device)), folder)
+
+        key = planned.key.digest
+        about = f"{self.source.name} on {self.context.data.name}: {planned.name}"
+        made = self.store.obtain(key, make, lambda: self.waiting(planned.name), about=about)
+        card = self._card(planned, made, parent)
+
+        def name_it(folder: Path) -> None:
+            for file in card.files:
+                self.store.link(made.folder / file, folder / file)
             write_card(folder, card)
 
-        stored = self.store.obtain(key, build, lambda: self.waiting(name))
-        card = load_card(stored.folder)
-        return Step(Artifact(name, kind, key, stored.folder, card, parent, build_module), stored.cached, stored.seconds)
+        named_key = NamedKey(made=key, card=dataclasses.asdict(card)).digest
+        named = self.store.obtain(named_key, name_it, about=about, shared=made)
+        artifact = Artifact(
+            planned.name,
+            planned.kind,
+            key,
+            named.folder,
+            read_card(named.folder),
+            parent,
+            build_module,
+            objects=(key, named_key),
+        )
+        return Step(artifact, made.cached, made.seconds, made.created)
 
-
-def _rebuild(step: Pass[Any], parent: Artifact, context: Context) -> torch.nn.Module:
-    assert step.rebuild is not None
-    return step.rebuild(parent.module(), context.example())
-
-
-def _check_output(module: torch.nn.Module, example: torch.Tensor, classes: int) -> None:
-    """Refuse a module that does not map ``(N, C, H, W)`` to ``(N, classes)``."""
-    try:
-        with torch.no_grad():
-            output = module(example)
-    except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
-        raise UserError(f"the model fails on an input of shape {tuple(example.shape)}: {one_line(error)}") from None
-    if not isinstance(output, torch.Tensor) or output.shape != (len(example), classes):
-        found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise UserError(
-            f"the model gives {found} for a batch of {len(example)} images of {classes} classes; "
-            f"it must give logits of shape ({len(example)}, {classes})"
+    def _card(self, planned: _Planned, stored: StoredObject, parent: Artifact | None) -> Card:
+        made, data = read_product(stored.folder), self.context.data
+        product = made.product
+        return Card(
+            name=planned.name,
+            model=self.source.name,
+            format=product.format,
+            file=product.file,
+            precision=product.precision,
+            input_dtype=product.input_dtype,
+            device=product.device,
+            preprocessing=self.context.preprocessing,
+            classes=data.classes,
+            files={name: digest for name, digest in stored.files.items() if name != PRODUCT_FILE},
+            lineage=(
+                *(parent.card.lineage if parent else ()),
+                Ancestor(planned.name, planned.operation, planned.settings, planned.key.digest),
+            ),
+            data={
+                "name": data.name,
+                "fingerprint": data.fingerprint,
+                "train": len(data.train),
+                "val": len(data.val),
+            },
+            versions=made.versions,
+            machine=made.machine,
+            notes=product.notes,
         )
 
 
-def _plain(value: Any) -> Any:
-    """A dataclass as JSON values."""
-    return {name: list(item) if isinstance(item, tuple) else item for name, item in vars(value).items()}
+@dataclass(frozen=True)
+class _Planned:
+    """What is to be made: its name, its kind, by which operation and settings, and the key of all that it is from."""
+
+    name: str
+    kind: Kind
+    operation: str
+    settings: Mapping[str, Any]
+    key: Key
+
+
+def _versions(libraries: tuple[str, ...]) -> dict[str, str | None]:
+    known = versions()
+    return {name: known.get(name) for name in (*libraries, "optimize")}
+
+
+def _new_module(session: Session) -> torch.nn.Module:
+    return new_module(session.source, session.context)
+
+
+def _rebuilt(session: Session, name: str, parent: Artifact) -> torch.nn.Module:
+    """A module of the structure that the pass called ``name`` gives to ``parent``'s."""
+    rebuild = find_pass(name).rebuild
+    assert rebuild is not None
+    return rebuild(parent.module(), session.context.example())

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from safetensors.torch import load_file
 from torch import nn
 
 from optimize.errors import PassError
-from serve.runtime.card import Card, Device, FloatType, Format
+from optimize.store.files import write_json
+from serve.runtime.card import Card, Device, FloatType, Format, load_card
+from serve.runtime.errors import CardError, UserError
 
 #: What an artifact is, as far as the passes that may follow it care.
 Kind = Literal["module", "half", "dynamic", "quantized", "onnx", "onnx-half", "onnx-int8"]
@@ -31,9 +35,8 @@ KIND_NAMES: dict[Kind, str] = {
 
 
 WEIGHTS_FILE = "weights.safetensors"
-
-
 REFERENCE_FILE = "reference.pt2"
+PRODUCT_FILE = "product.json"
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,49 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Made:
+    """A product with where it comes from: what of a card is known before there is a name.
+
+    Attributes:
+        product: what was made.
+        versions: of the libraries that made it.
+        machine: that made it, with the device that it was trained on.
+    """
+
+    product: Product
+    versions: Mapping[str, str]
+    machine: Mapping[str, Any]
+
+
+def write_product(made: Made, folder: Path) -> None:
+    """Write ``product.json`` beside the files that it is about."""
+    write_json(dataclasses.asdict(made), folder / PRODUCT_FILE)
+
+
+def read_product(folder: Path) -> Made:
+    """Read what `write_product` wrote."""
+    body: dict[str, Any] = json.loads((folder / PRODUCT_FILE).read_text(encoding="utf-8"))
+    product: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in body["product"].items()
+    }
+    return Made(Product(**product), body["versions"], body["machine"])
+
+
+@dataclass(frozen=True)
 class Artifact:
     """One measured-or-to-be-measured result of a step.
+
+    It pickles as its keys and its place in the store, and is checked when it is opened again.
 
     Attributes:
         name: unique within its run.
         kind: what it is; decides which passes may follow.
-        key: the content-addressed key that it is stored by.
+        key: of what it was made from; the same under any name.
         folder: where its files and card are; treat as read-only.
         card: its card, verified when it was opened.
         parent: what it was made from; None for the baseline.
+        build_module: makes an eager module of its structure, with any weights; None if it has none.
+        objects: keys of the store's objects that it consists of.
     """
 
     name: str
@@ -68,6 +104,17 @@ class Artifact:
     card: Card
     parent: Artifact | None = None
     build_module: Callable[[], nn.Module] | None = field(default=None, repr=False, compare=False)
+    objects: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[Callable[..., Artifact], tuple[Any, ...]]:
+        place = self.folder.resolve()
+        return _reopened, (self.name, self.kind, self.key, place, self.parent, self.build_module, self.objects)
+
+    def line(self) -> Iterator[Artifact]:
+        """What it descends from, the baseline first, and itself last."""
+        if self.parent is not None:
+            yield from self.parent.line()
+        yield self
 
     @property
     def path(self) -> Path:
@@ -88,3 +135,19 @@ class Artifact:
         state._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
         module.load_state_dict(state)
         return module.eval()
+
+
+def _reopened(  # noqa: PLR0917 - pickle calls it
+    name: str,
+    kind: Kind,
+    key: str,
+    folder: Path,
+    parent: Artifact | None,
+    build_module: Callable[[], nn.Module] | None,
+    objects: tuple[str, ...],
+) -> Artifact:
+    try:
+        card = load_card(folder)
+    except CardError as error:
+        raise UserError(f"{name} cannot be opened again, make it anew: {error}") from None
+    return Artifact(name, kind, key, folder, card, parent, build_module, objects)

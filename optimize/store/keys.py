@@ -1,12 +1,229 @@
-"""Every key of the store, made in one place from named inputs."""
+"""Every key of the store, made in one place from named inputs.
+
+A key is the SHA-256 of everything that a result depends on, and of nothing else: what a thing is called, where it
+lies, when it was made and on which device it was trained are no inputs. Each kind of result has a record whose
+fields are its inputs; a test changes every field of every record and expects another key.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from serve.runtime.card import Card, Preprocessing
+
+#: Fields of a card that say what an artifact is called and where it comes from; no engine reads them.
+PROVENANCE = frozenset(
+    {"name", "model", "lineage", "data", "versions", "machine", "measurements", "notes", "packed", "schema"}
+)
+
+#: Fields of a card that are the run's and not the file's.
+_OF_THE_RUN = frozenset({"preprocessing", "classes"})
 
 
 def make_key(**parts: Any) -> str:
     """SHA-256 of named JSON values; anything that is not JSON is refused with TypeError."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def opening(card: Card) -> dict[str, Any]:
+    """What the runtime makes an engine of: the files' hashes, and all of the card but its `PROVENANCE`.
+
+    A field that is added to the card is part of it until somebody says that no engine reads it.
+    """
+    return {name: value for name, value in dataclasses.asdict(card).items() if name not in PROVENANCE}
+
+
+def content(card: Card) -> str:
+    """SHA-256 of what a pass reads of an artifact that it follows: its files, and what the numbers in them mean."""
+    return make_key(**{name: value for name, value in opening(card).items() if name not in _OF_THE_RUN})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """The inputs of one result; their values are JSON, tuples, mappings or records of such."""
+
+    kind: ClassVar[str]
+
+    @property
+    def digest(self) -> str:
+        """The key, 64 hexadecimal digits."""
+        return make_key(kind=self.kind, **dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineKey(Key):
+    """A baseline, before it has a name.
+
+    Attributes:
+        architecture: the model's fingerprint, and which factory of that source builds it.
+        weights: SHA-256 of the checkpoint, and which of its state dicts; None if the baseline is trained.
+        training: how it is trained; None if it has a checkpoint.
+        classes: how many outputs it has.
+        images: fingerprint of the training images. A checkpoint's baseline is traced with some of them.
+        augmentation: which changes of an image keep its label true.
+        preprocessing: of the images.
+        seed: of every random choice.
+        libraries: versions of the libraries that make it.
+        code: digest of the sources that make it.
+    """
+
+    kind = "baseline"
+    architecture: tuple[str, str]
+    weights: tuple[str, str] | None
+    training: Mapping[str, Any] | None
+    classes: int
+    images: str
+    augmentation: str
+    preprocessing: Preprocessing
+    seed: int
+    libraries: Mapping[str, str | None]
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageKey(Key):
+    """What a pass makes, before it has a name.
+
+    Attributes:
+        operation: the pass.
+        config: its settings.
+        ancestors: `content` of each ancestor, the baseline first: a pass may read more than its parent.
+        target: which integers the machine's kernels speak.
+        device: the run's, for a pass whose result depends on it; None for others.
+        classes: how many outputs the model has.
+        images: fingerprint of the training images. Even a pass that trains nothing is checked with some of them.
+        augmentation: which changes of an image keep its label true.
+        preprocessing: of the images.
+        seed: of every random choice.
+        libraries: versions of the libraries that the pass calls.
+        code: digest of the pass's sources.
+    """
+
+    kind = "stage"
+    operation: str
+    config: Mapping[str, Any]
+    ancestors: tuple[str, ...]
+    target: str
+    device: str | None
+    classes: int
+    images: str
+    augmentation: str
+    preprocessing: Preprocessing
+    seed: int
+    libraries: Mapping[str, str | None]
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedKey(Key):
+    """An artifact's folder: the files of a baseline or a stage under a name, with a card.
+
+    Attributes:
+        made: key of the baseline or stage.
+        card: the card, as JSON values.
+    """
+
+    kind = "artifact"
+    made: str
+    card: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(Key):
+    """What all measurements depend on.
+
+    Attributes:
+        device: where the artifacts run.
+        machine: processor, cores, threads, memory, GPU.
+        libraries: versions of all libraries.
+        code: digest of the sources that measure, the runtime's among them.
+    """
+
+    device: str
+    machine: Mapping[str, Any]
+    libraries: Mapping[str, str]
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersKey(Bench):
+    """An artifact's answers on the validation images.
+
+    Attributes:
+        artifact: see `opening`.
+        images: fingerprint of the validation images.
+        preprocessing: how the run prepares them; the card's own is part of ``artifact``.
+        skip_unreadable: whether images that cannot be read are left out.
+        max_batch: most images that are run together.
+    """
+
+    kind = "answers"
+    artifact: Mapping[str, Any]
+    images: str
+    preprocessing: Preprocessing
+    skip_unreadable: bool
+    max_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FootprintKey(Bench):
+    """An artifact's load time and peak memory.
+
+    Attributes:
+        artifact: see `opening`.
+        batch: images in the batch that the peak is taken with.
+    """
+
+    kind = "footprint"
+    artifact: Mapping[str, Any]
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedKey(Bench):
+    """Times of a set that was measured in turns.
+
+    Attributes:
+        artifacts: `opened` of each, sorted: the set has no order, and its members no names.
+        eager: key of the baseline or stage whose eager module is timed beside them; None if there is none.
+        timing: how speed is measured.
+        images: fingerprint of the validation images: their values matter too (subnormal numbers are slow).
+        preprocessing: of the images.
+        max_batch: most images that are run together.
+    """
+
+    kind = "speed"
+    artifacts: tuple[str, ...]
+    eager: str | None
+    timing: Mapping[str, Any]
+    images: str
+    preprocessing: Preprocessing
+    max_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchiveKey(Key):
+    """A TorchServe archive.
+
+    Attributes:
+        model_name: what it is served by; it stands in the archive.
+        card: the artifact's card as JSON values, with the hashes of its files; it travels whole.
+        libraries: versions of the libraries that write it.
+        code: digest of the sources that travel in the archive or make it.
+    """
+
+    kind = "archive"
+    model_name: str
+    card: Mapping[str, Any]
+    libraries: Mapping[str, str]
+    code: str
+
+
+def opened(card: Card) -> str:
+    """SHA-256 of `opening`: equal for two artifacts that the runtime cannot tell apart."""
+    return make_key(**opening(card))

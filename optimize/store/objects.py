@@ -4,48 +4,53 @@ An object is a folder whose name is a key (the hash of everything that its conte
 whose manifest gives the SHA-256 of each of its files. It is built in a temporary folder and appears
 by one rename, so that a process killed at any moment leaves nothing half-written behind a key. Every
 time that an object is opened its files are hashed; one that does not match is thrown away and made
-again. Locks are ``flock``s: the kernel releases them with the process, however it ends.
+again. An object may share files with another, by hard links; those are hashed once for both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import datetime
 import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from optimize.errors import NotApplicableError
 from optimize.store.files import temporary_for, write_json
+from optimize.store.locks import Hold, exclusive, is_free
 from serve.hints import command
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError
 
-_MANIFEST = "object.json"
-
-
-_IN_USE = "in-use"
-
+MANIFEST = "object.json"
 
 _FULL = 16 << 20  # bytes free below which a failed write is a full disk
-
-
 _SETTLED = 60.0  # seconds after which a temporary folder without a held lock has no owner
 
 
 @dataclass(frozen=True)
 class StoredObject:
-    """A whole object: its folder, how many seconds it took to build, and whether it was there already."""
+    """A whole object.
+
+    Attributes:
+        folder: where its files are; treat as read-only.
+        seconds: how long it took to build.
+        cached: whether it was there already.
+        created: when it was built, ISO 8601 in UTC, to the second.
+        files: SHA-256 of each of its files by name.
+    """
 
     folder: Path
     seconds: float
     cached: bool
+    created: str
+    files: Mapping[str, str]
 
 
 class Store:
@@ -78,6 +83,20 @@ class Store:
             ) from None
         self._sweep()
 
+    @property
+    def in_use(self) -> Path:
+        """The lock that keeps `pruning` out while anybody has a share of it."""
+        return self._locks / "in-use"
+
+    @property
+    def objects(self) -> Path:
+        """Where the objects' folders are."""
+        return self._objects
+
+    def hold(self) -> Hold:
+        """Keep every object from being pruned as long as the result lives: not all of them are named by a report."""
+        return Hold(self.in_use)
+
     def get(self, key: str) -> Path | None:
         """The folder of a whole object, every file checked; None if it is absent or damaged."""
         folder = self._objects / key
@@ -91,32 +110,36 @@ class Store:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def obtain(
-        self, key: str, build: Callable[[Path], None], waiting: Callable[[], None] | None = None
+        self,
+        key: str,
+        build: Callable[[Path], None],
+        waiting: Callable[[], None] | None = None,
+        *,
+        about: str = "",
+        shared: StoredObject | None = None,
     ) -> StoredObject:
         """The object under ``key``; built by ``build(folder)`` if it is not there.
 
         Of two processes that want the same key one builds and the other waits for it.
 
         Args:
-            key: see `make_key`.
+            key: see `optimize.store.keys`.
             build: writes the object's files into an empty folder; what it raises leaves no trace.
             waiting: called once if another process is building the object.
+            about: what it is, for people who prune; no part of the object's identity.
+            shared: a whole object that this one may have files in common with: those are not hashed again.
         """
-        if (folder := self.get(key)) is not None:
-            return StoredObject(folder, _seconds(folder), cached=True)
-        with self.lock(key, waiting):
-            if (folder := self.get(key)) is not None:
-                return StoredObject(folder, _seconds(folder), cached=True)
+        if (found := self._found(key, shared)) is not None:
+            return found
+        with exclusive(self._locks / key, waiting):
+            if (found := self._found(key, shared)) is not None:
+                return found
             self.forget(key)  # what is left there is damaged; under the lock, so that nobody has just replaced it
-            started = time.perf_counter()
             with self.workspace() as temporary:
                 content = temporary / "object"
                 content.mkdir()
                 try:
-                    build(content)
-                    files = {path.name: sha256_file(path) for path in sorted(content.iterdir())}
-                    seconds = time.perf_counter() - started
-                    write_json({"key": key, "seconds": seconds, "files": files}, content / _MANIFEST)
+                    manifest = _build(content, key, build, about, shared)
                 except (NotApplicableError, UserError):
                     raise
                 except Exception as error:
@@ -125,26 +148,17 @@ class Store:
                         raise UserError(no_space(self.root)) from error
                     raise
                 content.rename(self._objects / key)
-        return StoredObject(self._objects / key, seconds, cached=False)
+        return _stored(self._objects / key, manifest, cached=False)
 
-    @contextlib.contextmanager
-    def lock(self, name: str, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    def _found(self, key: str, shared: StoredObject | None) -> StoredObject | None:
+        folder = self._objects / key
+        if not folder.is_dir() or fault(folder, shared) is not None:
+            return None
+        return _stored(folder, json.loads((folder / MANIFEST).read_text(encoding="utf-8")), cached=True)
+
+    def lock(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Hold the lock called ``name``, alone; waits for another process that holds it."""
-        with (self._locks / name).open("w") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if waiting is not None:
-                    waiting()
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Keep `prune` out: what a run has built is not yet named by any report."""
-        with (self._locks / _IN_USE).open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH)
-            yield
+        return exclusive(self._locks / name)
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
@@ -152,8 +166,7 @@ class Store:
         folder = self._temporary / uuid.uuid4().hex
         folder.mkdir()
         try:
-            with (folder / ".lock").open("w") as handle:
-                fcntl.flock(handle, fcntl.LOCK_EX)
+            with exclusive(folder / ".lock"):
                 yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -177,32 +190,6 @@ class Store:
         """Names of the runs that have a report, in order."""
         return sorted(path.parent.name for path in self.root.glob("*/report.json"))
 
-    def prune(self) -> tuple[int, int]:
-        """Remove every object that no run's ``objects.json`` names; returns how many, and their bytes.
-
-        Raises:
-            UserError: a run is using the store, or an ``objects.json`` cannot be read.
-        """
-        count = size = 0
-        with (self._locks / _IN_USE).open("w") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"a run is using the store {self.root}; prune it when the run has ended") from None
-            wanted: set[str] = set()
-            for path in self.root.glob("*/objects.json"):
-                try:
-                    wanted.update(json.loads(path.read_text(encoding="utf-8")))
-                except (ValueError, TypeError):
-                    raise UserError(f"{path} cannot be read; run the model again or remove {path.parent}") from None
-            for folder in self._objects.iterdir():
-                if folder.name not in wanted:
-                    # A hard-linked file frees nothing while a run still shows it.
-                    size += sum(path.stat().st_size for path in folder.iterdir() if path.stat().st_nlink == 1)
-                    shutil.rmtree(folder, ignore_errors=True)
-                    count += 1
-        return count, size
-
     def _sweep(self) -> None:
         """Remove temporary folders whose process is gone."""
         for folder in self._temporary.iterdir():
@@ -210,19 +197,40 @@ class Store:
                 if time.time() - folder.stat().st_mtime < _SETTLED:
                     continue  # perhaps just made, its lock not yet taken
                 lock = folder / ".lock"
-                if lock.exists():
-                    with lock.open("r+") as handle:
-                        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(folder, ignore_errors=True)
-                elif folder.is_dir():
-                    shutil.rmtree(folder, ignore_errors=True)
-                else:
+                if not folder.is_dir():
                     folder.unlink()
+                elif not lock.exists() or is_free(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _seconds(folder: Path) -> float:
-    manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-    return float(manifest["seconds"])
+def _build(
+    content: Path, key: str, build: Callable[[Path], None], about: str, shared: StoredObject | None
+) -> dict[str, Any]:
+    """Build an object in the empty folder ``content`` and seal it with its manifest, which is returned."""
+    started = time.perf_counter()
+    build(content)
+    manifest = {
+        "key": key,
+        "about": about,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "files": {path.name: _hash(path, shared) for path in sorted(content.iterdir())},
+        "seconds": time.perf_counter() - started,
+    }
+    write_json(manifest, content / MANIFEST)
+    return manifest
+
+
+def _stored(folder: Path, manifest: Mapping[str, Any], *, cached: bool) -> StoredObject:
+    return StoredObject(
+        folder, float(manifest["seconds"]), cached, str(manifest.get("created", "")), dict(manifest["files"])
+    )
+
+
+def _hash(path: Path, shared: StoredObject | None) -> str:
+    """SHA-256 of a file; that of ``shared`` if it is the same file, whose content has just been checked there."""
+    if shared is not None and path.name in shared.files and path.samefile(shared.folder / path.name):
+        return shared.files[path.name]
+    return sha256_file(path)
 
 
 def no_space(folder: Path) -> str:
@@ -231,17 +239,20 @@ def no_space(folder: Path) -> str:
     return f"no space left on the disk of {folder}: free some ({free}), or name another --store"
 
 
-def fault(folder: Path) -> str | None:
-    """What is wrong with an object's folder, in one line; None if it is whole."""
+def fault(folder: Path, shared: StoredObject | None = None) -> str | None:
+    """What is wrong with an object's folder, in one line; None if it is whole.
+
+    Files that it has in common with ``shared``, which is whole, are not hashed.
+    """
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files: dict[str, str] = manifest["files"]
     except (OSError, ValueError, KeyError, TypeError):
-        return f"{_MANIFEST} is missing or unreadable"
+        return f"{MANIFEST} is missing or unreadable"
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if sha256_file(path) != expected:
+        if _hash(path, shared) != expected:
             return f"{name} does not match its SHA-256"
     return None

@@ -1,6 +1,7 @@
 """Which source files a result depends on: a module and what it imports, found by reading the imports.
 
-Nothing is listed by hand, so that nothing can be forgotten when code moves or grows.
+Nothing is listed by hand, so that nothing can be forgotten when code moves or grows. Comments and blank
+lines do not count: a remark must not cost a training. Everything else does, docstrings and layout included.
 """
 
 from __future__ import annotations
@@ -9,11 +10,20 @@ import ast
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Iterator
+import io
+import pkgutil
+import tokenize
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 #: The packages whose sources belong to the project; others are covered by their versions.
 PROJECT = ("optimize", "serve")
+
+
+def code_of(*makers: Callable[..., Any]) -> str:
+    """`source_digest` of the modules in which functions or classes are defined: those that make a result."""
+    return source_digest(*(maker.__module__ for maker in makers))
 
 
 def source_digest(*modules: str) -> str:
@@ -30,12 +40,16 @@ def source_digest(*modules: str) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(closure(*modules)):
-        digest.update(f"{name}\0".encode() + _source(name)[0] + b"\0")
+        digest.update(f"{name}\0".encode() + without_comments(_source(name)[0]) + b"\0")
     return digest.hexdigest()
 
 
 def closure(*modules: str) -> frozenset[str]:
-    """Names of ``modules``, and of the modules of the project and of their own packages that they import, in turn."""
+    """Names of ``modules``, and of the modules of the project and of their own packages that they import, in turn.
+
+    A module that keeps a ``Registry`` imports all modules of the registry's package, though no import says so:
+    whoever reads the registry may get any of them. One of those modules itself does not thereby import the others.
+    """
     inside = {*PROJECT, *(name.partition(".")[0] for name in modules)}
     found: set[str] = set()
     waiting = list(modules)
@@ -44,7 +58,14 @@ def closure(*modules: str) -> frozenset[str]:
         if name in found or name.partition(".")[0] not in inside:
             continue
         found.add(name)
-        waiting += _imports(name)
+        package = name.rpartition(".")[0]
+        if "." in package:  # it is run too; what the top of a distribution exports changes no result
+            waiting.append(package)
+        imported, registered = _reached_from(name)
+        waiting += imported
+        for room in registered:
+            if not any(root.startswith(f"{room}.") for root in modules):
+                waiting += _members(room)
     return frozenset(found)
 
 
@@ -58,11 +79,50 @@ def _source(name: str) -> tuple[bytes, bool]:
 
 
 @functools.cache
-def _imports(name: str) -> tuple[str, ...]:
-    """Absolute names of all modules that ``name`` imports when it is loaded or run."""
+def without_comments(source: bytes) -> bytes:
+    """Python source without comments and without the blank lines between statements; strings stay as they are."""
+    lines = source.decode("utf-8").splitlines()
+    blank = set()
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
+        row, column = token.start
+        if token.type == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+        elif token.type == tokenize.NL and not lines[row - 1].strip():
+            blank.add(row)  # a blank line within a string is no token of its own
+    return "\n".join(line for row, line in enumerate(lines, start=1) if row not in blank).encode()
+
+
+@functools.cache
+def _reached_from(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Absolute names of the modules that ``name`` imports when it is loaded or run, and packages of its registries."""
     source, is_package = _source(name)
     package = name if is_package else name.rpartition(".")[0]
-    return tuple(entry for entry in imported_names(source, package) if _is_module(entry))
+    imported = tuple(entry for entry in imported_names(source, package) if _is_module(entry))
+    return imported, tuple(_registered_packages(source, name, package))
+
+
+def _registered_packages(source: bytes, name: str, package: str) -> Iterator[str]:
+    """The packages that a module's registries are made for: strings, or its own ``__name__`` or ``__package__``."""
+    for node in _walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        if ast.unparse(node.func).partition("[")[0].rpartition(".")[2] != "Registry":
+            continue
+        for value in [keyword.value for keyword in node.keywords if keyword.arg == "package"] or node.args[1:2]:
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.value
+            elif isinstance(value, ast.Name) and value.id in ("__name__", "__package__"):
+                yield name if value.id == "__name__" else package
+            else:
+                raise ValueError(f"{name}: the package of a Registry must be a string, __name__ or __package__")
+
+
+@functools.cache
+def _members(package: str) -> tuple[str, ...]:
+    """All modules of a package."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    return tuple(f"{package}.{entry.name}" for entry in pkgutil.iter_modules(spec.submodule_search_locations))
 
 
 def imported_names(source: bytes, package: str) -> list[str]:
@@ -96,9 +156,11 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
     """As `ast.walk`, without the blocks that only type checkers see."""
     yield node
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
-            continue
-        yield from _walk(child)
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in child.orelse:
+                yield from _walk(other)
+        else:
+            yield from _walk(child)
 
 
 @functools.cache

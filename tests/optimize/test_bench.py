@@ -14,16 +14,22 @@ import torch
 from PIL import Image
 
 from optimize.context import Context
-from optimize.data.records import ImageData
+from optimize.data.records import ImageData, Split
+from optimize.measure.accuracy import answer
 from optimize.measure.bench import Bench
+from optimize.measure.references import REFERENCES
 from optimize.measure.timing import Timing
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.resolve import resolve_model
 from optimize.passes.fuse import Fuse
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
+from optimize.store.keys import Key
 from optimize.store.objects import Store
+from optimize.store.sources import closure
+from serve import runtime
 from serve.runtime.card import Preprocessing
+from serve.runtime.predictor import Predictor
 
 from .workbench import CPU, TINY_NET
 
@@ -38,6 +44,12 @@ def weights(trained: Artifact) -> Checkpoint:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the reference that takes a minute to compile."""
+    monkeypatch.delitem(REFERENCES, "torch.compile")
 
 
 def users_model(folder: Path, mean: float, std: float) -> str:
@@ -123,8 +135,8 @@ def keys(store: Store, context: Context, artifact: Artifact) -> dict[str, str]:
         pass
 
     class Asking(Bench):
-        def _obtain(self, key: str, build: object, read: object) -> NoReturn:
-            asked.append(key)
+        def _obtain(self, key: Key, build: object, read: object, artifact: Artifact) -> NoReturn:
+            asked.append(key.digest)
             raise AskedError
 
     bench = Asking(store, context)
@@ -152,6 +164,7 @@ def test_what_a_measurement_depends_on_is_in_its_key(
     assert not set(before.values()) & set(after.values())
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_a_measurement_is_taken_from_the_store_where_nothing_changed(
     store: Store, trained: Artifact, session: Session, digits_context: Context
 ) -> None:
@@ -161,4 +174,59 @@ def test_a_measurement_is_taken_from_the_store_where_nothing_changed(
     first, second = (Bench(store, digits_context).speed([trained], QUICK) for _ in range(2))
     assert (first.cached, second.cached) == (False, True)
     assert first.value.speeds == second.value.speeds
-    assert (first.key, first.seconds) == (second.key, second.seconds)
+    assert (first.key, first.seconds, first.created) == (second.key, second.seconds, second.created)
+
+
+def test_an_accuracy_is_of_the_validation_images_and_of_no_others(
+    store: Store, trained: Artifact, digits_context: Context
+) -> None:
+    data = digits_context.data
+    fewer = Split(data.train.sources[:64], data.train.labels[:64])
+    train = dataclasses.replace(digits_context, data=dataclasses.replace(data, train=fewer))
+    val = dataclasses.replace(digits_context, data=dataclasses.replace(data, val=fewer))
+    before = keys(store, digits_context, trained)
+    assert keys(store, train, trained) == before
+    after = keys(store, val, trained)
+    assert {name for name in before if after[name] != before[name]} == {"answers", "speed"}
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_names_and_order_of_a_set_are_not_in_its_key(
+    store: Store, trained: Artifact, session: Session, digits_context: Context
+) -> None:
+    """A recipe and the API, which call things by other names, share what was measured."""
+    one, two = session.apply(trained, Fuse()), session.apply(trained, Fuse(), "folded")
+    bench = Bench(store, digits_context)
+    first = bench.speed([trained, one.artifact], QUICK)
+    again = bench.speed([trained, two.artifact], QUICK)
+    assert (first.cached, again.cached) == (False, True)
+    assert again.created == first.created
+    assert again.value.speeds["folded"] == first.value.speeds["fuse"]
+    assert again.value.providers.keys() == {"baseline", "folded"}
+    assert again.value.speeds.keys() - {"folded"} == first.value.speeds.keys() - {"fuse"}
+    both = [asked["answers"] for asked in (keys(store, digits_context, step.artifact) for step in (one, two))]
+    assert both[0] == both[1]
+    # The first is the one whose eager module is timed beside the others.
+    other = dataclasses.replace(one.artifact, card=trained.card), dataclasses.replace(trained, card=one.artifact.card)
+    assert not bench.speed(list(other), QUICK).cached
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_equal_artifacts_of_a_set_are_measured_once(
+    store: Store, trained: Artifact, session: Session, digits_context: Context
+) -> None:
+    twins = [session.apply(trained, Fuse(), name).artifact for name in ("one", "two")]
+    speeds = Bench(store, digits_context).speed([trained, *twins], QUICK).value.speeds
+    assert speeds["one"] == speeds["two"] != speeds["baseline"]
+
+
+def test_every_file_of_the_runtime_that_measures_is_in_the_keys() -> None:
+    """What is opened by an engine's name alone is found too, wherever its file lies."""
+    root = Path(runtime.__file__).parent
+    files = {
+        ".".join(("serve", "runtime", *path.relative_to(root).with_suffix("").parts)) for path in root.rglob("*.py")
+    }
+    names = {name.removesuffix(".__init__") for name in files}
+    found = closure(answer.__module__, Predictor.__module__)
+    # `protocol` reads requests, and nothing that is measured here is one.
+    assert {name for name in names if name not in found} <= {"serve.runtime.protocol", "serve.runtime.registry"}

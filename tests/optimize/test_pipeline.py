@@ -27,8 +27,10 @@ from optimize.measure.rows import Archive, Measured, ModelFile, Report, Row, Ski
 from optimize.passes import onnx as onnx_pass
 from optimize.report.runs import faults_of
 from optimize.run.pipeline import Outcome
+from optimize.run.publishing import MEASUREMENTS_FILE
 from optimize.store.artifact import WEIGHTS_FILE
 from optimize.store.objects import Store, fault
+from optimize.store.pruning import prunable
 from serve.runtime.card import load_card
 from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.program_file import load_program
@@ -126,9 +128,9 @@ def test_fp16_is_made_and_has_no_number_where_there_is_no_gpu(tiny_run: TinyRun)
     assert "CUDA" in row.skip.reason
     assert path_of(row).is_file()
     assert Path(archive_of(row).path).is_file()
-    card = load_card(tiny_run.folder / "artifacts" / "half")
-    assert "CUDA" in card.measurements["skip"]["reason"]
-    assert "latency_ms" not in card.measurements
+    beside = json.loads((tiny_run.folder / "artifacts" / "half" / MEASUREMENTS_FILE).read_text())
+    assert "CUDA" in beside["skip"]["reason"]
+    assert "latency_ms" not in beside
 
 
 def test_bytes_are_the_files(tiny_run: TinyRun) -> None:
@@ -232,13 +234,21 @@ def test_the_run_folder_holds_what_the_report_names_and_nothing_else(tiny_run: T
     assert list((tiny_run.store / ".store" / "tmp").iterdir()) == []
 
 
-def test_archives_hold_the_artifacts_file_and_the_measured_card(tiny_run: TinyRun) -> None:
+def test_what_was_measured_lies_beside_each_artifact(tiny_run: TinyRun) -> None:
     for row, measured in figures(tiny_run.report):
+        folder = tiny_run.folder / "artifacts" / row.name
+        beside = json.loads((folder / MEASUREMENTS_FILE).read_text())
+        assert beside["accuracy"]["top1"] == measured.accuracy.top1
+        assert beside["latency_ms"] == measured.latency_ms.to_json()
+        assert beside["machine"]["cpu"] == tiny_run.report.machine.cpu
+        assert load_card(folder).name == row.name
+
+
+def test_archives_hold_the_artifacts_file_and_card(tiny_run: TinyRun) -> None:
+    for row, _ in figures(tiny_run.report):
         with zipfile.ZipFile(archive_of(row).path) as archive:
             assert archive.read(path_of(row).name) == path_of(row).read_bytes()
             card = json.loads(archive.read("card.json"))
-            assert card["measurements"]["accuracy"]["top1"] == measured.accuracy.top1
-            assert card["measurements"]["latency_ms"] == measured.latency_ms.to_json()
             assert [entry["name"] for entry in card["lineage"]][-1] == row.name
             assert {"handler.py", "index_to_name.json", "model-config.yaml"} <= set(archive.namelist())
 
@@ -254,8 +264,7 @@ def test_the_page_names_every_artifact_and_refers_to_nothing_outside(tiny_run: T
 def test_prune_keeps_all_that_the_run_uses(copied_store: Path) -> None:
     outcome, _ = run_recipe(copied_store, with_stages(FUSE), run="other")
     assert outcome.failed == ()
-    store = Store(copied_store)
-    assert store.prune() == (0, 0)
+    assert not prunable(Store(copied_store)).objects
     _, heard = run_recipe(copied_store, RECIPE)
     assert heard.made() == set()
 
@@ -288,6 +297,43 @@ def test_a_second_run_takes_everything_from_the_cache(tiny_run: TinyRun, copied_
         assert mine.archive is None or mine.archive.sha256 == archive_of(first).sha256
 
 
+def renamed(names: dict[str, str]) -> dict[str, Any]:
+    """The recipe with other names for its stages."""
+    stages = []
+    for stage in RECIPE["stages"]:
+        name = stage.get("name", stage["pass"])
+        parent = stage.get("from", "baseline")
+        stages.append({**stage, "name": names[name], "from": names.get(parent, parent)})
+    return {**RECIPE, "stages": stages}
+
+
+def test_renamed_stages_are_neither_made_nor_measured_again(tiny_run: TinyRun, copied_store: Path) -> None:
+    names = {name: f"my-{name}" for name in STAGES}
+    outcome, heard = run_recipe(copied_store, renamed(names))
+    assert heard.made() == set()
+    rows = {row.name: row for row in outcome.report.rows}
+    assert list(rows) == ["baseline", *names.values()]
+    for old, measured in figures(tiny_run.report):
+        new = rows[names.get(old.name, old.name)]
+        assert new.file is not None
+        assert new.measured is not None
+        assert new.file.key == tiny_run.file(old.name).key
+        assert (new.measured.accuracy, new.measured.latency_ms) == (measured.accuracy, measured.latency_ms)
+        assert load_card(copied_store / "tiny" / "artifacts" / new.name).name == new.name
+    assert faults_of(copied_store, "tiny")[1] == []
+    pruned = {folder.name for folder in prunable(Store(copied_store)).objects}
+    assert pruned  # the old names and their archives
+    assert not pruned & set(keys(outcome).values())
+
+
+def test_timing_anew_makes_no_other_archive(tiny_run: TinyRun, copied_store: Path) -> None:
+    recipe = {**RECIPE, "measure": {"rounds": 1, "batch_sizes": [1], "seconds": 0.001}}
+    outcome, heard = run_recipe(copied_store, recipe)
+    assert "speed" in heard.made()
+    for mine, first in zip(outcome.report.rows, tiny_run.report.rows, strict=True):
+        assert mine.archive is None or mine.archive.sha256 == archive_of(first).sha256
+
+
 def test_a_changed_stage_is_made_again_with_its_descendants_and_nothing_else(
     tiny_run: TinyRun, copied_store: Path
 ) -> None:
@@ -303,7 +349,8 @@ def test_a_checkpoint_is_the_baseline_and_another_one_makes_everything_anew(
     weights = load_file(tiny_run.folder / "artifacts" / "baseline" / WEIGHTS_FILE)
     save_file(weights, tmp_path / "same.safetensors")
     outcome, heard = run_recipe(copied_store, with_stages(FUSE), run="c", checkpoint=tmp_path / "same.safetensors")
-    assert heard.made() >= {"baseline", "fuse"}
+    assert "baseline" in heard.made()
+    assert "fuse" not in heard.made()  # its parent's files are the same, wherever they came from
     assert top1(outcome)[0] == tiny_run.measured("baseline").accuracy.top1
     weights["12.bias"] = weights["12.bias"] + torch.eye(10)[3] * 100
     save_file(weights, tmp_path / "other.safetensors")
@@ -422,7 +469,7 @@ def test_a_model_that_cannot_be_trained_ends_in_one_line(tmp_path: Path, monkeyp
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("CUDA out of memory\nTried to allocate")
 
-    monkeypatch.setattr("optimize.run.session.train", broken)
+    monkeypatch.setattr("optimize.training.baseline.train", broken)
     with pytest.raises(PipelineError, match="the baseline cannot be made: RuntimeError: CUDA out of memory") as caught:
         run_recipe(tmp_path / "store", with_stages(FUSE))
     assert "\n" not in str(caught.value)
@@ -464,8 +511,8 @@ def test_after_sigkill_nothing_half_written_is_used_and_the_next_run_goes_on(tmp
     code, _ = interrupt_in_training(store, tmp_path, signal.SIGKILL)
     assert code == -signal.SIGKILL
     whole = list((store / ".store" / "objects").iterdir())
-    assert len(whole) == 2
-    assert [fault(folder) for folder in whole] == [None, None]
+    assert len(whole) == 4  # two steps, each with its name
+    assert [fault(folder) for folder in whole] == [None] * 4
     _, heard = run_recipe(store, with_stages(FUSE))
     assert heard.made() == MEASUREMENTS
     assert faults_of(store, "tiny")[1] == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import json
 
 import pytest
 import torch
@@ -15,15 +17,18 @@ from optimize.passes import fuse as fuse_file
 from optimize.passes.base import Pass, find_pass, pass_of, passes
 from optimize.passes.dynamic import Dynamic
 from optimize.passes.fuse import Fuse
+from optimize.passes.half import Half
 from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
+from optimize.run import session as session_file
 from optimize.run.session import Session
+from optimize.store import objects as objects_file
 from optimize.store.artifact import REFERENCE_FILE
 from optimize.store.objects import Store
 from optimize.training.loop import TrainingConfig
 from serve.config import Config
-from serve.runtime.card import Preprocessing, load_card
+from serve.runtime.card import Preprocessing, load_card, sha256_file
 from serve.runtime.errors import UserError
 from serve.runtime.program_file import load_program
 
@@ -78,16 +83,15 @@ def test_a_second_run_takes_everything_from_the_cache(quick, checkpoint):
 CHANGES = {
     "the seed": lambda context: dataclasses.replace(context, seed=1),
     "an image": lambda context: noise_context(train=noise(64, 77)),
-    "a validation image": lambda context: noise_context(val=noise(8, 78)),
+    "how images may be augmented": lambda context: dataclasses.replace(
+        context, data=dataclasses.replace(context.data, augment="none")
+    ),
     "the mean": lambda context: dataclasses.replace(context, preprocessing=dataclasses.replace(GREY16, mean=(0.4,))),
     "the interpolation": lambda context: dataclasses.replace(
         context, preprocessing=dataclasses.replace(GREY16, interpolation="bicubic")
     ),
     "the resizing": lambda context: dataclasses.replace(
         context, preprocessing=Preprocessing(20, (16, 16), (0.5,), (0.25,))
-    ),
-    "the classes' names": lambda context: dataclasses.replace(
-        context, data=dataclasses.replace(context.data, classes=("w", "x", "y", "z"))
     ),
 }
 
@@ -99,6 +103,15 @@ def test_other_surroundings_are_another_key(quick, checkpoint, change):
     other = quick(CHANGES[change](context)).baseline(checkpoint=checkpoint)
     assert not other.cached
     assert other.artifact.key != base.artifact.key
+
+
+def test_other_validation_images_make_no_other_weights(quick):
+    config = TrainingConfig(epochs=1, augment=False)
+    first = quick().baseline(config)
+    again = quick(noise_context(val=noise(12, 78))).baseline(config)
+    assert again.cached
+    assert again.artifact.key == first.artifact.key
+    assert load_card(again.artifact.folder).data["val"] == 12
 
 
 def test_another_checkpoint_is_another_key_and_reaches_the_children(quick, checkpoint):
@@ -207,12 +220,110 @@ def test_the_card_names_every_ancestor_with_its_config(made):
     }
 
 
-def test_the_same_pass_twice_under_two_names_is_two_artifacts(quick, checkpoint):
+@pytest.fixture
+def runs(monkeypatch):
+    """The parents that ``fuse`` has run on, by name, one entry a run."""
+    real, counted = find_pass("fuse"), []
+
+    def counting(parent, *rest):
+        counted.append(parent.name)
+        return real.apply(parent, *rest)
+
+    monkeypatch.setattr(Pass, "source_digest", lambda self: "e" * 64)  # that of `counting` is this file's
+    registered = dataclasses.replace(real, apply=counting)
+    monkeypatch.setattr(session_file, "pass_of", lambda config: registered if type(config) is Fuse else pass_of(config))
+    return counted
+
+
+def test_the_same_pass_under_two_names_runs_once_and_gives_two_artifacts_of_the_same_files(quick, checkpoint, runs):
     session = quick()
     base = session.baseline(checkpoint=checkpoint).artifact
-    one, two = session.apply(base, Fuse(), "one").artifact, session.apply(base, Fuse(), "two").artifact
-    assert (one.card.name, two.card.name) == ("one", "two")
+    steps = [session.apply(base, Fuse(), name) for name in ("one", "two")]
+    one, two = (step.artifact for step in steps)
+    assert runs == ["baseline"]
+    assert [step.cached for step in steps] == [False, True]
+    assert (load_card(one.folder).name, load_card(two.folder).name) == ("one", "two")
+    assert [entry.name for entry in two.card.lineage] == ["baseline", "two"]
     assert one.folder != two.folder
+    assert one.key == two.key == one.card.lineage[-1].key
+    assert all((one.folder / name).samefile(two.folder / name) for name in one.card.files)
+
+
+def test_a_pass_after_a_renamed_stage_does_not_run_again(quick, checkpoint):
+    session = quick()
+    base = session.baseline(checkpoint=checkpoint).artifact
+    one, two = (session.apply(base, Fuse(), name).artifact for name in ("one", "two"))
+    first = session.apply(one, Ptq(images=8), "int8")
+    again = session.apply(two, Ptq(images=8), "quantized")
+    assert (first.cached, again.cached) == (False, True)
+    assert [entry.name for entry in again.artifact.card.lineage] == ["baseline", "two", "quantized"]
+    int8 = session.apply(first.artifact, OnnxInt8())
+    assert session.apply(again.artifact, OnnxInt8()).artifact.key == int8.artifact.key
+
+
+def test_a_model_of_another_file_name_in_another_folder_is_the_same_baseline(checkpoint, tmp_path):
+    steps = []
+    for place in ("here/net.py", "there/my_net.py"):
+        file = tmp_path / place
+        file.parent.mkdir()
+        file.write_bytes(TINY_NET.read_bytes())
+        session = Session(Store(tmp_path / "store"), resolve_model(f"{file}:tiny"), noise_context())
+        steps.append(session.baseline(checkpoint=checkpoint, origin=tmp_path / place / "weights.pt"))
+    assert [step.cached for step in steps] == [False, True]
+    assert steps[0].artifact.key == steps[1].artifact.key
+
+
+def test_the_device_that_trained_and_the_classes_labels_make_no_other_weights(quick, checkpoint, monkeypatch):
+    base = quick().baseline(checkpoint=checkpoint)
+    context = noise_context()
+    elsewhere = quick(dataclasses.replace(context, device=torch.device("meta")))  # only its name is asked for
+    assert elsewhere.baseline(checkpoint=checkpoint).cached
+    labelled = quick(dataclasses.replace(context, data=dataclasses.replace(context.data, classes=("w", "x", "y", "z"))))
+    again = labelled.baseline(checkpoint=checkpoint)
+    assert again.cached
+    assert load_card(again.artifact.folder).classes == ("w", "x", "y", "z")
+    assert load_card(base.artifact.folder).classes == ("a", "b", "c", "d")
+
+
+def test_a_pass_that_reads_the_device_is_made_for_each(quick, checkpoint, monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    session = quick()
+    base = session.baseline(checkpoint=checkpoint).artifact
+    assert not session.apply(base, Half(dtype="bfloat16")).cached
+    elsewhere = quick(dataclasses.replace(session.context, device=torch.device("cuda")))
+    monkeypatch.setattr(session_file, "machine", lambda device: {"gpu": str(device)})
+    monkeypatch.setattr(Context, "example", lambda self, images=4: torch.zeros(images, 1, 16, 16))
+    assert not elsewhere.apply(base, Half(dtype="bfloat16")).cached
+
+
+def test_files_under_two_names_are_hashed_once(quick, checkpoint, monkeypatch):
+    session = quick()
+    base = session.baseline(checkpoint=checkpoint).artifact
+    session.apply(base, Fuse(), "one")
+    hashed: list[str] = []
+
+    def counting(path):
+        hashed.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr(objects_file, "sha256_file", counting)
+    artifact = session.apply(base, Fuse(), "two").artifact
+    session.apply(base, Fuse(), "two")
+    for name in artifact.card.files:
+        assert hashed.count(name) == 2  # once for each call
+
+
+def test_a_step_knows_when_it_was_made_and_not_when_it_was_looked_up(quick, checkpoint):
+    before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    session = quick()
+    made = session.baseline(checkpoint=checkpoint)
+    assert before <= datetime.datetime.fromisoformat(made.created) <= datetime.datetime.now(datetime.UTC)
+    manifest = session.store.objects / made.artifact.key / "object.json"
+    body = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**body, "created": "2025-01-31T12:00:00+00:00"}))
+    again = quick().baseline(checkpoint=checkpoint)
+    assert again.cached
+    assert again.created == "2025-01-31T12:00:00+00:00"
 
 
 def test_a_pass_after_one_that_it_cannot_follow_is_refused(made, session):
@@ -241,7 +352,7 @@ def test_what_fails_leaves_nothing_behind(quick, checkpoint, monkeypatch):
     bare = without.baseline(checkpoint=Checkpoint(without.source.build(4).state_dict(), "f" * 64)).artifact
     with pytest.raises(NotApplicableError):
         without.apply(bare, Dynamic())
-    assert len(set(objects.iterdir()) - before) == 1  # the other model's baseline
+    assert len(set(objects.iterdir()) - before) == 2  # the other model's baseline, and its name
     assert not list((session.store.root / ".store" / "tmp").iterdir())
     monkeypatch.undo()
     assert not session.apply(base, Fuse()).cached
@@ -274,7 +385,7 @@ def test_every_pass_of_the_issue_is_registered_once_with_its_config():
         assert pass_of(entry.config()) is entry
         assert all(field.description for field in entry.config.model_fields.values()), name
         assert entry.config.model_config["frozen"]
-        with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        with pytest.raises(UserError, match="no_such_field: unknown"):
             entry.config(no_such_field=1)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -18,7 +20,8 @@ from optimize.errors import NotApplicableError
 from optimize.store import objects as store_module
 from optimize.store.files import write_atomically, write_json
 from optimize.store.keys import make_key
-from optimize.store.objects import Store, fault
+from optimize.store.objects import Store, StoredObject, fault
+from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError
 
 KEY = make_key(what="the object of these tests")
@@ -59,14 +62,6 @@ def objects(root: Path) -> list[str]:
 
 def temporaries(root: Path) -> list[Path]:
     return list((root / ".store" / "tmp").iterdir())
-
-
-def test_keys_differ_by_any_part_and_not_by_order() -> None:
-    assert make_key(a=1, b={"x": 2, "y": 3}) == make_key(b={"y": 3, "x": 2}, a=1)
-    keys = {make_key(a=1), make_key(a=2), make_key(a="1"), make_key(b=1), make_key(a=[1]), make_key()}
-    assert len(keys) == 6
-    with pytest.raises(TypeError):
-        make_key(a=object())
 
 
 def test_an_object_is_built_once_and_then_found(tmp_path: Path) -> None:
@@ -163,8 +158,8 @@ def test_a_process_that_saw_damage_does_not_throw_away_what_another_has_rebuilt(
 
     real = store_module.fault
 
-    def slow_fault(path: Path) -> str | None:
-        found = real(path)
+    def slow_fault(path: Path, shared: StoredObject | None = None) -> str | None:
+        found = real(path, shared)
         if threading.current_thread() is threading.main_thread() and not rebuilt.is_set():
             other = threading.Thread(target=rebuild)  # it replaces the object while we hold a stale verdict
             other.start()
@@ -194,40 +189,55 @@ def test_temporaries_of_dead_processes_are_swept_and_those_of_living_ones_are_no
         assert sorted(temporaries(tmp_path)) == sorted([living, fresh])
 
 
-def write_run(root: Path, name: str, keys: object) -> None:
-    (root / name).mkdir()
-    write_json(keys, root / name / "objects.json")
+def test_an_object_tells_when_it_was_built_and_what_is_in_it(tmp_path: Path) -> None:
+    before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    built = Store(tmp_path).obtain(KEY, text("a"))
+    assert before <= datetime.datetime.fromisoformat(built.created) <= datetime.datetime.now(datetime.UTC)
+    assert built.files == {"file": hashlib.sha256(b"a").hexdigest()}
+    time.sleep(1.1)
+    again = Store(tmp_path).obtain(KEY, forbidden)
+    assert (again.created, again.files) == (built.created, built.files)
 
 
-def test_prune_removes_what_no_run_names_and_keeps_the_rest(tmp_path: Path) -> None:
+def shares(store: Store, first: StoredObject) -> StoredObject:
+    """An object that has ``file`` in common with the first, and ``own`` for itself."""
+
+    def build(folder: Path) -> None:
+        store.link(first.folder / "file", folder / "file")
+        (folder / "own").write_text("own")
+
+    return store.obtain(make_key(n="shares"), build, shared=first)
+
+
+def test_a_shared_file_is_one_file_and_is_hashed_with_the_object_that_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(tmp_path)
-    used, unused = make_key(n=1), make_key(n=2)
-    store.obtain(used, text("used"))
-    manifest = (store.obtain(unused, text("x" * 1000)).folder / "object.json").stat().st_size
-    write_run(tmp_path, "run", [used])
-    assert store.prune() == (1, 1000 + manifest)
-    assert objects(tmp_path) == [used]
-    assert store.prune() == (0, 0)
+    first = store.obtain(KEY, text("shared"))
+    hashed: list[str] = []
+    monkeypatch.setattr(store_module, "sha256_file", lambda path: hashed.append(path.name) or sha256_file(path))
+    for cached in (False, True):
+        second = shares(store, first)
+        assert second.cached is cached
+        assert (second.folder / "file").samefile(first.folder / "file")
+        assert second.files == {name: sha256_file(second.folder / name) for name in ("file", "own")}
+    assert hashed == ["own", "own"]
+    assert fault(second.folder) is None
 
 
-def test_prune_refuses_while_a_run_uses_the_store(tmp_path: Path) -> None:
+def test_damage_of_a_shared_file_is_noticed_on_either_side(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.obtain(KEY, text("a"))
-    with store.in_use(), pytest.raises(UserError, match="a run is using the store"):
-        Store(tmp_path).prune()
-    assert objects(tmp_path) == [KEY]
-    assert store.prune()[0] == 1
-
-
-@pytest.mark.parametrize("content", ["{", "5", "null"])
-def test_prune_removes_nothing_if_it_cannot_know_what_is_used(tmp_path: Path, content: str) -> None:
-    store = Store(tmp_path)
-    store.obtain(KEY, text("a"))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "objects.json").write_text(content)
-    with pytest.raises(UserError, match=r"objects\.json cannot be read"):
-        store.prune()
-    assert objects(tmp_path) == [KEY]
+    first = store.obtain(KEY, text("shared"))
+    second = shares(store, first)
+    (second.folder / "file").write_text("damage")  # of both: it is one file
+    first = store.obtain(KEY, text("shared"))
+    assert first.cached is False
+    repaired = shares(store, first)
+    assert repaired.cached is False
+    assert (repaired.folder / "file").read_text() == "shared"
+    (repaired.folder / "file").unlink()
+    (repaired.folder / "file").write_text("damage")  # of this one alone
+    assert shares(store, store.obtain(KEY, forbidden)).cached is False
 
 
 def test_a_link_is_the_same_file_and_replaces_what_was_there(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""What a store no longer needs: objects that no run names, no server serves and no program uses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from optimize.store.locks import unshared
+from optimize.store.objects import MANIFEST, Store
+from serve.runtime.errors import UserError
+from serve.torchserve import server
+
+
+@dataclass(frozen=True)
+class Prunable:
+    """Objects that nothing needs.
+
+    Attributes:
+        objects: folders of the objects, and what each is, as far as is known.
+        size: bytes that their removal frees: a file that a run still shows frees nothing.
+        kept: why objects are kept that no run names, in a line each.
+    """
+
+    objects: Mapping[Path, str]
+    size: int
+    kept: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """A line for each model and its data: what there is of it, and how many objects where it is several."""
+        found: dict[str, Counter[str]] = {}
+        for about in self.objects.values():
+            origin, _, what = (about or "of unknown origin: objects").partition(": ")
+            found.setdefault(origin, Counter())[what] += 1
+        return [
+            f"{origin}: {', '.join(what if count == 1 else f'{what} ({count})' for what, count in counts.items())}"
+            for origin, counts in sorted(found.items())
+        ]
+
+
+def prunable(store: Store) -> Prunable:
+    """What `prune` would remove now.
+
+    Raises:
+        UserError: a live program uses the store, or a run's ``objects.json`` cannot be read.
+    """
+    with unshared(store.in_use) as alone:
+        return _prunable(store, alone=alone)
+
+
+def prune(store: Store, agreed: Prunable) -> Prunable:
+    """Remove what was agreed to, unless a run has come to need it since; returns what was removed.
+
+    Raises:
+        UserError: as `prunable`.
+    """
+    with unshared(store.in_use) as alone:
+        present = _prunable(store, alone=alone)
+        doomed = {folder: about for folder, about in present.objects.items() if folder in agreed.objects}
+        removed = Prunable(doomed, _freed(doomed), present.kept)
+        for folder in doomed:
+            shutil.rmtree(folder, ignore_errors=True)
+    return removed
+
+
+def _prunable(store: Store, *, alone: bool) -> Prunable:
+    if not alone:
+        raise UserError(
+            f"a run or a Python program is using the store {store.root}; prune it when that has ended "
+            "(in Python: when its variants are deleted)"
+        )
+    wanted: set[str] = set()
+    for path in store.root.glob("*/objects.json"):
+        try:
+            wanted.update(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            raise UserError(f"{path} cannot be read; run the model again or remove {path.parent}") from None
+    served = server.running(store.root)
+    archives = {f"{model}.mar" for model in served.models} if served else set()
+    found = {folder for folder in sorted(store.objects.iterdir()) if folder.name not in wanted}
+    kept = {folder for folder in found if any((folder / name).is_file() for name in archives)}
+    objects = {folder: _about(folder) for folder in sorted(found - kept)}
+    reason = (f"{len(kept)} archives stay: a server is serving them (run {served.run})",) if served and kept else ()
+    return Prunable(objects, _freed(objects), reason)
+
+
+def _freed(folders: Mapping[Path, str]) -> int:
+    """Bytes of the files that have no name outside of ``folders``: objects share files, and runs show them."""
+    stats = [path.stat() for folder in folders for path in folder.iterdir()]
+    names = Counter((stat.st_dev, stat.st_ino) for stat in stats)
+    whole = {(stat.st_dev, stat.st_ino): stat for stat in stats if stat.st_nlink == names[stat.st_dev, stat.st_ino]}
+    return sum(stat.st_size for stat in whole.values())
+
+
+def _about(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("about", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""

@@ -1,0 +1,87 @@
+"""The baseline's files: a checkpoint's weights, or weights that are trained here, and the program that they run in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from optimize.context import Context
+from optimize.export.program import write_program, write_weights
+from optimize.models.checkpoint import Checkpoint
+from optimize.models.fitting import load_into
+from optimize.models.source import ModelSource
+from optimize.store.artifact import Product
+from optimize.training.loop import TrainingConfig, train
+from serve.runtime.errors import UserError, one_line
+
+_SEEN = (
+    "the checkpoint has probably been trained on the images that a training pass here holds out to choose its best "
+    "epoch: their top-1 is too high, and only the evaluation images tell the accuracy"
+)
+
+
+def new_module(source: ModelSource, context: Context) -> nn.Module:
+    """The model as its code builds it for the run's classes and image size, with random weights."""
+    return source.build(len(context.data.classes), context.preprocessing.crop[0])
+
+
+def make_baseline(
+    source: ModelSource,
+    context: Context,
+    weights: Checkpoint | TrainingConfig,
+    folder: Path,
+    *,
+    origin: Path | None = None,
+) -> Product:
+    """Write the float32 model into ``folder``.
+
+    Args:
+        source: the model's architecture.
+        context: data, preprocessing, device, seed.
+        weights: a checkpoint, or how to train.
+        folder: where to write.
+        origin: the checkpoint's path, for messages.
+
+    Raises:
+        UserError: the checkpoint does not fit, or the model does not map images to one logit a class.
+        PassError: the training diverged, or the model cannot be written as a program.
+    """
+    torch.manual_seed(context.seed)
+    module = new_module(source, context)
+    notes: tuple[str, ...]
+    if isinstance(weights, Checkpoint):
+        bridged = load_into(module, weights, origin or Path("checkpoint"))
+        for note in bridged:
+            context.listener.said(f"{origin or 'checkpoint'}: {note}")
+        notes = (f"weights of a checkpoint, SHA-256 {weights.sha256}", *weights.notes, *bridged, _SEEN)
+    else:
+        result = train(module, context, weights)
+        best = result.epochs[result.best]
+        notes = (
+            f"trained here: best of {len(result.epochs)} epochs is {result.best + 1}, "
+            f"top-1 {best.held_out_top1:.4f} on {result.held_out_images} held-out training images",
+            *result.notes,
+        )
+    module = module.cpu().eval()
+    example = context.example()
+    _check_output(module, example, len(context.data.classes))
+    write_weights(module, folder)
+    file, file_format = write_program(module, example, folder)
+    return Product(file, file_format, "float32", notes=notes)
+
+
+def _check_output(module: nn.Module, example: torch.Tensor, classes: int) -> None:
+    """Refuse a module that does not map ``(N, C, H, W)`` to ``(N, classes)``."""
+    try:
+        with torch.no_grad():
+            output = module(example)
+    except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
+        raise UserError(f"the model fails on an input of shape {tuple(example.shape)}: {one_line(error)}") from None
+    if not isinstance(output, torch.Tensor) or output.shape != (len(example), classes):
+        found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise UserError(
+            f"the model gives {found} for a batch of {len(example)} images of {classes} classes; "
+            f"it must give logits of shape ({len(example)}, {classes})"
+        )
