@@ -77,8 +77,8 @@ stop: $(VENV)/.installed ## stop the server
 	@$(BIN)/python -m serve stop --store '$(STORE)'
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
-	$(BIN)/ruff check optimize serve tests examples
-	$(BIN)/ruff format --check optimize serve tests examples
+	$(BIN)/ruff check optimize serve tests examples benchmarks
+	$(BIN)/ruff format --check optimize serve tests examples benchmarks
 	$(BIN)/mypy
 
 test: $(VENV)/.installed-dev ## the tests, on this machine's cores

@@ -2,8 +2,8 @@
 
 Two kinds, and the kind says which:
 
-- ``content``, of splits of at most `CONTENT_LIMIT` bytes: the label and every byte of every image, in order. Names
-  and places do not count.
+- ``content``, of splits of at most `CONTENT_LIMIT` bytes and `CONTENT_IMAGES` images: the label and every byte of
+  every image, in order. Names and places do not count.
 - ``sample``, of larger ones: the label, the path below the data set's folder and the size in bytes of every image,
   in order, and every byte of `SAMPLE` images at equal distances. An image that is replaced by another one of the
   same size, and is not among those, goes unnoticed.
@@ -26,6 +26,9 @@ from optimize.data.sources import Files, Selected, Source
 
 #: Splits of at most this many bytes (1 GiB) are read whole.
 CONTENT_LIMIT = 1 << 30
+
+#: And of at most this many images: opening files takes its time, too.
+CONTENT_IMAGES = 100_000
 
 #: So many images of a larger one are read.
 SAMPLE = 1024
@@ -59,7 +62,7 @@ def fingerprint(
     """
     sizes = np.fromiter(map(_size, sources), np.int64, len(sources)) if sizes is None else sizes
     digest = hashlib.sha256(labels.astype("<i8").tobytes())
-    if int(sizes.clip(0).sum()) <= CONTENT_LIMIT:
+    if int(sizes.clip(0).sum()) <= CONTENT_LIMIT and len(sources) <= CONTENT_IMAGES:
         for source in sources:
             digest.update(_content(source))
         return Fingerprint(digest.hexdigest(), "content")

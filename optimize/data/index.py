@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from optimize.data.fingerprint import CONTENT_LIMIT, NO_SIZE, SAMPLE, Fingerprint
+from optimize.data import fingerprint as rules
+from optimize.data.fingerprint import NO_SIZE, Fingerprint
 from optimize.data.folders import cache_folder
 from optimize.data.listing import Stamp, stamp
 from optimize.data.sources import Files
@@ -74,7 +75,8 @@ _ARRAYS = ("labels", "sizes", "times", "train", "val")
 
 def place(root: Path, seed: int) -> Path:
     """Where the index of a folder lies, if it has one; ``seed`` is that of its split."""
-    named = "\0".join(map(str, (_VERSION, CONTENT_LIMIT, SAMPLE, seed, os.fsencode(root.resolve()))))
+    limits = (rules.CONTENT_LIMIT, rules.CONTENT_IMAGES, rules.SAMPLE)
+    named = "\0".join(map(str, (_VERSION, *limits, seed, os.fsencode(root.resolve()))))
     return cache_folder("indexes") / f"{hashlib.sha256(named.encode()).hexdigest()}.npz"
 
 

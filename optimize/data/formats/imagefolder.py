@@ -35,7 +35,7 @@ def _open(place: str, seed: int) -> ImageData:
     found = index.read(kept, root)
     if found is None:
         found = _read(root, seed)
-        # A small one is read faster than checked.
+        # A small one is read whole each time, so that nothing about it need be believed.
         if "sample" in (found.train_fingerprint.kind, found.val_fingerprint.kind):
             index.write(found, kept)
     train, val = (

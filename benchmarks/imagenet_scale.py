@@ -1,0 +1,375 @@
+"""Opens and reads an image folder of ImageNet's size: 1,281,167 links to a few hundred JPEGs, in 1,000 classes.
+
+Each figure is taken in a process of its own, beside the bound that it has to keep; the exit code is 1 if one does not.
+``make bench-data`` runs it and writes ``docs/bench-data.md``. Needs about 1.4 million directory entries, no space to
+speak of, and ten minutes, most of them for one whole epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CLASSES = 1000
+PICTURES = 300
+BATCH = 64
+MIB = 1 << 20
+
+#: What has to be kept: seconds, and MiB resident beyond what importing the libraries takes.
+FIRST_SECONDS, AGAIN_SECONDS, DRAW_SECONDS, RESIDENT_MIB = 30.0, 3.0, 0.3, 300.0
+STEP_MICROSECONDS = 100.0
+
+
+# --- the folder --------------------------------------------------------------------------------------------------
+
+
+def build(root: Path, train: int, val: int, pictures: int) -> None:
+    """Draw JPEGs in ``root/pictures``, and link to them in ``root/set/{train,val}/<class>``."""
+    import numpy as np
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    sources = []
+    (root / "pictures").mkdir(parents=True)
+    for number in range(pictures):
+        coarse = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+        fine = rng.normal(0, 6, (120, 160, 3))
+        pixels = np.clip(np.asarray(coarse.resize((160, 120), Image.Resampling.BICUBIC)) + fine, 0, 255)
+        sources.append(root / "pictures" / f"{number}.jpg")
+        Image.fromarray(pixels.astype(np.uint8)).save(sources[-1], quality=85)
+    for part, count in (("train", train), ("val", val)):
+        for label in range(CLASSES):
+            folder = root / "set" / part / f"n{label * 7919 + 1000000:08d}"
+            folder.mkdir(parents=True)
+            for image in range(label, count, CLASSES):
+                os.link(sources[(image * 31 + label) % pictures], folder / f"{folder.name}_{image}.JPEG")
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """A copy of a folder, file by file, without the bytes."""
+    shutil.copytree(source, target, copy_function=os.link)
+
+
+# --- the stages, each in a process of its own --------------------------------------------------------------------
+
+
+def resident(pid: int | None = None) -> dict[str, float]:
+    """MiB that a process has in memory, and of these what is its own alone."""
+    import psutil
+
+    memory = psutil.Process(pid).memory_full_info()
+    return {"rss": memory.rss / MIB, "uss": memory.uss / MIB}
+
+
+def stage_open(reference: str) -> dict[str, Any]:
+    """Open a data set: seconds, and MiB beyond the imports."""
+    import optimize.data.formats.base as formats
+    import optimize.data.loading
+
+    formats.formats()
+    import optimize.data.index  # noqa: F401 - imported when something is opened; counted as a library here
+
+    before = resident()
+    started = time.perf_counter()
+    data = formats.open_data(reference)
+    seconds = time.perf_counter() - started
+    return {
+        "seconds": seconds,
+        "libraries": before["rss"],
+        "beyond": resident()["rss"] - before["rss"],
+        "train": len(data.train),
+        "val": len(data.val),
+        "kind": data.fingerprint_kind,
+        "train_fingerprint": data.train.fingerprint,
+        "val_fingerprint": data.val.fingerprint,
+    }
+
+
+def stage_draw(reference: str) -> dict[str, Any]:
+    """Draw 256 calibration images, 5,000 to evaluate with, and hold out a tenth: seconds without decoding."""
+    import torch
+
+    from optimize.data.formats.base import open_data
+    from optimize.data.loading import loader
+    from optimize.data.splits import hold_out, subset
+    from serve.runtime.card import Preprocessing
+
+    data = open_data(reference)
+    found = {}
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        found[name] = time.perf_counter() - started
+
+    with timed("calibration"):
+        drawn = loader(data.train, Preprocessing(72, (64, 64)), batch_size=32, device=torch.device("cpu"), limit=256)
+    assert len(drawn.split) == 256
+    with timed("val_images"):
+        assert len(subset(data.val, 5000)) == 5000
+    with timed("hold_out"):
+        hold_out(data.train, 0.1, 0)
+    with timed("decoding"):
+        list(drawn)
+    return found
+
+
+def stage_steps(reference: str) -> dict[str, Any]:
+    """What a step costs besides its images: asking for the number of batches, and cutting the next one's rows."""
+    import torch
+
+    from optimize.data.formats.base import open_data
+    from optimize.data.loading import _Batches, loader
+    from serve.runtime.card import Preprocessing
+
+    data = open_data(reference)
+    found = {}
+    for title, split in (("whole", data.train), ("small", data.val)):
+        batches = loader(split, Preprocessing(72, (64, 64)), batch_size=BATCH, device=torch.device("cpu"), shuffle=True)
+        started = time.perf_counter()
+        order = batches._order(1)
+        found[f"{title}_order_seconds"] = time.perf_counter() - started
+        started = time.perf_counter()
+        steps = 0
+        for _ in _Batches(order, BATCH, len(batches)):
+            len(batches)
+            steps += 1
+        found[f"{title}_step_microseconds"] = (time.perf_counter() - started) / steps * 1e6
+    return found
+
+
+def stage_epochs(reference: str, epochs: int, batches: int, whole: bool) -> dict[str, Any]:
+    """Read ``batches`` batches in each of some epochs, then perhaps one epoch whole; memory after each."""
+    import psutil
+    import torch
+
+    from optimize.data import loading, pixels
+    from optimize.data.formats.base import formats, open_data
+    from optimize.data.splits import hold_out
+    from serve.runtime.card import Preprocessing
+
+    formats()
+    libraries = resident()["rss"]
+    data = open_data(reference)
+    fit, _ = hold_out(data.train, 0.1, 0)
+    pixels.MEMORY_LIMIT = 0  # small pictures: the memory for all of them would do
+    stream = loading.loader(
+        fit, Preprocessing(36, (32, 32)), batch_size=BATCH, device=torch.device("cpu"), shuffle=True
+    )
+    after = []
+
+    def note(name: str, seconds: float, read: int) -> None:
+        workers = [resident(child.pid) for child in psutil.Process().children()]
+        workers = [worker for worker in workers if worker["rss"] > 50]  # not the resource tracker
+        main = resident()
+        after.append(
+            {
+                "epoch": name,
+                "seconds": seconds,
+                "images": read * BATCH,
+                "main": main["rss"] - libraries,
+                "worker": max(worker["rss"] for worker in workers),
+                "worker_own": max(worker["uss"] for worker in workers),
+                "workers": len(workers),
+            }
+        )
+
+    for number in range(epochs + whole):
+        limit = batches if number < epochs else len(stream)
+        started = time.perf_counter()
+        read = 0
+        running = stream.epoch(number)
+        for _ in running:
+            read += 1
+            if read == limit:
+                break
+        note(f"{number + 1}" if number < epochs else f"{number + 1}, whole", time.perf_counter() - started, read)
+        del running
+    return {"libraries": libraries, "after": after}
+
+
+STAGES = {"open": stage_open, "draw": stage_draw, "steps": stage_steps, "epochs": stage_epochs}
+
+
+# --- the run -----------------------------------------------------------------------------------------------------
+
+
+def run_stage(name: str, cache: Path, **arguments: Any) -> dict[str, Any]:
+    """Run a stage in a fresh interpreter with a user's cache folder of its own."""
+    command = [sys.executable, __file__, "--stage", name, "--arguments", json.dumps(arguments)]
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{name} {arguments}: {result}", file=sys.stderr, flush=True)
+    return result
+
+
+def measure(root: Path, options: argparse.Namespace) -> tuple[list[tuple[str, str, str, bool]], dict[str, Any]]:
+    """Every figure as (what, found, bound, kept), and the epochs' memory."""
+    started = time.perf_counter()
+    build(root, options.train, options.val, options.pictures)
+    print(f"built in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    time.sleep(2.5)  # an index is not kept of a folder that changed a moment ago
+    reference, unsplit = f"imagefolder:{root / 'set'}", f"imagefolder:{root / 'set' / 'train'}"
+    cache = root / "cache"
+    first, again = (run_stage("open", cache, reference=reference) for _ in range(2))
+    assert (again["train_fingerprint"], again["val_fingerprint"]) == (
+        first["train_fingerprint"],
+        first["val_fingerprint"],
+    )
+    split_first, split_again = (run_stage("open", cache, reference=unsplit) for _ in range(2))
+    draw = run_stage("draw", cache, reference=reference)
+    steps = run_stage("steps", cache, reference=reference)
+    epochs = run_stage(
+        "epochs", cache, reference=reference, epochs=options.epochs, batches=options.batches, whole=options.whole
+    )
+    link_tree(root / "set", root / "elsewhere" / "set")
+    copied = run_stage("open", cache, reference=f"imagefolder:{root / 'elsewhere' / 'set'}")
+    some_class = next((root / "set" / "val").iterdir())
+    os.link(root / "pictures" / "0.jpg", some_class / "new.JPEG")
+    more = run_stage("open", cache, reference=reference)
+    assert more["val"] == first["val"] + 1
+
+    flat = [entry["main"] for entry in epochs["after"]], [entry["worker_own"] for entry in epochs["after"]]
+    growth = max(max(part) - part[0] for part in flat)
+    rows = [
+        _bounded("opening it for the first time", first["seconds"], FIRST_SECONDS, "s"),
+        _bounded("opening it again", again["seconds"], AGAIN_SECONDS, "s"),
+        _bounded("without val/, split by hash: for the first time", split_first["seconds"], FIRST_SECONDS, "s"),
+        _bounded("without val/, split by hash: again", split_again["seconds"], AGAIN_SECONDS, "s"),
+        _bounded("drawing 256 calibration images, of each class alike", draw["calibration"], DRAW_SECONDS, "s"),
+        _bounded("drawing 5,000 evaluation images (`--val-images`)", draw["val_images"], DRAW_SECONDS, "s"),
+        ("holding out a tenth of the training images", f"{draw['hold_out']:.2f} s", "", True),
+        ("drawing an epoch's order, once an epoch", f"{steps['whole_order_seconds']:.3f} s", "", True),
+        _bounded("a step besides its images", steps["whole_step_microseconds"], STEP_MICROSECONDS, "µs"),
+        (f"the same with {first['val']:,} images", f"{steps['small_step_microseconds']:.1f} µs", "", True),
+        _bounded("resident while opening, main process", first["beyond"], RESIDENT_MIB, "MiB"),
+        _bounded("resident in training, main process", max(flat[0]), RESIDENT_MIB, "MiB"),
+        _bounded("a worker's own, while training", max(flat[1]), RESIDENT_MIB, "MiB"),
+        _bounded("growth after the first of the epochs, main process and workers", growth, 30.0, "MiB"),
+        (
+            "fingerprint of a copy elsewhere",
+            "the same" if _fingerprints(copied) == _fingerprints(first) else "another",
+            "the same",
+            _fingerprints(copied) == _fingerprints(first),
+        ),
+        (
+            "with one more image in val/: fingerprint of the training images",
+            "the same" if more["train_fingerprint"] == first["train_fingerprint"] else "another",
+            "the same",
+            more["train_fingerprint"] == first["train_fingerprint"],
+        ),
+        (
+            "with one more image in val/: that of the validation images",
+            "another" if more["val_fingerprint"] != first["val_fingerprint"] else "the same",
+            "another",
+            more["val_fingerprint"] != first["val_fingerprint"],
+        ),
+    ]
+    facts = {"first": first, "epochs": epochs, "draw": draw}
+    return rows, facts
+
+
+def _fingerprints(opened: dict[str, Any]) -> tuple[str, str]:
+    return opened["train_fingerprint"], opened["val_fingerprint"]
+
+
+def _bounded(what: str, found: float, bound: float, unit: str) -> tuple[str, str, str, bool]:
+    digits = 0 if unit == "MiB" else 1 if unit == "µs" else 2
+    return what, f"{found:.{digits}f} {unit}", f"at most {bound:g} {unit}", found <= bound
+
+
+def _verdict(bound: str, kept: bool) -> str:
+    return "" if not bound else "kept" if kept else "**missed**"
+
+
+def page(rows: list[tuple[str, str, str, bool]], facts: dict[str, Any], command: str) -> str:
+    """The figures as Markdown."""
+    import torch
+
+    from optimize.measure.machine import machine, versions
+
+    here = machine(torch.device("cpu"))
+    known = versions()
+    first, epochs = facts["first"], facts["epochs"]
+    lines = [
+        "# Data of ImageNet's size",
+        "",
+        f"Made by `{command}` on {datetime.date.today().isoformat()}: "
+        f"{here['cpu']}, {here['cores']} cores, {here['memory_bytes'] / (1 << 30):.0f} GiB, Python "
+        f"{platform.python_version()}, torch {known['torch']}, numpy {known['numpy']}. The folder has "
+        f"{first['train']:,} training and {first['val']:,} validation images in {CLASSES:,} classes, hard links to "
+        f"{PICTURES} JPEGs of 160x120 that the script draws, on a local disk whose directories the system still has in "
+        f"memory. Its fingerprints are of the kind `{first['kind']}`.",
+        "",
+        "| | found | bound | |",
+        "|---|---:|---:|---|",
+        *(
+            f"| {what} | {found} | {bound} | {('kept' if kept else '**missed**') if bound else ''} |"
+            for what, found, bound, kept in rows
+        ),
+        "",
+        f"Memory is what a process has resident beyond the {epochs['libraries']:.0f} MiB that importing the libraries "
+        "(torch with its CUDA build, torchvision) takes before anything is opened. A worker is forked from the main "
+        "process and shares its libraries and its arrays: what is its own, and what it has resident in all, libraries "
+        "included, stand side by side.",
+        "",
+        "| epoch | images read | seconds | main process | a worker's own | a worker in all |",
+        "|---|---:|---:|---:|---:|---:|",
+        *(
+            f"| {entry['epoch']} | {entry['images']:,} | {entry['seconds']:.1f} | {entry['main']:.0f} MiB | "
+            f"{entry['worker_own']:.0f} MiB | {entry['worker']:.0f} MiB |"
+            for entry in epochs["after"]
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Build the folder, run the stages, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--train", type=int, default=1_281_167, help="training images")
+    parser.add_argument("--val", type=int, default=50_000, help="validation images")
+    parser.add_argument("--pictures", type=int, default=PICTURES, help="JPEGs that they are links to")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs that are begun")
+    parser.add_argument("--batches", type=int, default=100, help="batches that are read of each of them")
+    parser.add_argument("--no-whole", dest="whole", action="store_false", help="leave out the whole epoch at the end")
+    parser.add_argument("--folder", type=Path, default=None, help="where to build; the system's temporary folder")
+    parser.add_argument("--write", type=Path, default=None, help="the Markdown file to write; else it is printed")
+    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument("--arguments", default="{}", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.stage is not None:
+        print(json.dumps(STAGES[options.stage](**json.loads(options.arguments))))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="imagenet-scale-", dir=options.folder) as folder:
+        rows, facts = measure(Path(folder), options)
+        command = " ".join(["python benchmarks/imagenet_scale.py", *sys.argv[1:]])
+        text = page(rows, facts, command)
+    if options.write is not None:
+        options.write.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    missed = [what for what, _, _, kept in rows if not kept]
+    for what in missed:
+        print(f"missed: {what}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

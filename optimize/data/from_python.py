@@ -1,0 +1,250 @@
+"""Data that a program has in its hands (tensors, a ``Dataset``, a ``DataLoader``) as a data set of this project.
+
+The endpoint gets encoded images, so images are kept as pixels, of which it can be said how they come out of a file:
+
+- pixels as a camera leaves them (PIL images, ``uint8`` tensors) are kept as PNG and go through the model's
+  preprocessing as any file does;
+- images that are prepared already (resized, cropped, as floats also normalised) need the statement of what was done
+  to them. The preprocessing is then that one, and floats are turned back into the pixels that they were made of.
+
+Everything is read once, in order, when the data set is made; random transforms of a ``Dataset`` are fixed by that, and
+better left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from optimize.data.folders import cache_folder
+from optimize.data.pixels import native_size
+from optimize.data.records import Augmentation, ImageData, Split
+from optimize.data.sources import Pixels, Records, png
+from optimize.data.splits import split_off
+from serve.runtime.card import Preprocessing
+from serve.runtime.errors import UserError
+
+#: Pairs of an image and the index of its class: a ``Dataset``, a ``DataLoader``, any iterable of such pairs; or a
+#: pair of arrays or tensors, ``(N, …)`` images and ``(N,)`` labels.
+Data: TypeAlias = Iterable[Any] | tuple[Any, Any]
+
+_IN_MEMORY = 64 << 20  # more bytes than this are mapped from a file
+
+# A float that was made of a pixel comes back within a hundredth of it; bicubic scaling of floats overshoots more.
+_OVERSHOOT = 32.0
+
+
+def image_data(
+    train: Data,
+    val: Data | None = None,
+    *,
+    classes: Sequence[str] | None = None,
+    preprocessing: Preprocessing | None = None,
+    name: str = "data",
+    augment: Augmentation = "none",
+    seed: int = 0,
+    scratch: Path | None = None,
+    told: Callable[[float], None] | None = None,
+) -> ImageData:
+    """A data set of what a program holds.
+
+    Args:
+        train: images to train and calibrate with, each with the index of its class. An image is a PIL image, or
+            ``uint8`` of shape ``(C, H, W)``, ``(H, W)`` or, as a numpy array, ``(H, W, C)``, with 1 or 3 channels; or,
+            where ``preprocessing`` is stated, also a float tensor ``(C, H, W)``.
+        val: as ``train``, to measure with; None splits a fifth of each class off ``train``.
+        classes: names of the classes; None takes the data's own ``classes``, or numbers.
+        preprocessing: what was done to the images already; None for pixels as they are.
+        name: short name, for reports.
+        augment: which random changes keep an image's label true.
+        seed: of the split.
+        scratch: folder for what memory should not hold; the user's cache folder by default.
+        told: called now and then with the share, in [0, 1], of a sized ``train`` or ``val`` that is read.
+
+    Raises:
+        UserError: an image or label is not of the kind above, floats are not what ``preprocessing`` would give, or
+            there are fewer than two classes.
+    """
+    first = _read(train, "train", preprocessing, scratch, told)
+    if val is None:
+        keys = [hashlib.sha256(f"{seed}/{row}".encode()).digest() for row in range(len(first))]
+        fit, judge = split_off(first.sources, first.labels.numpy(), keys)
+    else:
+        fit, judge = first, _read(val, "val", preprocessing, scratch, told)
+    names = _class_names(classes, train, (fit, judge))
+    return ImageData(name, names, fit, judge, augment, native_size(fit), preprocessing=preprocessing)
+
+
+def _read(
+    data: Data,
+    title: str,
+    preprocessing: Preprocessing | None,
+    scratch: Path | None,
+    told: Callable[[float], None] | None,
+) -> Split:
+    pairs, count = _pairs(data, title)
+    folder = scratch or cache_folder("pixels")
+    folder.mkdir(parents=True, exist_ok=True)
+    ends: list[int] = []
+    labels: list[int] = []
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name: it is gone with the last array that maps it
+        for row, pair in enumerate(pairs):
+            image, label = _pair(pair, f"{title}[{row}]")
+            if preprocessing is None:
+                record = _encoded(image, f"{title}[{row}]")
+            else:
+                record = _prepared(image, preprocessing, f"{title}[{row}]").tobytes()
+            file.write(record)
+            ends.append((ends[-1] if ends else 0) + len(record))
+            labels.append(_label(label, f"{title}[{row}]"))
+            if told is not None and count and row % 64 == 0:
+                told(row / count)
+        if not labels:
+            raise UserError(f"{title}: has no images")
+        file.flush()
+        if ends[-1] > _IN_MEMORY:
+            held: npt.NDArray[np.uint8] = np.memmap(file, np.uint8, mode="r")
+        else:
+            file.seek(0)
+            held = np.frombuffer(file.read(), np.uint8)
+    truth = torch.tensor(labels, dtype=torch.int64)
+    if preprocessing is not None:
+        return Split(Pixels(held.reshape(len(truth), *preprocessing.shape)), truth)
+    return Split(Records(held, np.asarray(ends, np.int64)), truth)
+
+
+def _pairs(data: Data, title: str) -> tuple[Iterator[Any], int | None]:
+    """Images with their labels, one by one, and how many there are if that is known."""
+    if isinstance(data, tuple) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
+        images, labels = data
+        if len(images) != len(labels):
+            raise UserError(f"{title}: has {len(images)} images and {len(labels)} labels; give as many")
+        return zip(images, labels, strict=True), len(images)
+    if isinstance(data, DataLoader):
+        return _pairs_of_loader(data, title)
+    readable = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
+    if not readable or isinstance(data, str | bytes | torch.Tensor | np.ndarray):
+        raise UserError(
+            f"{title}: is {_kind(data)}; it must be a pair of images and labels, a Dataset, a DataLoader, "
+            "or a sequence of pairs of an image and its class"
+        )
+    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+        return iter(data), None
+    rows: Any = data  # a map-style Dataset, or a list
+    return (rows[row] for row in range(len(rows))), len(rows)
+
+
+def _pairs_of_loader(data: DataLoader[Any], title: str) -> tuple[Iterator[Any], int | None]:
+    """A loader's images in the order of its data set: another order each time would be another data set each time."""
+    dataset: Any = data.dataset
+    if isinstance(dataset, IterableDataset):
+        return _pairs(dataset, title)
+    sampler = data.sampler if data.batch_sampler is not None else range(len(dataset))
+    if isinstance(sampler, SequentialSampler | RandomSampler) and not getattr(sampler, "replacement", False):
+        return _pairs(dataset, title)
+    rows = sorted({int(row) for row in sampler})
+    return (dataset[row] for row in rows), len(rows)
+
+
+def _pair(pair: Any, place: str) -> tuple[Any, Any]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise UserError(f"{place}: is {_kind(pair)}; it must be a pair of an image and the index of its class")
+    return pair[0], pair[1]
+
+
+def _label(label: Any, place: str) -> int:
+    value = label.item() if isinstance(label, torch.Tensor | np.ndarray | np.generic) and label.ndim == 0 else label
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(f"{place}: its label is {_kind(label)}; it must be the index of its class, 0 or more")
+    return value
+
+
+def _encoded(image: Any, place: str) -> bytes:
+    """A picture as PNG."""
+    if isinstance(image, Image.Image):
+        return png(np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB")))
+    pixels = _array(image)
+    if pixels is None or pixels.dtype != np.uint8:
+        floats = pixels is not None and pixels.dtype.kind == "f"
+        raise UserError(
+            f"{place}: its image is {_kind(image)}; "
+            + (
+                "floats were prepared already: state with preprocessing=… what was done to them, or give uint8 pixels"
+                if floats
+                else "it must be a PIL image or uint8 pixels of shape (C, H, W)"
+            )
+        )
+    if pixels.ndim == 3 and (isinstance(image, torch.Tensor) or pixels.shape[-1] not in (1, 3)):
+        pixels = pixels.transpose(1, 2, 0)
+    if pixels.ndim == 3 and pixels.shape[-1] == 1:
+        pixels = pixels[..., 0]
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[-1] != 3) or 0 in pixels.shape:
+        raise UserError(f"{place}: its image is {_kind(image)}; it must have the shape (C, H, W), with 1 or 3 channels")
+    return png(np.ascontiguousarray(pixels))
+
+
+def _prepared(image: Any, done: Preprocessing, place: str) -> npt.NDArray[np.uint8]:
+    """An image that is prepared already, as pixels ``uint8 (C, H, W)``."""
+    if isinstance(image, Image.Image):
+        image = np.asarray(image.convert("RGB" if done.channels == 3 else "L"))
+        image = np.atleast_3d(image).transpose(2, 0, 1)
+    pixels = _array(image)
+    if pixels is None or pixels.shape != done.shape or not (pixels.dtype == np.uint8 or pixels.dtype.kind == "f"):
+        raise UserError(
+            f"{place}: its image is {_kind(image)}; images that are prepared as you state are of shape {done.shape}, "
+            "uint8 or float"
+        )
+    if pixels.dtype == np.uint8:
+        return np.ascontiguousarray(pixels)
+    std = np.asarray(done.std, np.float64)[:, None, None]
+    mean = np.asarray(done.mean, np.float64)[:, None, None]
+    values = (pixels.astype(np.float64) * std + mean) * 255
+    worst = values.flat[int(np.nan_to_num(np.abs(values - 127.5), nan=np.inf).argmax())]
+    if not -_OVERSHOOT <= worst <= 255 + _OVERSHOOT:
+        raise UserError(
+            f"{place}: is not normalised as you state: with mean {done.mean} and std {done.std} it would come of a "
+            f"pixel of {worst:.0f}, which must lie in 0 to 255"
+        )
+    return np.clip(np.rint(values), 0, 255).astype(np.uint8)
+
+
+def _array(image: Any) -> npt.NDArray[Any] | None:
+    if isinstance(image, torch.Tensor):
+        held = image.detach().cpu()
+        pixels: npt.NDArray[Any] = (held.float() if held.is_floating_point() else held).numpy()
+        return pixels
+    return image if isinstance(image, np.ndarray) else None
+
+
+def _class_names(given: Sequence[str] | None, train: Data, splits: tuple[Split, Split]) -> tuple[str, ...]:
+    count = max(int(split.labels.max()) for split in splits if len(split)) + 1
+    names: Any = given
+    if given is None:
+        names = getattr(train.dataset if isinstance(train, DataLoader) else train, "classes", None)
+        usable = (
+            isinstance(names, list | tuple) and len(names) >= count and all(isinstance(name, str) for name in names)
+        )
+        names = names if usable else [str(number) for number in range(count)]
+    if isinstance(names, str) or len(names) < count:
+        raise UserError(f"classes: has {len(names)} names, and a label is {count - 1}; give a name for each class")
+    if len(names) < 2:
+        raise UserError(f"classes: there is only one class ({names[0]}); a classifier needs at least two")
+    return tuple(names)
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in words for messages."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}"
+    if isinstance(value, str | int | float | bool):
+        return repr(value)[:60]
+    return f"of type {type(value).__name__}"

@@ -1,0 +1,196 @@
+"""Tensors, datasets and loaders as data: equal pixels, labels and fingerprints, or a line that says what is missing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+from torchvision.transforms.v2 import functional as transforms
+
+from optimize.data import from_python
+from optimize.data.from_python import image_data
+from optimize.data.pixels import decoded, load
+from optimize.models.preprocessing import PreprocessingConfig, Wish, choose_preprocessing
+from optimize.models.resolve import resolve_model
+from serve.runtime import images
+from serve.runtime.card import Preprocessing
+from serve.runtime.errors import UserError
+
+RNG = np.random.default_rng(0)
+PIXELS = torch.from_numpy(RNG.integers(0, 256, (24, 3, 10, 12), dtype=np.uint8))
+LABELS = torch.arange(24) % 3
+DONE = Preprocessing(12, (10, 12), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+class Pictures(Dataset):
+    """PIL images with their classes' names, as torchvision's data sets give them."""
+
+    classes = ("ant", "bee", "cat")
+
+    def __len__(self) -> int:
+        return len(PIXELS)
+
+    def __getitem__(self, row: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(PIXELS[row].permute(1, 2, 0).numpy()), int(LABELS[row])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Pictures()[row] for row in range(len(PIXELS)))
+
+
+FORMS = {
+    "tensors": (PIXELS, LABELS),
+    "arrays": (PIXELS.permute(0, 2, 3, 1).numpy(), LABELS.numpy()),
+    "tensor dataset": TensorDataset(PIXELS, LABELS),
+    "pictures": Pictures(),
+    "pairs": [Pictures()[row] for row in range(24)],
+    "stream": Stream(),
+    "loader": DataLoader(TensorDataset(PIXELS, LABELS), batch_size=5),
+    "shuffled loader": DataLoader(TensorDataset(PIXELS, LABELS), batch_size=5, shuffle=True, drop_last=True),
+    "concatenated": ConcatDataset([Subset(Pictures(), range(10)), Subset(Pictures(), range(10, 24))]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_pixels_labels_and_fingerprint(form):
+    data = image_data(FORMS[form], (PIXELS[:6], LABELS[:6]))
+    expected = image_data(FORMS["tensors"], (PIXELS[:6], LABELS[:6]))
+    assert [images.decode(source).tolist() for source in data.train.sources] == PIXELS.tolist()
+    assert data.train.labels.tolist() == LABELS.tolist()
+    assert data.train.fingerprint == expected.train.fingerprint
+    assert data.native_size == (10, 12)
+    assert data.preprocessing is None
+    assert len(data.val) == 6
+
+
+def test_names_of_classes_are_those_given_or_the_datas_own_or_numbers():
+    held = (PIXELS[:6], LABELS[:6])
+    assert image_data(FORMS["tensors"], held).classes == ("0", "1", "2")
+    assert image_data(FORMS["pictures"], held).classes == ("ant", "bee", "cat")
+    assert image_data(DataLoader(Pictures(), batch_size=None), held).classes == ("ant", "bee", "cat")
+    assert image_data(FORMS["pictures"], held, classes=["x", "y", "z", "w"]).classes == ("x", "y", "z", "w")
+
+
+def test_without_validation_images_a_fifth_of_each_class_is_split_off():
+    first, again, other = (image_data(FORMS["tensors"], seed=seed) for seed in (0, 0, 1))
+    assert torch.bincount(first.val.labels).tolist() == [2, 2, 2]
+    assert torch.bincount(first.train.labels).tolist() == [6, 6, 6]
+    assert not set(first.train.sources) & set(first.val.sources)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+
+
+def test_a_loader_of_some_images_gives_those_in_the_order_of_their_data_set():
+    loader = DataLoader(Pictures(), sampler=SubsetRandomSampler([9, 3, 17, 4]), batch_size=2)
+    data = image_data(loader, FORMS["tensors"])
+    assert data.train.labels.tolist() == LABELS[[3, 4, 9, 17]].tolist()
+
+
+def test_grey_pixels_stay_grey():
+    data = image_data((PIXELS[:, :1], LABELS), (PIXELS[:, 0], LABELS))
+    for split in (data.train, data.val):
+        assert [images.decode(source, 1)[0].tolist() for source in split.sources] == PIXELS[:, 0].tolist()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.float64])
+def test_floats_that_are_prepared_as_stated_become_the_pixels_they_were_made_of(kind):
+    floats = images.normalise(PIXELS, DONE, torch.device("cpu"), torch.float32).to(kind)
+    data = image_data((floats, LABELS), (PIXELS, LABELS), preprocessing=DONE)
+    assert data.preprocessing == DONE
+    off = (decoded(data.train, DONE).int() - PIXELS.int()).abs().max()
+    assert off <= (1 if kind == torch.float16 else 0)
+    assert torch.equal(decoded(data.val, DONE), PIXELS)
+
+
+def test_prepared_images_are_not_prepared_again():
+    done = Preprocessing(20, (10, 12))  # a crop of a larger image: fitting it again would enlarge it
+    data = image_data((PIXELS, LABELS), preprocessing=done)
+    assert torch.equal(load(data.train.sources[0], done), torch.tensor(data.train.sources[0]))
+    assert data.train.sources[0].tolist() in PIXELS.tolist()
+    source = resolve_model("resnet18")
+    larger = PIXELS.repeat(1, 1, 4, 4)[..., :40, :40]
+    chosen = choose_preprocessing(source, image_data((larger, LABELS), preprocessing=Preprocessing(48, (40, 40))))
+    assert chosen.preprocessing == Preprocessing(48, (40, 40))
+    assert set(chosen.origins.values()) == {"done already, as you state"}
+
+
+def test_what_was_done_cannot_be_asked_for_otherwise():
+    data = image_data((transforms.resize(PIXELS, [40, 40]), LABELS), preprocessing=Preprocessing(48, (40, 40)))
+    source = resolve_model("resnet18")
+    for size, wish in ((64, {}), (None, {"mean": (0.5, 0.5, 0.5)}), (None, {"crop": 36})):
+        with pytest.raises(UserError, match="prepared already, with"):
+            choose_preprocessing(source, data, size, [Wish(PreprocessingConfig(**wish))])
+    same = Wish(PreprocessingConfig(resize=48))
+    assert choose_preprocessing(source, data, 40, [same]).preprocessing == Preprocessing(48, (40, 40))
+
+
+FLOATS = PIXELS.float() / 255
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "message"),
+    [
+        (
+            (FLOATS, LABELS),
+            {},
+            r"train\[0\]: its image is Tensor of torch.float32, shape \(3, 10, 12\); floats were prep",
+        ),
+        ((FLOATS * 9 - 4, LABELS), {"preprocessing": DONE}, r"train\[0\]: is not normalised as you state: with mean"),
+        ((FLOATS * torch.nan, LABELS), {"preprocessing": DONE}, "come of a pixel of nan"),
+        (
+            (FLOATS[..., :9], LABELS),
+            {"preprocessing": DONE},
+            r"shape \(3, 10, 9\); images that .* are of shape \(3, 10, 12\)",
+        ),
+        ((PIXELS.long(), LABELS), {}, "torch.int64.*must be a PIL image or uint8"),
+        ((PIXELS[:, :2], LABELS), {}, r"shape \(2, 10, 12\); it must have the shape \(C, H, W\)"),
+        ((PIXELS, LABELS[:5]), {}, "has 24 images and 5 labels"),
+        ((PIXELS, LABELS.float()), {}, "its label is Tensor of torch.float32.*index of its class"),
+        ((PIXELS, torch.eye(24)), {}, r"its label is Tensor of torch.float32, shape \(24,\)"),
+        ((PIXELS, LABELS - 1), {}, r"its label is .*0 or more"),
+        ((PIXELS, LABELS * 0), {}, r"only one class \(0\)"),
+        ((PIXELS, LABELS), {"classes": ["a", "b"]}, "has 2 names, and a label is 2"),
+        ((PIXELS[:0], LABELS[:0]), {}, "train: has no images"),
+        (PIXELS, {}, "train: is Tensor of torch.uint8, shape .*; it must be a pair of images and labels"),
+        (7, {}, "train: is 7; it must be"),
+        ([{"image": 1}], {}, r"train\[0\]: is of type dict; it must be a pair"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_in_one_line(train, options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        image_data(train, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_many_images_are_mapped_from_a_file_without_a_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(from_python, "_IN_MEMORY", 0)
+    mapped = image_data(FORMS["tensors"], (PIXELS, LABELS), preprocessing=Preprocessing(12, (10, 12)), scratch=tmp_path)
+    assert isinstance(mapped.train.sources.pixels.base, np.memmap)
+    assert torch.equal(decoded(mapped.train, mapped.preprocessing), PIXELS)
+    encoded = image_data(FORMS["tensors"], (PIXELS, LABELS), scratch=tmp_path)
+    assert isinstance(encoded.train.sources.data, np.memmap)
+    assert [images.decode(source).tolist() for source in encoded.train.sources] == PIXELS.tolist()
+    assert [path for path in tmp_path.iterdir() if path.name != "cache"] == []
+
+
+def test_it_tells_how_far_the_reading_is():
+    told = []
+    image_data((PIXELS.repeat(10, 1, 1, 1), LABELS.repeat(10)), told=told.append)
+    assert told == sorted(told)
+    assert told[0] == 0
+    assert told[-1] > 0.5
