@@ -9,13 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from optimize.errors import NotApplicableError, PassError
+from optimize.errors import PassError
 from optimize.store.artifact import WEIGHTS_FILE
 from serve.runtime.card import Format
 from serve.runtime.errors import EngineError, one_line
 from serve.runtime.program_file import check_program
-
-_FP16_MAX = 65504.0
 
 
 def write_weights(module: nn.Module, folder: Path) -> None:
@@ -90,14 +88,3 @@ def write_script(module: nn.Module, example: torch.Tensor, folder: Path, *, stem
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(torch.jit.freeze(traced), str(folder / file))
     return file
-
-
-def check_fp16_range(module: nn.Module) -> None:
-    """Refuse weights that FP16 cannot hold.
-
-    Raises:
-        NotApplicableError: one is larger than 65504 in magnitude, named.
-    """
-    for name, tensor in module.state_dict().items():
-        if tensor.is_floating_point() and tensor.numel() and tensor.abs().max() > _FP16_MAX:
-            raise NotApplicableError(f"weight {name} holds {tensor.abs().max():.3g}, more than FP16's {_FP16_MAX:.0f}")

@@ -14,10 +14,14 @@ from pydantic import Field
 
 from optimize.context import Context
 from optimize.errors import NotApplicableError
-from optimize.export.program import check_fp16_range, write_program
+from optimize.export.half import check_half
+from optimize.export.program import write_program
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
+
+#: Training images whose answers must be finite.
+_IMAGES = 8
 
 
 class Half(Config):
@@ -32,11 +36,10 @@ class Half(Config):
 
 def _apply(parent: Artifact, config: Half, context: Context, folder: Path) -> Product:
     module = parent.module()
-    if config.dtype == "float16":
-        check_fp16_range(module)
-    elif context.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+    if config.dtype == "bfloat16" and context.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
         raise NotApplicableError("bfloat16 needs a CPU with AVX-512 BF16, or CUDA; this machine has neither")
     dtype = getattr(torch, config.dtype)
+    check_half(module, dtype, context.example(_IMAGES))
     file, file_format = write_program(module.to(dtype), context.example().to(dtype), folder)
     return Product(
         file,

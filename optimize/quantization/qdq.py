@@ -17,8 +17,9 @@ arithmetic is at hand:
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,16 @@ from optimize.export.onnx import export_onnx
 
 #: The type range of each integer type that torch.ao produces here.
 _FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+
+
+@dataclass(frozen=True)
+class NarrowRange:
+    """An activation quantizer whose integers keep to ``[low, high]``, less than their type holds."""
+
+    scale: float
+    zero_point: int
+    low: int
+    high: int
 
 
 @dataclass(frozen=True)
@@ -84,14 +95,15 @@ def lower(program: torch.export.ExportedProgram, example: torch.Tensor, path: Pa
     )
 
 
-def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: int = 0) -> QdqSummary:
+def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: Sequence[NarrowRange] = ()) -> QdqSummary:
     """Check that a QDQ graph has the quantizers that it should.
 
     Args:
         model: the graph, with its initializers.
         activations: how many activation tensors torch quantizes.
         weights: how many different weights torch quantizes per channel; the exporter writes equal ones once.
-        clamps: how many activation ranges are narrower than their integer type.
+        clamps: the activation ranges that are narrower than their integer type. A Clip before the quantizer counts
+            where its bounds become integers within the range; that of a ReLU6 may not.
 
     Raises:
         PassError: a quantizer or a clamp was lost, nothing is quantized (a silently float graph), a weight
@@ -130,9 +142,9 @@ def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: int 
             f"QDQ graph: {len(quantizers)} activation and {len(folded_weights)} weight quantizers came out of the "
             f"export, torch has {activations} and {weights}"
         )
-    clamped = [node for node in quantizers if node.input[0] in producers and producers[node.input[0]].op_type == "Clip"]
-    if len(clamped) < clamps:
-        raise PassError(f"QDQ graph: {clamps} activation ranges need a clamp, only {len(clamped)} have one")
+    clamped = sum(_clamped(node, producers.get(node.input[0]), constants, clamps) for node in quantizers)
+    if clamped < len(clamps):
+        raise PassError(f"QDQ graph: {len(clamps)} activation ranges need a clamp, only {clamped} have one")
     if not quantizers or not folded_weights:
         raise PassError("QDQ graph: nothing is quantized, this is a float graph")
     left = sum(
@@ -141,6 +153,29 @@ def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: int 
         if tensor.data_type == onnx.TensorProto.FLOAT
     )
     return QdqSummary(activations=len(quantizers), weights=len(folded_weights), float_bytes=left)
+
+
+def _clamped(
+    quantizer: onnx.NodeProto,
+    before: onnx.NodeProto | None,
+    constants: Mapping[str, onnx.TensorProto],
+    ranges: Sequence[NarrowRange],
+) -> bool:
+    """Whether ``before`` is a Clip that keeps ``quantizer``, one of ``ranges``, within its range."""
+    if before is None or before.op_type != "Clip" or len(before.input) < 3:
+        return False
+    values = [constants.get(name) for name in (*quantizer.input[1:3], *before.input[1:3])]
+    if any(value is None for value in values):
+        return False
+    scale, zero_point, low, high = (float(onnx.numpy_helper.to_array(value)) for value in values if value is not None)
+    integers = [round(bound / scale) + zero_point for bound in (low, high)]
+    return any(
+        range_.zero_point == zero_point
+        and math.isclose(range_.scale, scale, rel_tol=1e-6)
+        and range_.low <= integers[0]
+        and integers[1] <= range_.high
+        for range_ in ranges
+    )
 
 
 def _export(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
@@ -203,9 +238,9 @@ def _replace(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tens
     module.graph.erase_node(node)
 
 
-def _clamp_narrow_ranges(module: fx.GraphModule) -> int:
-    """Write the clamp of each activation range that is narrower than its integer type; returns how many."""
-    clamps = 0
+def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:
+    """Write the clamp of each activation range that is narrower than its integer type; returns them."""
+    clamps = []
     for node in _quantizers(module, "quantize_per_tensor"):
         value, scale, zero_point, low, high, dtype = node.args
         assert isinstance(scale, float)
@@ -219,7 +254,7 @@ def _clamp_narrow_ranges(module: fx.GraphModule) -> int:
             bounds = ((low - zero_point) * scale, (high - zero_point) * scale)
             clamped = module.graph.call_function(torch.ops.aten.clamp.default, (value, *bounds))
         node.args = (clamped, scale, zero_point, *_FULL_RANGE[dtype], dtype)
-        clamps += 1
+        clamps.append(NarrowRange(scale, zero_point, low, high))
     module.recompile()
     return clamps
 

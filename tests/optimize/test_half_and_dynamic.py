@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -14,9 +15,12 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.errors import NotApplicableError, PassError
+from optimize.export import half
+from optimize.export.half import check_half
 from optimize.export.program import write_program
 from optimize.passes.dynamic import DYNAMIC, Dynamic
 from optimize.passes.half import HALF, Half
+from optimize.passes.onnx_half import ONNX_HALF
 from serve.runtime.engines.base import Opening, open_engine
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import EngineError
@@ -80,6 +84,79 @@ def test_a_weight_beyond_fp16_is_named(tmp_path, value):
     context = noise_context()
     with pytest.raises(NotApplicableError, match=r"weight 1\.bias holds"):
         HALF.apply(parent_of(module, context, tmp_path / "parent"), Half(), context, tmp_path)
+
+
+class Overflowing(nn.Module):
+    """The second layer's values are in FP32's range and not in FP16's; the answers are small again."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
+        self.head = nn.Linear(4, 4)
+        self.first.weight.data.fill_(factor)
+        self.second.weight.data.fill_(factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        return self.head((x / x.abs().amax((1, 2, 3), keepdim=True)).mean((2, 3)))
+
+
+class Underflowing(nn.Module):
+    """A guard against division by zero that FP16 rounds to zero."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        zero = (x - x).mean((1, 2, 3))[:, None]
+        return (zero / (zero + 1e-9)).expand(-1, 4) + x.mean((2, 3))
+
+
+@pytest.mark.parametrize("entry", [HALF, ONNX_HALF], ids=lambda entry: entry.name)
+def test_a_layer_that_leaves_fp16s_range_on_real_images_is_named(entry, tmp_path):
+    torch.manual_seed(0)
+    context, module = noise_context(), Overflowing(100.0).eval()
+    with torch.no_grad():
+        reached = module.second(module.first(context.example(16))).abs().max().item()
+        assert reached > 65504
+        assert module(context.example(16)).isfinite().all()
+    with pytest.raises(
+        NotApplicableError, match=r"second reaches [0-9.e+]+ on training images, more than float16's 65504"
+    ):
+        entry.apply(parent_of(module, context, tmp_path / "parent"), entry.config(), context, tmp_path)
+    (tmp_path / "calm").mkdir()
+    parent = parent_of(Overflowing(1.0).eval(), context, tmp_path / "calm" / "parent")
+    entry.apply(parent, entry.config(), context, tmp_path / "calm")
+
+
+@pytest.mark.parametrize("entry", [HALF, ONNX_HALF], ids=lambda entry: entry.name)
+def test_answers_that_are_not_finite_in_fp16_fail(entry, tmp_path):
+    context = noise_context()
+    parent = parent_of(Underflowing().eval(), context, tmp_path / "parent")
+    with pytest.raises(PassError, match="in float16 the answers to 8 of 8 training images are not finite"):
+        entry.apply(parent, entry.config(), context, tmp_path)
+
+
+class Masked(nn.Module):
+    """What is infinite in FP32 too is meant: a mask before a softmax, and memory that is written later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = x[:, 0].masked_fill(torch.eye(16, dtype=torch.bool), float("-inf")).softmax(-1)
+        out = torch.empty_like(scores)
+        out.copy_(scores).mul_(2.0).relu_()
+        return out[None].expand(2, -1, -1, -1).mean((0, 2))
+
+
+def test_masks_and_operations_in_place_are_no_overflow():
+    check_half(Masked().eval(), torch.float16, noise_context().example(16))
+
+
+def test_the_emulated_arithmetic_is_that_of_fp16(trained, digits_context):
+    module, images = trained.module(), digits_context.example(8)
+    rounding = half._Rounding(torch.float16)
+    with torch.no_grad():
+        with rounding:
+            emulated = copy.deepcopy(module).half().float()(images.half().float())
+        real, exact = copy.deepcopy(module).half()(images.half()).float(), module(images)
+    assert (emulated - real).abs().max() < 0.5 * (exact - real).abs().max() + 1e-3 * exact.abs().max()
+    assert torch.equal(emulated, emulated.half().float())
 
 
 @pytest.mark.gpu

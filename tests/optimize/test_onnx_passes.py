@@ -93,7 +93,7 @@ def classifier() -> nn.Sequential:
 def test_a_weight_that_fp16_cannot_hold_is_named(tmp_path):
     context, module = noise_context(), classifier()
     module[4].weight.data[2, 1] = -1e6
-    with pytest.raises(NotApplicableError, match=r"weight 4\.weight holds 1e\+06, more than FP16's 65504"):
+    with pytest.raises(NotApplicableError, match=r"weight 4\.weight holds 1e\+06, more than float16's 65504"):
         ONNX_HALF.apply(parent_of(module, context, tmp_path / "parent"), OnnxHalf(), context, tmp_path)
 
 

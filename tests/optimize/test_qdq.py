@@ -16,7 +16,7 @@ from optimize.errors import PassError
 from optimize.passes import onnx_int8, ptq
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
-from optimize.quantization.qdq import lint
+from optimize.quantization.qdq import NarrowRange, lint
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -48,7 +48,7 @@ def graph(
     *,
     weight: str = "int8",
     scale: float = 0.1,
-    clip: bool = False,
+    clip: tuple[float, float] | None = None,
     quantized: bool = True,
     computed_scale: bool = False,
     as_constant: bool = False,
@@ -60,8 +60,8 @@ def graph(
             numpy_helper.from_array(np.array(0.5, np.float32), "weight_scale"),
             numpy_helper.from_array(np.array(0, np.int8), "weight_zero"),
             numpy_helper.from_array(np.array(128, np.uint8), "zero"),
-            numpy_helper.from_array(np.array(0.0, np.float32), "low"),
-            numpy_helper.from_array(np.array(1.0, np.float32), "high"),
+            numpy_helper.from_array(np.array((clip or (0, 0))[0], np.float32), "low"),
+            numpy_helper.from_array(np.array((clip or (0, 0))[1], np.float32), "high"),
         ],
     )
     if as_constant:
@@ -111,26 +111,49 @@ def test_a_whole_graph_is_counted():
     assert summary.float_bytes == 4 * 4, "four float scalars: two scales and two bounds"
 
 
-def test_a_clamp_that_is_there_is_accepted():
-    assert lint(graph(clip=True), activations=1, weights=1, clamps=1).activations == 1
+#: Integers 64 to 191 around the graph's zero point of 128, in steps of 0.1.
+NARROW = NarrowRange(scale=0.1, zero_point=128, low=64, high=191)
+
+
+@pytest.mark.parametrize("bounds", [(-6.4, 6.3), (0.0, 6.0), (-6.44, 6.34)])
+def test_a_clamp_that_is_there_is_accepted(bounds):
+    assert lint(graph(clip=bounds), activations=1, weights=1, clamps=[NARROW]).activations == 1
+
+
+@pytest.mark.parametrize(
+    ("bounds", "narrow"),
+    [
+        ((0.0, 6.4), NARROW),
+        ((-6.5, 6.3), NARROW),
+        ((-1e4, 1e4), NARROW),
+        # A ReLU6's, where the range was found to be 0 to 3.
+        ((0.0, 6.0), NarrowRange(0.1, 128, 128, 158)),
+        # Within the bounds of another quantizer.
+        ((-6.4, 6.3), NarrowRange(0.2, 128, 64, 191)),
+        ((-6.4, 6.3), NarrowRange(0.1, 0, 0, 127)),
+    ],
+)
+def test_a_clip_that_does_not_keep_to_the_quantizers_range_is_no_clamp(bounds, narrow):
+    with pytest.raises(PassError, match="1 activation ranges need a clamp, only 0 have one"):
+        lint(graph(clip=bounds), activations=1, weights=1, clamps=[narrow])
 
 
 @pytest.mark.parametrize(
     ("model", "expected", "complaint"),
     [
-        (graph(quantized=False, weight="float"), (1, 1, 0), "0 activation and 0 weight quantizers .* has 1 and 1"),
-        (graph(quantized=False, weight="float"), (0, 0, 0), "nothing is quantized, this is a float graph"),
-        (graph(weight="float"), (1, 0, 0), "nothing is quantized"),
-        (graph(weight="float behind Q"), (1, 1, 0), "weight weight is stored in float behind a QuantizeLinear"),
-        (graph(weight="uint8"), (1, 1, 0), "weight weight is UINT8, not INT8"),
-        (graph(), (2, 1, 0), "1 activation and 1 weight quantizers came out of the export, torch has 2 and 1"),
-        (graph(), (1, 2, 0), "torch has 1 and 2"),
-        (graph(), (1, 1, 1), "1 activation ranges need a clamp, only 0 have one"),
-        (graph(scale=0.0), (1, 1, 0), "not positive"),
-        (graph(scale=-0.1), (1, 1, 0), "not positive"),
-        (graph(scale=float("nan")), (1, 1, 0), "not positive"),
-        (graph(scale=0.0, as_constant=True), (1, 1, 0), "not positive"),
-        (graph(computed_scale=True), (1, 1, 0), "is computed, not a constant"),
+        (graph(quantized=False, weight="float"), (1, 1, []), "0 activation and 0 weight quantizers .* has 1 and 1"),
+        (graph(quantized=False, weight="float"), (0, 0, []), "nothing is quantized, this is a float graph"),
+        (graph(weight="float"), (1, 0, []), "nothing is quantized"),
+        (graph(weight="float behind Q"), (1, 1, []), "weight weight is stored in float behind a QuantizeLinear"),
+        (graph(weight="uint8"), (1, 1, []), "weight weight is UINT8, not INT8"),
+        (graph(), (2, 1, []), "1 activation and 1 weight quantizers came out of the export, torch has 2 and 1"),
+        (graph(), (1, 2, []), "torch has 1 and 2"),
+        (graph(), (1, 1, [NARROW]), "1 activation ranges need a clamp, only 0 have one"),
+        (graph(scale=0.0), (1, 1, []), "not positive"),
+        (graph(scale=-0.1), (1, 1, []), "not positive"),
+        (graph(scale=float("nan")), (1, 1, []), "not positive"),
+        (graph(scale=0.0, as_constant=True), (1, 1, []), "not positive"),
+        (graph(computed_scale=True), (1, 1, []), "is computed, not a constant"),
     ],
 )
 def test_a_graph_that_is_not_what_torch_meant_is_refused(model, expected, complaint):
@@ -149,7 +172,7 @@ def lowered(module: nn.Module, folder: Path, monkeypatch=None, levels: int | Non
         monkeypatch.setattr(ptq, "x86_target", lambda: Target("test", levels))
     context = noise_context()
     parent = parent_of(module, context, folder / "parent")
-    (folder / "ptq").mkdir()
+    (folder / "ptq").mkdir(parents=True, exist_ok=True)
     PTQ.apply(parent, Ptq(observer="minmax"), context, folder / "ptq")
     artifact = type(parent)("ptq", "quantized", "1" * 64, folder / "ptq", parent.card, parent)
     (folder / "onnx").mkdir()
@@ -341,6 +364,27 @@ def test_a_lost_clamp_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(qdq, "export_onnx", losing)
     with pytest.raises(PassError, match="need a clamp, only 0 have one"):
         lowered(LAYERS["linear"].eval(), tmp_path, monkeypatch, levels=127)
+
+
+def test_a_lost_clamp_before_a_relu6_is_noticed(tmp_path, monkeypatch):
+    """Its Clip to [0, 6] stays, and lets integers pass that the range does not hold."""
+    from optimize.quantization import qdq
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU6(), nn.Flatten(), nn.Linear(784, 4)).eval()
+    original = qdq.export_onnx
+
+    def losing(program, example, path):
+        for node in list(program.graph.nodes):
+            if node.target is torch.ops.aten.clamp.default:
+                node.replace_all_uses_with(node.args[0])
+        program.recompile()
+        return original(program, example, path)
+
+    lowered(module, tmp_path / "whole", monkeypatch, levels=127)
+    monkeypatch.setattr(qdq, "export_onnx", losing)
+    with pytest.raises(PassError, match="need a clamp, only 0 have one"):
+        lowered(module, tmp_path / "lost", monkeypatch, levels=127)
 
 
 def test_lowering_twice_gives_the_same_bytes(tmp_path, made, digits_context):
