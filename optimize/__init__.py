@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optimize.api import Comparison, Variant, apply, compare, load, package, save
+    from optimize.api import Variant, apply, compare, compare_runs, load, package, save
     from optimize.errors import NotApplicableError, PassError
     from optimize.measure.timing import Timing
     from optimize.models.preprocessing import PreprocessingConfig
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from optimize.passes.onnx_int8 import OnnxInt8
     from optimize.passes.ptq import Ptq
     from optimize.passes.qat import Qat
+    from optimize.report.comparison import Comparison
     from optimize.training.loop import TrainingConfig as Training
     from serve.runtime.errors import PipelineError, UserError
 
@@ -46,13 +47,15 @@ __all__ = [
     "Variant",
     "apply",
     "compare",
+    "compare_runs",
     "load",
     "package",
     "save",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Comparison", "Variant", "apply", "compare", "load", "package", "save"), "optimize.api"),
+    **dict.fromkeys(("Variant", "apply", "compare", "compare_runs", "load", "package", "save"), "optimize.api"),
+    "Comparison": "optimize.report.comparison",
     "Timing": "optimize.measure.timing",
     "Dynamic": "optimize.passes.dynamic",
     "PreprocessingConfig": "optimize.models.preprocessing",

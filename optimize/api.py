@@ -18,18 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from PIL.Image import Image
-from rich.console import Console
 
 from optimize.data.formats.base import DEFAULT_DATA
 from optimize.measure.bench import Bench
-from optimize.measure.rows import Recommendation, Reference, Results, Row
+from optimize.measure.machine import resolve_device
+from optimize.measure.rows import Results
 from optimize.measure.timing import Timing
 from optimize.models.preprocessing import PreprocessingConfig, Wish
 from optimize.noise import silenced
 from optimize.passes.base import find_pass, pass_of
+from optimize.report.comparison import Comparison
 from optimize.report.progress import here
-from optimize.report.table import table
 from optimize.report.words import size
+from optimize.run.comparing import compare_runs as _compare_runs
 from optimize.run.job import Job, open_job
 from optimize.run.recommendation import Objective, Recommend, recommend
 from optimize.run.results import measure
@@ -44,7 +45,7 @@ from serve.runtime.predictor import Label, Predictor
 from serve.torchserve.archive import build_archive
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 
 #: An image as `Variant.predict` takes it: its encoded bytes, a file, or an opened picture.
@@ -155,46 +156,6 @@ def _encoded(picture: Picture) -> bytes:
 
 
 _RULE = Recommend()
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Variants measured side by side; prints as a table.
-
-    ``rows`` has a typed `Row` per variant, as ``report.json`` has them; ``references`` the eager references;
-    ``recommendation`` which variant to take, by which rule.
-    """
-
-    results: Results
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """One per variant, in the order in which they were given."""
-        return self.results.rows
-
-    @property
-    def references(self) -> tuple[Reference, ...]:
-        """The first variant's eager module, run in other ways."""
-        return self.results.references
-
-    @property
-    def recommendation(self) -> Recommendation:
-        """Which variant to take, by which rule, and why not the others."""
-        return self.results.recommendation
-
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120)
-        console.print(table(self.results))
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
-
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per variant, indexed by name; nested fields become columns such as ``latency_ms.p50``."""
-        import pandas
-
-        # What was measured is the subject here, and stands beside the row's own fields.
-        flat = [body | (body.pop("measured") or {}) for body in (row.to_json() for row in self.rows)]
-        return pandas.json_normalize(flat).set_index("name")
 
 
 def load(
@@ -320,6 +281,43 @@ def compare(
             measurement=measured.measurement,
         )
     )
+
+
+def compare_runs(
+    *names: str,
+    store: str | Path = "model_store",
+    device: str = "auto",
+    timing: Timing | None = None,
+    max_drop: float = _RULE.max_drop,
+    objective: Objective = _RULE.objective,
+    confidence: float = _RULE.confidence,
+) -> Comparison:
+    """Compare artifacts of several runs that were judged by the same images: speed and memory are measured anew.
+
+    Args:
+        names: ``RUN`` stands for its baseline and its recommended artifact, ``RUN/ARTIFACT`` for that one. The
+            first is what the others are compared with.
+        store: where the runs are.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        timing: how speed is measured.
+        max_drop: as of `compare`.
+        objective: as of `compare`.
+        confidence: as of `compare`.
+
+    Raises:
+        UserError: a run or artifact does not exist, or they were judged by different images; what differs is named.
+    """
+    rule = Recommend(objective=objective, max_drop=max_drop, confidence=confidence)
+    with silenced():
+        results = _compare_runs(
+            Path(store),
+            names,
+            timing=timing or Timing(),
+            rule=rule,
+            device=resolve_device(device),
+            listener=here(),
+        )
+    return Comparison(results)
 
 
 def save(variant: Variant, folder: str | Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -44,6 +45,20 @@ class _ListsData(TyperCommand):
             if isinstance(option, TyperOption) and option.name == "data":
                 option.help = f"{option.help} One of {', '.join(usages())}."
         super().format_help(ctx, formatter)
+
+
+_Objective = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="What the recommended artifact is best at: latency, p95, throughput or size."),
+]
+_MaxDrop = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option(help="Loss of top-1, as a fraction, that it must be shown not to have.", metavar="FRACTION"),
+]
+_Confidence = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option(help="With which that is shown: 0.95.", metavar="FRACTION"),
+]
 
 
 @app.command(cls=_ListsData)
@@ -110,17 +125,9 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     name: Annotated[Optional[str], typer.Option(help="The run's name; the model's by default.")] = None,  # noqa: UP045
     seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Time everything anew.")] = False,
-    objective: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="What the recommended artifact is best at: latency, p95, throughput or size."),
-    ] = None,
-    max_drop: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(help="Loss of top-1, as a fraction, that it must be shown not to have.", metavar="FRACTION"),
-    ] = None,
-    confidence: Annotated[
-        Optional[float], typer.Option(help="With which that is shown: 0.95.", metavar="FRACTION")  # noqa: UP045
-    ] = None,
+    objective: _Objective = None,
+    max_drop: _MaxDrop = None,
+    confidence: _Confidence = None,
     trust_checkpoint: Annotated[
         bool, typer.Option("--trust-checkpoint", help="Let the checkpoint's pickle run code. Only for files you made.")
     ] = False,
@@ -134,7 +141,6 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         from optimize.run.job import Job
         from optimize.run.pipeline import run as run_job
 
-        rule = {"objective": objective, "max_drop": max_drop, "confidence": confidence}
         job = Job(
             model=model,
             checkpoint=checkpoint,
@@ -158,7 +164,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             trust_checkpoint=trust_checkpoint,
             seed=seed,
             remeasure=remeasure,
-            recommend={name: value for name, value in rule.items() if value is not None},
+            recommend=_given(objective=objective, max_drop=max_drop, confidence=confidence),
         )
         noise.silence()
         # A model of the user's own may print; standard output is for the result alone.
@@ -176,15 +182,55 @@ def run(  # noqa: PLR0917 - each is an option of the command line
 def list_runs(store: _Store = DEFAULT_STORE) -> None:
     """List the runs of a store."""
     with reported():
-        from optimize.report.runs import read_runs
+        from optimize.report.runs import HEADS, read_runs
 
-        table = Table("run", "data", "artifacts", "recommended", "top-1", "p50 ms", "created", box=None, pad_edge=False)
+        table = Table(*HEADS, box=None, pad_edge=False)
         for entry in read_runs(store):
             table.add_row(*map(Text, entry.cells()))
-        if table.row_count:
-            Console().print(table)
-        else:
+        if not table.row_count:
             typer.echo(f"no runs in {store}")
+            return
+        console = Console()
+        (console if console.is_terminal else Console(width=1000)).print(table)
+        # Two days, or two runs at once, and the same network takes another time.
+        typer.echo("speed is to each run's own baseline; `compare RUN RUN` measures runs together")
+
+
+@app.command()
+def compare(  # noqa: PLR0917 - each is an option of the command line
+    names: Annotated[
+        list[str], typer.Argument(metavar="RUN…", help="Runs, or RUN/ARTIFACT; the first is the measure.")
+    ],
+    store: _Store = DEFAULT_STORE,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    objective: _Objective = None,
+    max_drop: _MaxDrop = None,
+    confidence: _Confidence = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")] = False,
+) -> None:
+    """Compare runs that were judged by the same images; their speeds are measured anew, together.
+
+    RUN stands for its baseline and its recommended artifact. Exit code 2 if they do not compare: what differs is said.
+    """
+    with reported():
+        from optimize import noise
+        from optimize.measure.machine import resolve_device
+        from optimize.measure.timing import Timing
+        from optimize.report.table import print_table
+        from optimize.report.terminal import Display
+        from optimize.run.comparing import compare_runs
+        from optimize.run.recommendation import Recommend
+
+        rule = Recommend(**_given(objective=objective, max_drop=max_drop, confidence=confidence))
+        noise.silence()
+        with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
+            results = compare_runs(
+                store, names, timing=Timing(), rule=rule, device=resolve_device(device), listener=display
+            )
+        if json:
+            sys.stdout.write(dumps(results.to_json(), indent=2) + "\n")
+        else:
+            print_table(results)
 
 
 @app.command()
@@ -264,6 +310,11 @@ def list_passes() -> None:
 def main() -> None:
     """Entry point."""
     app()
+
+
+def _given(**options: object) -> dict[str, Any]:
+    """Those options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _print_outcome(report: Report, folder: Path) -> None:

@@ -87,9 +87,17 @@ def load_answers(folder: Path) -> Answers:
     return Answers(**load_file(folder / _FILE))
 
 
-def accuracy(answers: Answers, baseline: Answers | None) -> Accuracy:
-    """Top-1 and top-5, and the paired difference of top-1 to the baseline's answers on the same images."""
-    alone = Accuracy(top1=answers.top1, top5=answers.top5, images=len(answers.first), left_out=len(answers.left_out))
+def accuracy(answers: Answers, baseline: Answers | None, key: str) -> Accuracy:
+    """Top-1 and top-5, and the paired difference of top-1 to the baseline's answers on the same images.
+
+    Args:
+        answers: of the artifact.
+        baseline: of what it is compared with, None if it is that itself.
+        key: that the store has ``answers`` by.
+    """
+    alone = Accuracy(
+        top1=answers.top1, top5=answers.top5, images=len(answers.first), left_out=len(answers.left_out), answers=key
+    )
     if baseline is None:
         return alone
     found = paired_difference(baseline.first.numpy(), answers.first.numpy())

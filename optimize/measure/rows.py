@@ -86,13 +86,14 @@ class Difference(Record):
 class Accuracy(Record):
     """Of ``images`` validation images; ``difference`` is to the baseline, which itself has none.
 
-    ``left_out`` more could not be read.
+    ``left_out`` more could not be read. ``answers`` is the key of the stored object with the answer to each image.
     """
 
     top1: float
     top5: float
     images: int
     left_out: int = 0
+    answers: str
     difference: Difference | None = None
 
 
@@ -302,14 +303,14 @@ class Machine(Record):
 class Data(Record):
     """The images: how many to train and to judge with, and how they become the network's input.
 
-    ``val_of`` is how many there are to judge with, where ``val`` is a part of them.
-
-    ``preprocessing_origin`` says of each part of the preprocessing where it came from.
+    ``val_of`` is how many there are to judge with, where ``val`` is a part of them; ``val_fingerprint`` is that of
+    these, in their order; ``preprocessing_origin`` says of each part of the preprocessing where it came from.
     """
 
     name: str
     fingerprint: str
     fingerprint_kind: str
+    val_fingerprint: str
     classes: int
     train: int
     val: int
@@ -319,7 +320,10 @@ class Data(Record):
 
 
 class Report(Results):
-    """A finished run, as ``report.json`` holds it; ``title`` is the run's name, ``recommended`` what is served."""
+    """A finished run, as ``report.json`` holds it; ``title`` is the run's name, ``recommended`` what is served.
+
+    ``remarks`` are sentences about the run that no figure tells.
+    """
 
     schema_version: Literal[2] = Field(default=SCHEMA, alias="schema")
     model: str
@@ -330,6 +334,7 @@ class Report(Results):
     machine: Machine
     versions: dict[str, str]
     recommended: str | None
+    remarks: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _recommended_once(self) -> Self:

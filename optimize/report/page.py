@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from optimize.measure.rows import Report, Results, Row
 from optimize.report.columns import COLUMNS, Column, family_of
 from optimize.report.lineage import layout
-from optimize.report.sentences import facts, method, verdict
+from optimize.report.sentences import facts, method, notes, verdict
 from optimize.report.words import count, number, percent, plain, plural, seconds
 from optimize.store.files import write_atomically
+
+if TYPE_CHECKING:
+    import jinja2
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -28,38 +32,40 @@ class Bar:
 
 def write_html(report: Report, path: Path, columns: Sequence[Column] = COLUMNS) -> None:
     """Write the report as one page that refers to nothing outside itself and needs no script."""
-    import jinja2
     from markupsafe import Markup
 
     from optimize.report.plots import pareto_svg, throughput_svg
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"family": family_of, "percent": percent, "number": number, "settings": _settings}
-    page = environment.get_template("report.html.j2").render(
-        report=report,
-        chosen=report.chosen,
-        verdict=verdict(report),
-        created=f"{report.created:%Y-%m-%d %H:%M} UTC",
-        took=seconds(report.seconds),
-        results=[column for column in columns if column.table == "results"],
-        details=[column for column in columns if column.table == "details"],
-        # matplotlib escapes the text it draws; everything else on the page is escaped by the template.
-        pareto=Markup(pareto_svg(report)),
-        throughput=Markup(throughput_svg(report)),
-        throughput_table=_throughput_table(report),
-        lineage=layout(report.rows),
-        steps=_step_bars(report),
-        step_total=_step_total(report),
-        facts=facts(report),
-        method=method(report),
+    page = (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            report=report,
+            chosen=report.chosen,
+            verdict=verdict(report),
+            notes=notes(report),
+            created=f"{report.created:%Y-%m-%d %H:%M} UTC",
+            took=seconds(report.seconds),
+            results=[column for column in columns if column.table == "results"],
+            details=[column for column in columns if column.table == "details"],
+            # matplotlib escapes the text it draws; everything else on the page is escaped by the template.
+            pareto=Markup(pareto_svg(report)),
+            throughput=Markup(throughput_svg(report)),
+            throughput_table=_throughput_table(report),
+            lineage=layout(report.rows),
+            steps=_step_bars(report),
+            step_total=_step_total(report),
+            facts=facts(report),
+            method=method(report),
+        )
     )
     write_atomically(path, page.encode())
+
+
+def fragment(results: Results, columns: Sequence[Column] = COLUMNS) -> str:
+    """The table of results as an element of HTML, for a notebook."""
+    template = _environment().get_template("comparison.html.j2")
+    return template.render(results=results, columns=columns, verdict=verdict(results))
 
 
 def plot(results: Results, path: Path) -> None:
@@ -71,6 +77,20 @@ def plot(results: Results, path: Path) -> None:
     from optimize.report.plots import pareto_image
 
     write_atomically(path, pareto_image(results, path.suffix.lstrip(".").lower()))
+
+
+def _environment() -> jinja2.Environment:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"family": family_of, "percent": percent, "number": number, "settings": _settings}
+    return environment
 
 
 def _settings(row: Row) -> str:

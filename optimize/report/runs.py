@@ -10,31 +10,40 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from optimize.measure.rows import SCHEMA, Report
+from optimize.report.words import NONE, percent, times
 from serve.runtime.card import CARD_FILE, load_card, sha256_file
 from serve.runtime.errors import CardError, UserError, did_you_mean
+
+#: What stands above `RunSummary.cells`.
+HEADS = ("run", "model", "data", "artifacts", "recommended", "top-1 %", "speed", "created")
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One line about a run; ``top1`` and ``p50_ms`` are those of the recommended artifact."""
+    """One line about a run; ``top1`` and ``speedup`` are those of the recommended artifact.
+
+    A speed-up is to the run's own baseline: times of different measurements do not compare.
+    """
 
     name: str
+    model: str
     data: str
     artifacts: int
     recommended: str | None
     top1: float | None
-    p50_ms: float | None
+    speedup: float | None
     created: str
 
     def cells(self) -> tuple[str, ...]:
         """The fields as text."""
         return (
             self.name,
+            self.model,
             self.data,
             str(self.artifacts),
-            self.recommended or "-",
-            "-" if self.top1 is None else f"{self.top1 * 100:.2f} %",
-            "-" if self.p50_ms is None else f"{self.p50_ms:.2f}",
+            self.recommended or NONE,
+            percent(self.top1),
+            times(self.speedup),
             self.created,
         )
 
@@ -46,11 +55,12 @@ def read_runs(store: Path) -> Iterator[RunSummary]:
         measured = report.chosen.measured if report.chosen else None
         yield RunSummary(
             name=path.parent.name,
+            model=report.model,
             data=report.data.name,
             artifacts=sum(row.file is not None for row in report.rows),
             recommended=report.recommended,
             top1=measured.accuracy.top1 if measured else None,
-            p50_ms=measured.latency_ms.p50 if measured else None,
+            speedup=measured.speedup.value if measured else None,
             created=f"{report.created:%Y-%m-%d %H:%M}",
         )
 

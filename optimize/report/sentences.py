@@ -93,6 +93,11 @@ def _taken(measurement: Measurement) -> str:
     return f"Measuring took {seconds(measurement.seconds)}."
 
 
+def notes(report: Report) -> list[str]:
+    """What a reader of the figures should know: remarks about the run, and what each artifact's making left to say."""
+    return [*report.remarks, *(f"{row.name}: {note}" for row in report.rows for note in row.notes)]
+
+
 def facts(report: Report) -> list[tuple[str, list[Fact]]]:
     """The machine, the data and the versions, as groups of name and value."""
     return [("Machine", _machine(report)), ("Data", _data(report)), ("Versions", _versions(report))]

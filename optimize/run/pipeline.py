@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
 from optimize.measure.rows import Data, Machine, Report, Row, Skip
 from optimize.models.preprocessing import Wish
+from optimize.passes.base import find_pass
 from optimize.report.page import plot, write_html
 from optimize.run.job import Job, Opened, open_job
 from optimize.run.publishing import publish
@@ -83,6 +84,7 @@ def run(job: Job, listener: Listener) -> Outcome:
                 references_of=measured.references_of,
                 recommended=recommendation.name,
                 recommendation=recommendation,
+                remarks=tuple(_remarks(opened, published.rows)),
                 measurement=measured.measurement,
             )
             write_json(report.to_json(), folder / "report.json")
@@ -151,12 +153,26 @@ def _explained(error: Exception, log: Path) -> str:
     return f"{one_line(error)} (traceback in {log})"
 
 
+def _remarks(opened: Opened, rows: Sequence[Row]) -> list[str]:
+    """What no figure tells: a checkpoint has its own past."""
+    trained = [row.name for row in rows[1:] if row.file is not None and find_pass(row.operation).data == "training"]
+    if opened.checkpoint is None or not trained:
+        return []
+    names = " and ".join(trained) if len(trained) < 3 else f"{', '.join(trained[:-1])} and {trained[-1]}"
+    return [
+        f"The best epoch of {names} was chosen on images held out of the training split, and the checkpoint has "
+        "probably been trained on them: among those that it remembers, epochs are hard to tell apart. The figures "
+        "of this report are of the validation images; they are good for as much as the checkpoint has not seen those."
+    ]
+
+
 def _describe(context: Context, origins: Mapping[str, str]) -> Data:
     data = context.data
     return Data(
         name=data.name,
         fingerprint=data.fingerprint,
         fingerprint_kind=data.fingerprint_kind,
+        val_fingerprint=data.val.fingerprint,
         classes=len(data.classes),
         train=len(data.train),
         val=len(data.val),

@@ -165,7 +165,7 @@ def _measured(artifact: Artifact, every: _Every) -> Measured:
         latency_ms=timed.latency_ms,
         throughput=timed.throughput,
         speedup=timed.speedup,
-        accuracy=accuracy(answers[name].value, baseline),
+        accuracy=accuracy(answers[name].value, baseline, answers[name].key),
         footprint=every.footprints[name].value,
         execution=Execution(provider=every.speed.providers[name], threads=torch.get_num_threads()),
         parity=parity(answers[parent].value, answers[name].value, parent) if parent else None,

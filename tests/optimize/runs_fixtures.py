@@ -128,7 +128,7 @@ class TinyRun:
 
 
 @functools.cache
-def _tiny_run(folder: Path) -> TinyRun:
+def made_run(folder: Path) -> TinyRun:
     store = folder / "tiny-run" / "model_store"
     outcome, heard = run_recipe(store, RECIPE)
     assert outcome.failed == ()
@@ -140,7 +140,7 @@ def _tiny_run(folder: Path) -> TinyRun:
 @pytest.fixture
 def tiny_run(tmp_path_factory) -> TinyRun:
     """Made once a session, whichever module asks first; to be looked at, not changed."""
-    return _tiny_run(tmp_path_factory.getbasetemp())
+    return made_run(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_answers_equal_numpys(count: int) -> None:
     assert found.top1 == np.mean(order[:, 0] == labels)
     assert found.top5 == np.mean([label in row[:5] for label, row in zip(labels, order, strict=True)])
     assert np.array_equal(found.predicted.numpy(), order[:, 0])
-    record = accuracy(found, None)
+    record = accuracy(found, None, "key")
     assert (record.top1, record.top5, record.images) == (found.top1, found.top5, count)
 
 
@@ -105,7 +105,7 @@ def answers_with(right: np.ndarray) -> Answers:
 def test_the_difference_to_the_baseline_counts_the_images_that_changed_sides() -> None:
     right = np.array([1, 1, 1, 0, 0, 1, 0, 1, 1, 1], dtype=bool)
     other = np.array([1, 0, 1, 1, 0, 1, 0, 0, 0, 1], dtype=bool)
-    found = accuracy(answers_with(other), answers_with(right)).difference
+    found = accuracy(answers_with(other), answers_with(right), "key").difference
     assert found is not None
     assert found.delta == pytest.approx(-0.2)
     assert (found.gained, found.lost) == (1, 3)
@@ -113,7 +113,7 @@ def test_the_difference_to_the_baseline_counts_the_images_that_changed_sides() -
 
 
 def test_the_baseline_has_no_difference_to_itself() -> None:
-    assert accuracy(answers_with(np.array([True, False])), None).difference is None
+    assert accuracy(answers_with(np.array([True, False])), None, "key").difference is None
 
 
 def test_parity_equals_numpys() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,24 @@ def test_a_quantized_variant_may_be_the_first(fused: opt.Variant, quantized: opt
 def test_a_rule_that_does_not_exist_is_refused(fused: opt.Variant) -> None:
     with pytest.raises(UserError, match="objective"):
         opt.compare(fused, objective="beauty")  # type: ignore[arg-type]
+
+
+def test_a_comparison_is_one_line_in_a_program_a_table_in_a_notebook_and_a_plot_in_a_file(
+    comparison: opt.Comparison, tmp_path: Path
+) -> None:
+    assert repr(comparison) == f"<Comparison 3 artifacts; recommended {comparison.recommendation.name}>"
+    shown = comparison._repr_html_()
+    for line in comparison.results.lines:
+        assert f">{line.name}" in shown.replace("★ ", "")
+    measured = comparison.rows[0].measured
+    assert measured is not None
+    assert f"{measured.accuracy.top1 * 100:.2f}" in shown
+    assert not re.search("<script|<style|https?:", shown)  # of the notebook's own page it touches nothing
+    for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        path = comparison.plot(tmp_path / f"plot{suffix}")
+        assert path.read_bytes().startswith(begin)
+    with pytest.raises(UserError, match=r"plot.gif: a plot is written as .png or .svg"):
+        comparison.plot(tmp_path / "plot.gif")
 
 
 def test_comparing_two_variants_of_one_name_is_refused(base: opt.Variant) -> None:
