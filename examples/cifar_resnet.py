@@ -46,7 +46,8 @@ class BasicBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``(N, inputs, H, W)`` to ``(N, outputs, H / stride, W / stride)``."""
         residual = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
-        return self.relu2(residual + self.shortcut(x))
+        answer: torch.Tensor = self.relu2(residual + self.shortcut(x))
+        return answer
 
 
 class CifarResNet(nn.Module):
@@ -75,7 +76,8 @@ class CifarResNet(nn.Module):
         """``(N, 3, 32, 32)`` to logits ``(N, classes)``."""
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
-        return self.linear(torch.flatten(self.pool(x), 1))
+        logits: torch.Tensor = self.linear(torch.flatten(self.pool(x), 1))
+        return logits
 
 
 def resnet20(num_classes: int = 10) -> nn.Module:

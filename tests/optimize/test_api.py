@@ -88,8 +88,8 @@ def test_comparison_prints_as_a_table_and_converts_to_pandas(comparison: opt.Com
     frame = comparison.to_pandas()
     for name in ("baseline", "fuse", "ptq-observer-minmax-images-64"):
         assert name in text
-        assert frame.loc[name, "latency_ms.p50"] > 0
-        assert frame.loc[name, "throughput.4"] > 0
+        assert frame["latency_ms.p50"][name] > 0
+        assert frame["throughput.4"][name] > 0
     assert "eager channels-last" in text
     assert comparison.recommendation.name in frame.index
 

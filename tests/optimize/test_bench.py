@@ -30,6 +30,7 @@ from optimize.store.sources import closure
 from serve import runtime
 from serve.runtime.card import Preprocessing
 from serve.runtime.predictor import Predictor
+from tests.narrow import encoded
 
 from .workbench import CPU, TINY_NET
 
@@ -62,7 +63,9 @@ def users_model(folder: Path, mean: float, std: float) -> str:
 
 def true_top1(artifact: Artifact, data: ImageData, mean: float, std: float) -> float:
     """Top-1 of the eager module on images that numpy normalised."""
-    pixels = np.stack([np.asarray(Image.open(io.BytesIO(source)).resize((16, 16), 2)) for source in data.val.sources])
+    pixels = np.stack(
+        [np.asarray(Image.open(io.BytesIO(encoded(source))).resize((16, 16), 2)) for source in data.val.sources]
+    )
     inputs = (pixels.astype(np.float32)[:, None] / 255 - np.float32(mean)) / np.float32(std)
     with torch.no_grad():
         predicted = artifact.module()(torch.from_numpy(inputs)).argmax(dim=1)

@@ -35,7 +35,7 @@ def test_resnet20_has_the_papers_parameter_count():
 def test_the_shortcut_subsamples_and_pads_channels_with_zeros():
     model = resolve_model(EXAMPLE).build(10)
     images_ = torch.randn(2, 16, 8, 8)
-    out = model.layer2[0].shortcut(images_)
+    out = model.get_submodule("layer2.0.shortcut")(images_)
     assert out.shape == (2, 32, 4, 4)
     assert torch.equal(out[:, 8:24], images_[:, :, ::2, ::2])
     assert not out[:, :8].any()

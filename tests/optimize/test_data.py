@@ -26,6 +26,7 @@ from optimize.models.source import ModelSource
 from serve.runtime import images
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
+from tests.narrow import encoded
 
 CPU = torch.device("cpu")
 TINY = Preprocessing(4, (4, 4))
@@ -67,7 +68,7 @@ def test_pixels_are_the_runtimes_own(way):
     split = Split(sources, torch.zeros(6, dtype=torch.int64))
     preprocessing = Preprocessing(20, (16, 18), interpolation="bicubic")
     ((batch, _),) = loader(split, preprocessing, batch_size=6, device=CPU)
-    assert torch.equal(batch, torch.stack([images.load(source, preprocessing) for source in sources]))
+    assert torch.equal(batch, torch.stack([images.load(encoded(source), preprocessing) for source in sources]))
 
 
 def test_shuffled_epochs_differ_and_each_is_repeatable_and_whole(way):
@@ -170,7 +171,7 @@ def test_a_subset_has_the_asked_size_keeps_proportions_and_repeats(labels, seed,
     part = subset(split, limit, seed)
     assert len(part) == limit
     assert len(set(part.sources)) == limit
-    assert [labels[int(source)] for source in part.sources] == part.labels.tolist()
+    assert [labels[int(encoded(source))] for source in part.sources] == part.labels.tolist()
     for label in set(labels):
         exact = labels.count(label) * limit / len(labels)
         assert abs(part.labels.tolist().count(label) - exact) < 1 + 1e-5
@@ -197,8 +198,7 @@ def shifted(image: np.ndarray, dy: int, dx: int, mode: str) -> np.ndarray:
     """What a shift means, written with numpy's padding: the window moves, the outside is filled."""
     _, height, width = image.shape
     reach = 2
-    options = {"mode": "reflect"} if mode == "reflect" else {"mode": "constant"}
-    padded = np.pad(image, ((0, 0), (reach, reach), (reach, reach)), **options)
+    padded = np.pad(image, ((0, 0), (reach, reach), (reach, reach)), "reflect" if mode == "reflect" else "constant")
     return padded[:, reach + dy : reach + dy + height, reach + dx : reach + dx + width]
 
 
@@ -262,6 +262,7 @@ DIGITS, CIFAR, PHOTOS = data_of("digits", (8, 8)), data_of("cifar10", (32, 32)),
 def test_the_size_follows_model_data_and_wish(model, data, image_size, expected):
     source = resolve_model(model)
     preprocessing = choose_preprocessing(source, data, image_size).preprocessing
+    assert source.preprocessing is not None
     assert size_of(preprocessing) == expected
     assert (preprocessing.mean, preprocessing.std, preprocessing.interpolation) == (
         source.preprocessing.mean,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class Heard(Silent):
 def opened(tmp_path):
     """``opened(data=…)``: a job for the tiny network, and what was said when it was opened."""
 
-    def opening(**options: object) -> tuple[Opened, str]:
+    def opening(**options: Any) -> tuple[Opened, str]:
         heard = Heard()
         job = Job(f"{TINY_NET}:tiny", store=tmp_path / "store", **options)
         return open_job(job, heard), "\n".join(heard.lines)

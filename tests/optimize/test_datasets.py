@@ -25,6 +25,9 @@ from optimize.data.records import Split
 from optimize.data.splits import subset
 from serve.runtime import images
 from serve.runtime.errors import UserError
+from tests.narrow import encoded, file
+
+from .workbench import noting
 
 
 def write_image(path: Path, value: int = 0, size: tuple[int, int] = (8, 6)) -> Path:
@@ -43,7 +46,7 @@ def folder(tmp_path):
 
 
 def names(split: Split) -> set[str]:
-    return {"/".join(Path(os.fsdecode(source)).parts[-2:]) for source in split.sources}
+    return {"/".join(file(source).parts[-2:]) for source in split.sources}
 
 
 def test_digits_are_scikit_learns_images_each_once_with_its_label():
@@ -54,7 +57,7 @@ def test_digits_are_scikit_learns_images_each_once_with_its_label():
         for image, label in zip(bunch.images, bunch.target, strict=True)
     )
     actual = Counter(
-        (images.decode(source, 1).numpy().tobytes(), label)
+        (images.decode(encoded(source), 1).numpy().tobytes(), label)
         for split in (data.train, data.val)
         for source, label in zip(split.sources, split.labels.tolist(), strict=True)
     )
@@ -86,7 +89,7 @@ def test_a_folder_of_classes_is_split_without_overlap(folder):
     assert len(names(data.train) | names(data.val)) == 20
     assert torch.bincount(data.val.labels).tolist() == [2, 2]
     for source, label in zip(data.val.sources, data.val.labels.tolist(), strict=True):
-        assert source.parent.name == data.classes[label]
+        assert file(source).parent.name == data.classes[label]
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -119,8 +122,8 @@ def test_train_and_val_folders_are_taken_as_they_are(tmp_path, val_name):
         (tmp_path / "train" / label / "notes.txt").write_text("not an image")
     (tmp_path / "train" / ".cache").mkdir()
     data = open_data(f"imagefolder:{tmp_path}")
-    assert [source.name for source in data.train.sources] == ["1.JPG", "1.JPG"]
-    assert [source.name for source in data.val.sources] == ["2.webp", "2.webp"]
+    assert [file(source).name for source in data.train.sources] == ["1.JPG", "1.JPG"]
+    assert [file(source).name for source in data.val.sources] == ["2.webp", "2.webp"]
     assert data.train.labels.tolist() == [0, 1]
 
 
@@ -258,10 +261,10 @@ def test_the_fingerprint_of_large_data_follows_names_labels_sizes_and_the_sample
 
     seen = [fingerprint_of()]
     data = open_data(f"imagefolder:{folder}")
-    first = data.train.sources[0]  # the first and the last image are the sample of two
+    first = file(data.train.sources[0])  # the first and the last image are the sample of two
     first.write_bytes(first.read_bytes()[:-1] + b"x")
     seen.append(fingerprint_of())
-    middle = data.train.sources[8]
+    middle = file(data.train.sources[8])
     middle.write_bytes(middle.read_bytes() + b"longer")
     seen.append(fingerprint_of())
     middle.rename(middle.with_name("other.png"))
@@ -302,9 +305,8 @@ def test_a_part_of_a_split_has_a_fingerprint_of_its_own_that_follows_the_whole()
 def indexed(folder, large, monkeypatch):
     """A folder with an index; ``listings`` counts how often it was listed anew."""
     monkeypatch.setattr(kept, "_SETTLED_NS", 0)
-    listings = []
-    original = listing.list_classes
-    monkeypatch.setattr(listing, "list_classes", lambda *a: listings.append(a) or original(*a))
+    listings: list[Path] = []
+    monkeypatch.setattr(listing, "list_classes", noting(listings, listing.list_classes, lambda folder, *_: folder))
     open_data(f"imagefolder:{folder}")
     assert len(list((large / "indexes").iterdir())) == len(listings) == 1
     return folder, listings
@@ -426,7 +428,7 @@ def test_a_data_set_that_keeps_pixels_in_memory_is_read_from_torchvisions_files(
     assert data.native_size == (28, 28)
     for split, part in ((data.train, "train"), (data.val, "t10k")):
         assert split.labels.tolist() == [index % 10 for index in range(len(split))]
-        decoded = torch.cat([images.decode(source, 1) for source in split.sources])
+        decoded = torch.cat([images.decode(encoded(source), 1) for source in split.sources])
         assert torch.equal(decoded, torch.from_numpy(expected[part]))
 
 

@@ -55,8 +55,8 @@ FOLDED = {
 
 @pytest.mark.parametrize("case", FOLDED, ids=lambda case: case.replace(" ", "-"))
 def test_a_norm_is_folded_into(case):
-    module, shape = FOLDED[case]
-    module = with_running_statistics(module)
+    plain, shape = FOLDED[case]
+    module = with_running_statistics(plain)
     fused = fuse_module(module, torch.randn(4, *shape))
     assert norms_left(fused) == 0
     assert_same_function(fused, module, 3, *shape)

@@ -25,6 +25,7 @@ from serve.runtime.engines.base import Opening, open_engine
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import EngineError
 from serve.runtime.program_file import load_program
+from tests.narrow import layer
 
 from .workbench import CPU, noise_context, parent_of, run
 
@@ -80,7 +81,7 @@ def test_bfloat16_is_not_applicable_on_a_cpu_without_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [1e6, -7e4, float("inf")])
 def test_a_weight_beyond_fp16_is_named(tmp_path, value):
     module = nn.Sequential(nn.Flatten(), nn.Linear(256, 4)).eval()
-    module[1].bias.data[3] = value
+    layer(module, 1, nn.Linear).bias.data[3] = value
     context = noise_context()
     with pytest.raises(NotApplicableError, match=r"weight 1\.bias holds"):
         HALF.apply(parent_of(module, context, tmp_path / "parent"), Half(), context, tmp_path)
@@ -215,7 +216,7 @@ def test_dynamic_quantizes_the_linear_layers_and_says_which(trained, made, digit
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_dynamic_weights_have_a_scale_for_each_output_or_one_for_all(tmp_path, per_channel):
     module = nn.Sequential(nn.Flatten(), nn.Linear(256, 4)).eval()
-    module[1].weight.data *= torch.tensor([1.0, 10.0, 100.0, 1000.0])[:, None]
+    layer(module, 1, nn.Linear).weight.data *= torch.tensor([1.0, 10.0, 100.0, 1000.0])[:, None]
     context = noise_context()
     parent = parent_of(module, context, tmp_path / "parent")
     DYNAMIC.apply(parent, Dynamic(per_channel=per_channel), context, tmp_path)

@@ -72,8 +72,8 @@ def depthwise(channels: int, stride: int) -> nn.Module:
     """Each channel of the depthwise convolution sees the image over the whole range of its integers."""
     torch.manual_seed(channels)
     first = nn.Conv2d(1, channels, 1)
-    nn.init.ones_(first.weight)
-    nn.init.ones_(first.bias)
+    for parameter in first.parameters():
+        nn.init.ones_(parameter)
     last = nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
     return nn.Sequential(first, nn.ReLU(), last, nn.Flatten()).eval()
 

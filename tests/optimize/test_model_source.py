@@ -70,7 +70,11 @@ def test_built_torchvision_models_give_plain_logits_in_training_and_evaluation(n
 
 
 def test_inception_transforms_its_input_as_its_published_weights_expect():
-    assert resolve_model("inception_v3").build(5).transform_input is True
+    from torchvision.models import Inception3
+
+    built = resolve_model("inception_v3").build(5)
+    assert isinstance(built, Inception3)
+    assert built.transform_input is True
 
 
 def test_a_vit_refuses_a_side_that_is_no_multiple_of_its_patch_and_names_the_nearest():
@@ -110,6 +114,7 @@ def test_only_arguments_that_the_factory_names_are_passed(write):
     """)
     assert resolve_model(reference + ":fixed").build(9, 32).out_features == 2
     sized = resolve_model(reference + ":sized").build(9, 32)
+    assert isinstance(sized, torch.nn.Linear)
     assert (sized.in_features, sized.out_features) == (32, 9)
     assert resolve_model(reference + ":forwards").build(9, 32).out_features == 9
 

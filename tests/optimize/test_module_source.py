@@ -21,6 +21,7 @@ from optimize.run.session import Session
 from optimize.store.objects import Store
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
+from tests.narrow import layer
 
 from .tiny_net import Tiny
 from .workbench import noise_context, run
@@ -49,7 +50,7 @@ def test_the_copy_answers_as_the_module_did_and_neither_touches_the_other():
     batch = torch.randn(3, 1, 16, 16)
     torch.testing.assert_close(built.eval()(batch), expected(batch))
     with torch.no_grad():
-        built.head.weight.fill_(1)
+        layer(built, "head", nn.Linear).weight.fill_(1)
     torch.testing.assert_close(other.eval()(batch), expected(batch))
     assert module.training
 
@@ -70,6 +71,8 @@ def test_it_goes_through_a_session_like_any_other(tmp_path):
 
 class Scaled(nn.Module):
     """Holds of everything that an answer may depend on."""
+
+    table: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from optimize.models.neighbours import of_file, of_module
 from optimize.models.resolve import resolve_model
+from optimize.models.source import ModelSource
 from serve.runtime.errors import UserError
 
 BLOCKS = "from torch import nn\nWIDTH = {width}\ndef block(n): return nn.Linear(WIDTH, n)\n"
@@ -34,8 +36,14 @@ def project(tmp_path):
             del sys.modules[name]
 
 
+def linear(source: ModelSource, classes: int) -> nn.Linear:
+    built = source.build(classes)
+    assert isinstance(built, nn.Linear)
+    return built
+
+
 def width_of(path: Path) -> int:
-    return resolve_model(f"{path}:net").build(3).in_features
+    return linear(resolve_model(f"{path}:net"), 3).in_features
 
 
 LAYOUTS = {
@@ -158,7 +166,7 @@ def test_a_module_by_name_covers_its_neighbours_too(project, monkeypatch):
     first = resolve_model("my_models.net:net")
     project({"my_models/blocks.py": BLOCKS.format(width=8)})
     second = resolve_model("my_models.net:net")
-    assert (first.build(2).in_features, second.build(2).in_features) == (4, 8)
+    assert (linear(first, 2).in_features, linear(second, 2).in_features) == (4, 8)
     assert first.fingerprint != second.fingerprint
     assert set(of_module("my_models.net").files) == {"my_models", "my_models.net", "my_models.blocks"}
 

@@ -13,6 +13,7 @@ from optimize.errors import NotApplicableError, PassError
 from optimize.export.onnx import check_against, export_onnx
 from optimize.passes.onnx import ONNX, Onnx
 from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
+from tests.narrow import layer
 
 from .test_qdq import infer
 from .workbench import noise_context, parent_of, run
@@ -92,7 +93,7 @@ def classifier() -> nn.Sequential:
 
 def test_a_weight_that_fp16_cannot_hold_is_named(tmp_path):
     context, module = noise_context(), classifier()
-    module[4].weight.data[2, 1] = -1e6
+    layer(module, 4, nn.Linear).weight.data[2, 1] = -1e6
     with pytest.raises(NotApplicableError, match=r"weight 4\.weight holds 1e\+06, more than float16's 65504"):
         ONNX_HALF.apply(parent_of(module, context, tmp_path / "parent"), OnnxHalf(), context, tmp_path)
 
@@ -108,7 +109,7 @@ def test_a_graph_of_other_weights_is_noticed(tmp_path):
     context, module = noise_context(), classifier()
     export_onnx(module, context.example(), tmp_path / "model.onnx")
     check_against(tmp_path / "model.onnx", module, context.example(8), 1e-3)
-    module[4].weight.data += 0.1
+    layer(module, 4, nn.Linear).weight.data += 0.1
     with pytest.raises(PassError, match="differ from the parent's"):
         check_against(tmp_path / "model.onnx", module, context.example(8), 1e-3)
 

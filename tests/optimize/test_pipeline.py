@@ -34,6 +34,7 @@ from optimize.store.pruning import prunable
 from serve.runtime.card import load_card
 from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.program_file import load_program
+from tests.narrow import encoded
 
 from .runs_fixtures import (
     RECIPE,
@@ -158,7 +159,7 @@ def independent_logits(file: ModelFile, pixels: torch.Tensor) -> torch.Tensor:
 
 def test_accuracy_and_parity_are_those_of_the_files_opened_with_their_libraries(tiny_run: TinyRun) -> None:
     val = open_data("digits").val
-    pictures = [np.asarray(Image.open(io.BytesIO(source)).convert("RGB")) for source in val.sources]
+    pictures = [np.asarray(Image.open(io.BytesIO(encoded(source))).convert("RGB")) for source in val.sources]
     pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)
     logits = {row.name: independent_logits(tiny_run.file(row.name), pixels) for row, _ in figures(tiny_run.report)}
     one_image = 1 / len(val)

@@ -42,7 +42,10 @@ def objects(store: Store) -> set[str]:
 
 
 def put(store: Store, key: str, content: str = "a", name: str = "file", about: str = "") -> Path:
-    return store.obtain(key, lambda folder: (folder / name).write_text(content), about=about).folder
+    def build(folder: Path) -> None:
+        (folder / name).write_text(content)
+
+    return store.obtain(key, build, about=about).folder
 
 
 def write_run(root: Path, name: str, keys: object) -> None:

@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from optimize.errors import PassError
+from optimize.export.onnx import export_onnx
 from optimize.passes import onnx_int8, ptq
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
@@ -65,7 +66,9 @@ def graph(
         ],
     )
     if as_constant:
-        nodes.append(helper.make_node("Constant", [], ["scale"], value=numpy_helper.from_array(np.float32(scale), "")))
+        nodes.append(
+            helper.make_node("Constant", [], ["scale"], value=numpy_helper.from_array(np.array(scale, np.float32), ""))
+        )
     elif computed_scale:
         initializers.append(numpy_helper.from_array(np.array(scale, np.float32), "raw_scale"))
         nodes.append(helper.make_node("Abs", ["raw_scale"], ["scale"]))
@@ -352,14 +355,12 @@ def test_a_full_range_has_no_clamp(tmp_path, monkeypatch):
 def test_a_lost_clamp_is_noticed(tmp_path, monkeypatch):
     from optimize.quantization import qdq
 
-    original = qdq.export_onnx
-
     def losing(module, example, path):
         for node in list(module.graph.nodes):
             if node.target is torch.ops.aten.clamp.default:
                 node.replace_all_uses_with(node.args[0])
         module.recompile()
-        return original(module, example, path)
+        return export_onnx(module, example, path)
 
     monkeypatch.setattr(qdq, "export_onnx", losing)
     with pytest.raises(PassError, match="need a clamp, only 0 have one"):

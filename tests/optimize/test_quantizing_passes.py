@@ -21,10 +21,11 @@ from optimize.passes import qat as qat_module
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.targets import Target, x86_target
-from optimize.training.loop import TrainingConfig
+from optimize.training.loop import TrainingConfig, train
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
+from tests.narrow import layer
 
 from .workbench import (
     CPU,
@@ -42,7 +43,7 @@ from .workbench import (
 OBSERVERS = ("minmax", "moving_average", "histogram")
 
 
-def small() -> nn.Module:
+def small() -> nn.Sequential:
     torch.manual_seed(3)
     return with_running_statistics(
         nn.Sequential(
@@ -115,8 +116,8 @@ def test_ptq_rounds_each_weight_to_the_nearest_of_its_channels_127_steps(tmp_pat
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 4)).eval()
     context = noise_context()
     ptq(module, context, tmp_path)
-    for layer, integers in zip((module[0], module[2]), packed_weights(tmp_path), strict=True):
-        weight = layer.weight.detach()
+    weights = (layer(module, 0, nn.Conv2d).weight.detach(), layer(module, 2, nn.Linear).weight.detach())
+    for weight, integers in zip(weights, packed_weights(tmp_path), strict=True):
         scale = weight.flatten(1).abs().amax(1) / 127
         expected = torch.round(weight / scale.view(-1, *[1] * (weight.ndim - 1)))
         assert integers.abs().flatten(1).amax(1).tolist() == [127] * 4
@@ -265,22 +266,23 @@ def learnable(images: int = 96) -> Context:
 def schedule(monkeypatch):
     """Records norms' statistics and activation ranges around each half of each epoch of ``qat``'s training."""
     snapshots: dict[tuple[int, bool], tuple[list, list]] = {}
-    original = qat_module.train
 
     def recording(module, context, config, *, set_mode):
-        def wrapped(layer, epoch, training):
-            set_mode(layer, epoch, training)
+        def wrapped(network, epoch, training):
+            set_mode(network, epoch, training)
             norms = [
-                tensor.tolist() for name, tensor in layer.state_dict().items() if name.endswith(("running_mean", "var"))
+                tensor.tolist()
+                for name, tensor in network.state_dict().items()
+                if name.endswith(("running_mean", "var"))
             ]
             ranges = [
-                (fake.activation_post_process.min_val.tolist(), fake.activation_post_process.max_val.tolist())
-                for name, fake in layer.named_modules()
+                tuple(fake.state_dict()[f"activation_post_process.{end}_val"].tolist() for end in ("min", "max"))
+                for name, fake in network.named_modules()
                 if isinstance(fake, FakeQuantizeBase) and "weight" not in name
             ]
             snapshots[epoch, training] = (norms, ranges)
 
-        return original(module, context, config, set_mode=wrapped)
+        return train(module, context, config, set_mode=wrapped)
 
     monkeypatch.setattr(qat_module, "train", recording)
     return snapshots

@@ -40,9 +40,9 @@ class Case:
 
     def row(self, baseline: Speed) -> Row:
         file = ModelFile(path="model", bytes=self.bytes, key="0", format="onnx", precision="int8")
-        settings = {"name": self.name, "operation": "pass", "config": {}, "parent": None, "file": file}
+        known: dict[str, Any] = {"name": self.name, "operation": "pass", "config": {}, "parent": None, "file": file}
         if self.rounds is None:
-            return Row(**settings, skip=Skip(kind="cannot_run_here", reason=self.skip))
+            return Row(**known, skip=Skip(kind="cannot_run_here", reason=self.skip))
         timed = self.speed().against(baseline)
         # The table's interval is not what the rule goes by: it takes the counts, at its own confidence.
         delta = (self.gained - self.lost) / self.images
@@ -53,7 +53,7 @@ class Case:
             footprint=Footprint(load_ms=1.0, memory_bytes=1),
             execution=Execution(provider="torch", threads=1),
         )
-        return Row(**settings, measured=measured)
+        return Row(**known, measured=measured)
 
     def speed(self) -> Speed:
         assert self.rounds is not None

@@ -183,7 +183,7 @@ def test_percentiles_of_unusable_samples_are_refused(samples: list[float]) -> No
 def test_a_drift_shared_by_both_sides_leaves_the_ratio_alone() -> None:
     slow_minute = np.array([1.0, 1.0, 3.0, 9.0, 2.0, 1.0, 4.0])
     found = ratio_interval(10 * slow_minute, 4 * slow_minute)
-    assert (found.median, found.low, found.high) == (pytest.approx(2.5), pytest.approx(2.5), pytest.approx(2.5))
+    assert (found.median, found.low, found.high) == pytest.approx((2.5, 2.5, 2.5))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,8 @@ def test_a_drift_shared_by_both_sides_leaves_the_ratio_alone() -> None:
 def test_ratio_interval_lies_between_order_statistics(rounds: int, low: int, high: int, coverage: float) -> None:
     ratios = np.random.default_rng(1).permutation(np.arange(1, rounds + 1))
     found = ratio_interval(ratios * 7.0, np.full(rounds, 7.0))
-    assert (found.low, found.high, found.coverage) == (pytest.approx(low), pytest.approx(high), coverage)
+    assert (found.low, found.high) == pytest.approx((low, high))
+    assert found.coverage == coverage
 
 
 def test_ratio_interval_covers_the_true_median_as_often_as_it_says() -> None:
@@ -219,7 +220,7 @@ def test_swapping_the_sides_inverts_the_ratio(pairs: list[tuple[float, float]]) 
     assert forth.low <= forth.median * (1 + 1e-12)
     assert forth.median <= forth.high * (1 + 1e-12)
     assert back.median == pytest.approx(1 / forth.median)
-    assert (back.low, back.high) == (pytest.approx(1 / forth.high), pytest.approx(1 / forth.low))
+    assert (back.low, back.high) == pytest.approx((1 / forth.high, 1 / forth.low))
 
 
 @pytest.mark.parametrize(("a", "b"), [([], []), ([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([1.0], [math.nan])])
@@ -240,7 +241,7 @@ def test_eight_uniform_bits_of_a_full_scale_sine_reach_the_textbook_ratio() -> N
 
 
 def test_equality_to_the_last_bit_has_no_ratio() -> None:
-    assert sqnr_db(np.float32([1, 2]), np.float32([1, 2])) is None
+    assert sqnr_db(np.array([1, 2], np.float32), np.array([1, 2], np.float32)) is None
     assert sqnr_db([0.0], [0.0]) is None
 
 

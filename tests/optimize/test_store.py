@@ -24,6 +24,8 @@ from optimize.store.objects import Store, StoredObject, fault
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError
 
+from .workbench import noting
+
 KEY = make_key(what="the object of these tests")
 
 # Builds KEY slowly in another process: says when it has begun, and how it ended.
@@ -215,7 +217,7 @@ def test_a_shared_file_is_one_file_and_is_hashed_with_the_object_that_it_came_fr
     store = Store(tmp_path)
     first = store.obtain(KEY, text("shared"))
     hashed: list[str] = []
-    monkeypatch.setattr(store_module, "sha256_file", lambda path: hashed.append(path.name) or sha256_file(path))
+    monkeypatch.setattr(store_module, "sha256_file", noting(hashed, sha256_file, lambda path: path.name))
     for cached in (False, True):
         second = shares(store, first)
         assert second.cached is cached
@@ -280,7 +282,7 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
     try:
         store = Store(disk)
         with pytest.raises(UserError, match="no space left on the disk") as caught:
-            store.obtain(KEY, lambda folder: (folder / "file").write_bytes(bytes(4 << 20)))
+            store.obtain(KEY, text("x" * (4 << 20)))
         assert "\n" not in str(caught.value)
         assert str(disk) in str(caught.value)
         assert objects(disk) == []

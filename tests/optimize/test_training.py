@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from optimize.context import Context
+from optimize.data.augment import augment
 from optimize.data.loading import loader
 from optimize.data.records import Split
 from optimize.data.splits import hold_out
@@ -20,7 +21,7 @@ from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 
 from .tiny_net import Tiny
-from .workbench import CPU, GREY16, noise, noise_context
+from .workbench import CPU, GREY16, noise, noise_context, noting
 
 
 def numbered(labels: list[int]) -> Split:
@@ -90,9 +91,8 @@ def test_a_tiny_network_learns_the_digits(digits, digits_context):
 
 def test_validation_images_are_never_looked_at(monkeypatch):
     context = brightness()
-    seen = []
-    original = training.loader
-    monkeypatch.setattr(training, "loader", lambda split, *a, **k: seen.append(split) or original(split, *a, **k))
+    seen: list[Split] = []
+    monkeypatch.setattr(training, "loader", noting(seen, loader, lambda split, *_, **__: split))
     train(network(), context, FAST)
     assert seen
     assert not any(set(split.sources) & set(context.data.val.sources) for split in seen)
@@ -147,11 +147,8 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not():
     [("data", "shift"), (True, "shift"), ("none", "none"), (False, "none"), ("shift+flip", "shift+flip")],
 )
 def test_the_augmentation_is_a_setting_and_by_default_what_suits_the_data(setting, expected, monkeypatch):
-    kinds = []
-    original = training.augment
-    monkeypatch.setattr(
-        training, "augment", lambda batch, kind, generator: kinds.append(kind) or original(batch, kind, generator)
-    )
+    kinds: list[str] = []
+    monkeypatch.setattr(training, "augment", noting(kinds, augment, lambda batch, kind, generator: kind))
     context = brightness()
     assert context.data.augment == "shift"
     train(network(), context, TrainingConfig(epochs=1, batch_size=16, augment=setting))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from optimize.context import Context
 from optimize.data import loading, pixels
 from optimize.data.loading import loader
+from optimize.data.pixels import load
 from optimize.data.records import Split
 from optimize.listener import Silent
 from optimize.measure.accuracy import accuracy, answer, load_answers, save_answers
@@ -22,9 +24,10 @@ from optimize.training.loop import TrainingConfig, train
 from serve.runtime import images
 from serve.runtime.errors import UserError
 from serve.runtime.predictor import Predictor
+from tests.narrow import encoded
 
 from .test_training import FAST, brightness, network
-from .workbench import CPU, GREY16, image_data, noise
+from .workbench import CPU, GREY16, image_data, noise, noting
 
 
 @pytest.fixture(params=["memory", "disk", "workers"])
@@ -49,7 +52,7 @@ def with_bad(folder: Path, count: int, bad: set[int], classes: int = 4) -> Split
             path.write_bytes(b"not a picture")
             sources.append(path)
         else:
-            sources.append(source)
+            sources.append(encoded(source))
     return Split(tuple(sources), whole.labels)
 
 
@@ -194,9 +197,8 @@ def test_an_example_has_as_many_images_as_asked_for_even_if_some_cannot_be_read(
 @pytest.fixture
 def decodings(monkeypatch):
     """How many images were decoded."""
-    count = []
-    original = pixels.load
-    monkeypatch.setattr(pixels, "load", lambda *a: count.append(1) or original(*a))
+    count: list[int] = []
+    monkeypatch.setattr(pixels, "load", noting(count, load, lambda *_: 1))
     monkeypatch.setattr(loading, "load", pixels.load)
     return count
 
@@ -237,14 +239,14 @@ def test_pixels_beyond_the_disks_bound_are_decoded_each_time(tmp_path, monkeypat
     if limit == "disk":
         monkeypatch.setattr(pixels, "DISK_LIMIT", 149 * 256)
     else:
-        usage = pixels.shutil.disk_usage(tmp_path)._replace(free=2 * 149 * 256)
-        monkeypatch.setattr(pixels.shutil, "disk_usage", lambda _: usage)
+        usage = shutil.disk_usage(tmp_path)._replace(free=2 * 149 * 256)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert pixels.fitted(noise(150, 5), GREY16, tmp_path, disk=True) is None
     assert pixels.fitted(noise(149, 5), GREY16, tmp_path, disk=True) is not None
 
 
 def test_the_decoding_of_many_images_tells_how_far_it_is(tmp_path):
-    told = []
+    told: list[float] = []
     list(loader(noise(200, 6), GREY16, batch_size=64, device=CPU, told=told.append))
     assert told == sorted(told)
     assert told[-1] == 1.0

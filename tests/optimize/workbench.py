@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,10 +21,27 @@ from serve.runtime.card import Card, Preprocessing, sha256_file
 from serve.runtime.engines.base import Opening, open_engine
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
+from tests.narrow import AnyModule
 
 CPU = torch.device("cpu")
 GREY16 = Preprocessing(16, (16, 16), mean=(0.5,), std=(0.25,))
 TINY_NET = Path(__file__).with_name("tiny_net.py")
+
+Given = ParamSpec("Given")
+Noted = TypeVar("Noted")
+Answer = TypeVar("Answer")
+
+
+def noting(
+    notes: list[Noted], function: Callable[Given, Answer], note: Callable[Given, Noted]
+) -> Callable[Given, Answer]:
+    """``function``, and before each call ``note`` of its arguments is added to ``notes``."""
+
+    def noted(*args: Given.args, **options: Given.kwargs) -> Answer:
+        notes.append(note(*args, **options))
+        return function(*args, **options)
+
+    return noted
 
 
 def png(pixels: np.ndarray) -> bytes:
@@ -66,7 +84,7 @@ def parent_of(module: nn.Module, context: Context, folder: Path) -> Artifact:
     return Artifact("baseline", "module", "0" * 64, folder, card, build_module=lambda: copy.deepcopy(module))
 
 
-def with_running_statistics(module: nn.Module, *shape: int, seed: int = 0) -> nn.Module:
+def with_running_statistics(module: AnyModule, *shape: int, seed: int = 0) -> AnyModule:
     """Give the batch norms statistics and affine parameters far from their initial 0 and 1; in eval mode."""
     generator = torch.Generator().manual_seed(seed)
     for layer in module.modules():
@@ -90,7 +108,7 @@ def run(artifact: Artifact, batch: torch.Tensor) -> torch.Tensor:
 
 def quantizers(folder: Path) -> list[tuple[float, int, int, int]]:
     """``(scale, zero point, low, high)`` of each activation quantizer of a ptq or qat artifact, in graph order."""
-    return [node.args[1:5] for node in _nodes(folder, "quantize_per_tensor")]
+    return [cast("tuple[float, int, int, int]", node.args[1:5]) for node in _nodes(folder, "quantize_per_tensor")]
 
 
 def packed_weights(folder: Path) -> list[torch.Tensor]:

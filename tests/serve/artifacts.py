@@ -30,8 +30,10 @@ def small_network(seed: int = 0) -> nn.Module:
         nn.Flatten(),
         nn.Linear(16, len(CLASSES)),
     ).eval()
+    head = network[-1]
+    assert isinstance(head, nn.Linear)
     with torch.no_grad():
-        network[-1].weight.mul_(20)  # so that classes differ by more than rounding
+        head.weight.mul_(20)  # so that classes differ by more than rounding
     return network
 
 

@@ -191,7 +191,15 @@ def test_any_change_of_a_card_gives_an_equal_card_or_a_card_error(data: st.DataO
         card = parsed(body)
     except CardError:
         return
-    defaults = {"lineage": [], "data": {}, "versions": {}, "machine": {}, "measurements": {}, "notes": [], "packed": {}}
+    defaults: dict[str, object] = {
+        "lineage": [],
+        "data": {},
+        "versions": {},
+        "machine": {},
+        "measurements": {},
+        "notes": [],
+        "packed": {},
+    }
     optional = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bilinear"}
     expected = {**defaults, **body, "preprocessing": {**optional, **body["preprocessing"]}}
     assert body_of(card) == expected

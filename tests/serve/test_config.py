@@ -24,12 +24,12 @@ class Paint(Config):
 
 def test_an_unknown_setting_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"^Paint: color: unknown \(did you mean colour\?\); known are colour, width$"):
-        Paint(color="red")  # type: ignore[call-arg]
+        Paint(color="red")
 
 
 def test_all_wrong_settings_are_said_at_once_with_their_values() -> None:
     with pytest.raises(UserError) as caught:
-        Paint(colour="blue", width=0)  # type: ignore[arg-type]
+        Paint(colour="blue", width=0)
     assert "'red' or 'green' (it is 'blue')" in str(caught.value)
     assert "greater than or equal to 1 (it is 0)" in str(caught.value)
 
@@ -38,7 +38,7 @@ def test_all_wrong_settings_are_said_at_once_with_their_values() -> None:
     "kind", [Paint, opt.Training, opt.Timing, ServingOptions, *(p.config for p in passes().values())]
 )
 def test_help_shows_each_setting_with_its_meaning_in_a_screenful(kind: type[Config]) -> None:
-    text = pydoc.render_doc(kind, renderer=pydoc.plaintext)
+    text = pydoc.render_doc(kind, renderer=pydoc.plaintext)  # type: ignore[attr-defined]  # typeshed has not got it
     assert len(text.splitlines()) <= 60
     squeezed = " ".join(text.replace("|", " ").split())
     for name, field in kind.model_fields.items():

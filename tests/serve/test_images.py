@@ -86,7 +86,9 @@ def test_16_bit_greys_keep_their_range(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
-def test_deep_greys_are_converted_alike_in_bands_and_cost_little_memory(dtype: type) -> None:
+def test_deep_greys_are_converted_alike_in_bands_and_cost_little_memory(
+    dtype: type[np.uint16 | np.int32 | np.float32],
+) -> None:
     width, height = 2000, 1500  # several bands
     values = np.random.default_rng(1).integers(0, 65536, (height, width)).astype(dtype)
     expected = np.rint(values.astype(np.float64) / 257) if dtype is not np.float32 else np.clip(values, 0, 255)

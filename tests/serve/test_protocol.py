@@ -67,6 +67,6 @@ ANT = {"label": "ant", "index": 0, "probability": 0.75}
         (True, [Refusal(415, "a")], 415, {"error": "a", "predictions": [{"error": "a"}]}),
     ],
 )
-def test_the_answer_has_the_form_of_the_request(listed: bool, outcomes: list, status: int, body: object) -> None:  # type: ignore[type-arg]
+def test_the_answer_has_the_form_of_the_request(listed: bool, outcomes: list, status: int, body: object) -> None:
     request = Request((b"",) * len(outcomes), 1, listed)
     assert answer(request, outcomes) == (status, body)
