@@ -82,11 +82,11 @@ def stage_open(reference: str) -> dict[str, Any]:
     import optimize.data.index  # noqa: F401 - imported when something is opened; counted as a library here
 
     before = resident()
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     data = formats.open_data(reference)
-    seconds = time.perf_counter() - started
     return {
-        "seconds": seconds,
+        "seconds": time.perf_counter() - started,
+        "cpu": time.process_time() - used,
         "libraries": before["rss"],
         "beyond": resident()["rss"] - before["rss"],
         "train": len(data.train),
@@ -220,6 +220,7 @@ def run_stage(name: str, cache: Path, **arguments: Any) -> dict[str, Any]:
 
 def measure(root: Path, options: argparse.Namespace) -> tuple[list[tuple[str, str, str, bool]], dict[str, Any]]:
     """Every figure as (what, found, bound, kept), and the epochs' memory."""
+    load = os.getloadavg()[0]
     started = time.perf_counter()
     build(root, options.train, options.val, options.pictures)
     print(f"built in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
@@ -247,10 +248,12 @@ def measure(root: Path, options: argparse.Namespace) -> tuple[list[tuple[str, st
     flat = [entry["main"] for entry in epochs["after"]], [entry["worker_own"] for entry in epochs["after"]]
     growth = max(max(part) - part[0] for part in flat)
     rows = [
-        _bounded("opening it for the first time", first["seconds"], FIRST_SECONDS, "s"),
-        _bounded("opening it again", again["seconds"], AGAIN_SECONDS, "s"),
-        _bounded("without val/, split by hash: for the first time", split_first["seconds"], FIRST_SECONDS, "s"),
-        _bounded("without val/, split by hash: again", split_again["seconds"], AGAIN_SECONDS, "s"),
+        _bounded("opening it for the first time", first["seconds"], FIRST_SECONDS, "s", first["cpu"]),
+        _bounded("opening it again", again["seconds"], AGAIN_SECONDS, "s", again["cpu"]),
+        _bounded(
+            "without val/, split: for the first time", split_first["seconds"], FIRST_SECONDS, "s", split_first["cpu"]
+        ),
+        _bounded("without val/, split: again", split_again["seconds"], AGAIN_SECONDS, "s", split_again["cpu"]),
         _bounded("drawing 256 calibration images, of each class alike", draw["calibration"], DRAW_SECONDS, "s"),
         _bounded("drawing 5,000 evaluation images (`--val-images`)", draw["val_images"], DRAW_SECONDS, "s"),
         ("holding out a tenth of the training images", f"{draw['hold_out']:.2f} s", "", True),
@@ -280,7 +283,7 @@ def measure(root: Path, options: argparse.Namespace) -> tuple[list[tuple[str, st
             more["val_fingerprint"] != first["val_fingerprint"],
         ),
     ]
-    facts = {"first": first, "epochs": epochs, "draw": draw}
+    facts = {"first": first, "epochs": epochs, "load": load}
     return rows, facts
 
 
@@ -288,9 +291,10 @@ def _fingerprints(opened: dict[str, Any]) -> tuple[str, str]:
     return opened["train_fingerprint"], opened["val_fingerprint"]
 
 
-def _bounded(what: str, found: float, bound: float, unit: str) -> tuple[str, str, str, bool]:
+def _bounded(what: str, found: float, bound: float, unit: str, cpu: float | None = None) -> tuple[str, str, str, bool]:
     digits = 0 if unit == "MiB" else 1 if unit == "µs" else 2
-    return what, f"{found:.{digits}f} {unit}", f"at most {bound:g} {unit}", found <= bound
+    beside = f" ({cpu:.2f} of a core)" if cpu is not None else ""
+    return what, f"{found:.{digits}f} {unit}{beside}", f"at most {bound:g} {unit}", found <= bound
 
 
 def _verdict(bound: str, kept: bool) -> str:
@@ -315,6 +319,7 @@ def page(rows: list[tuple[str, str, str, bool]], facts: dict[str, Any], command:
         f"{first['train']:,} training and {first['val']:,} validation images in {CLASSES:,} classes, hard links to "
         f"{PICTURES} JPEGs of 160x120 that the script draws, on a local disk whose directories the system still has in "
         f"memory. Its fingerprints are of the kind `{first['kind']}`.",
+        f"The machine had {facts['load']:.1f} processes running on its {here['cores']} cores when it began.",
         "",
         "| | found | bound | |",
         "|---|---:|---:|---|",

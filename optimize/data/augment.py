@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import get_args
 
 import torch
@@ -40,9 +41,12 @@ def augment(batch: torch.Tensor, kind: Augmentation, generator: torch.Generator)
     mirrored = (torch.rand(count, generator=generator) < 0.5).tolist() if kind == "shift+flip" else [False] * count
     mode = "reflect" if kind == "shift+flip" else "constant"
     moved = torch.empty_like(batch)
-    for image, target, top, left, mirror in zip(batch, moved, tops, lefts, mirrored, strict=True):
-        # Padding all at once takes five times as long for photographs: it leaves the processor's caches.
-        padded = transforms.pad(image, [reach_x, reach_y], padding_mode=mode)
-        window = transforms.crop(padded, top, left, height, width)
+    # On a CPU, padding a batch of photographs at once takes five times as long: it leaves the caches. On a GPU, each
+    # call costs as much for one image as for all.
+    together = count if batch.is_cuda else 1
+    parts = (transforms.pad(part, [reach_x, reach_y], padding_mode=mode) for part in torch.split(batch, together))
+    padded = itertools.chain.from_iterable(parts)
+    for image, target, top, left, mirror in zip(padded, moved, tops, lefts, mirrored, strict=True):
+        window = transforms.crop(image, top, left, height, width)
         target.copy_(transforms.horizontal_flip(window) if mirror else window)
     return moved

@@ -103,7 +103,5 @@ def _content(source: Source) -> bytes:
 
 def _places(sources: Sequence[Source]) -> Iterator[bytes]:
     """Each file's path below its data set's folder, if that is known."""
-    whole, rows = (sources.whole, sources.rows) if isinstance(sources, Selected) else (sources, range(len(sources)))
-    if isinstance(whole, Files):
-        for row in rows:
-            yield whole.relative(int(row))
+    whole, rows = (sources.whole, sources.rows) if isinstance(sources, Selected) else (sources, np.arange(len(sources)))
+    return whole.below(rows) if isinstance(whole, Files) else iter(())

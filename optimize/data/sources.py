@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -110,9 +110,16 @@ class Files(Table[Path]):
         """The file's path."""
         return Path(self.root, self._prefixes[self.folder[index]] + os.fsdecode(self._name(index)))
 
-    def relative(self, index: int) -> bytes:
-        """The file's path below ``root``, as the file system's bytes."""
-        return os.fsencode(self._prefixes[self.folder[index]]) + self._name(index)
+    def below(self, rows: npt.NDArray[np.integer[Any]]) -> Iterator[bytes]:
+        """The paths below ``root`` of the files at ``rows``, as the file system's bytes."""
+        prefixes = [os.fsencode(prefix) for prefix in self._prefixes]
+        names = self.names.tobytes()
+        for start in range(0, len(rows), 1 << 16):  # as numbers of Python's own, all at once would be 100 MB
+            chunk = rows[start : start + (1 << 16)]
+            begins = np.where(chunk > 0, self.ends[chunk - 1], 0)
+            parts = zip(self.folder[chunk].tolist(), begins.tolist(), self.ends[chunk].tolist(), strict=True)
+            for folder, begin, end in parts:
+                yield prefixes[folder] + names[begin:end]
 
     def _name(self, index: int) -> bytes:
         start = self.ends[index - 1] if index else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from optimize.data.formats.base import open_data
 from optimize.data.loading import loader
 from optimize.data.pixels import decoded
 from optimize.data.records import ImageData, Split
-from optimize.data.splits import subset
+from optimize.data.sources import Files, select
+from optimize.data.splits import hold_out, subset
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.resolve import resolve_model
 from optimize.models.source import ModelSource
@@ -296,3 +298,29 @@ def test_paths_and_bytes_give_the_same_pixels(tmp_path):
     file.write_bytes(png(7))
     split = Split((file, png(7)), torch.zeros(2, dtype=torch.int64))
     assert torch.equal(*decoded(split, TINY))
+
+
+def test_an_epochs_order_is_drawn_once_whatever_else_is_asked(way, monkeypatch):
+    drawn = []
+    original = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda *a, **k: drawn.append(a) or original(*a, **k))
+    shuffled = loader(numbered(20), TINY, batch_size=4, device=CPU, shuffle=True)
+    for _ in shuffled.epoch(0):
+        assert len(shuffled) == 5
+    assert len([size for (size, *_) in drawn if size == 20]) == 1
+
+
+def test_a_hundred_thousand_files_are_held_in_a_few_megabytes_and_a_part_of_them_copies_no_name():
+    names = [[b"ILSVRC2012_%08d.JPEG" % (1000 * folder + n) for n in range(1000)] for folder in range(100)]
+    tracemalloc.start()
+    files = Files.listed(Path("/data"), ((b"train/n%08d" % n, part) for n, part in enumerate(names)))
+    split = Split(select(files, np.arange(len(files))), torch.arange(100_000) % 1000)
+    fit, held = hold_out(split, 0.1, 0)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 6e6  # as a tuple of paths, 20 times as much
+    assert len(fit) == 90_000
+    assert len(held) == 10_000
+    row = int(held.sources.rows[17])
+    assert held.sources[17] == Path(f"/data/train/n{row // 1000:08d}/ILSVRC2012_{row:08d}.JPEG")
+    assert held.sources.whole is files

@@ -138,7 +138,7 @@ def _drawn(listing: Listing, seed: int) -> npt.NDArray[np.bool_]:
     from optimize.data.splits import chosen_by_key
 
     files, salt = listing.files, f"{seed}/".encode()
-    keys = (hashlib.sha256(salt + files.relative(row)).digest()[:8] for row in range(len(files)))
+    keys = (hashlib.sha256(salt + place).digest()[:8] for place in files.below(np.arange(len(files))))
     return chosen_by_key(listing.labels, np.frombuffer(b"".join(keys), ">u8").astype(np.uint64))
 
 
