@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,12 @@ def stage_epochs(reference: str, epochs: int, batches: int, whole: bool) -> dict
     return {"libraries": libraries, "after": after}
 
 
-STAGES = {"open": stage_open, "draw": stage_draw, "steps": stage_steps, "epochs": stage_epochs}
+STAGES: dict[str, Callable[..., dict[str, Any]]] = {
+    "open": stage_open,
+    "draw": stage_draw,
+    "steps": stage_steps,
+    "epochs": stage_epochs,
+}
 
 
 # --- the run -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from optimize.data.folders import cache_folder
 from optimize.data.pixels import native_size
@@ -35,7 +35,7 @@ from serve.runtime.errors import UserError
 
 #: Pairs of an image and the index of its class: a ``Dataset``, a ``DataLoader``, any iterable of such pairs; or a
 #: pair of arrays or tensors, ``(N, …)`` images and ``(N,)`` labels.
-Data: TypeAlias = Iterable[Any] | tuple[Any, Any]
+Data: TypeAlias = Dataset[Any] | Iterable[Any] | tuple[Any, Any]
 
 _IN_MEMORY = 64 << 20  # more bytes than this are mapped from a file
 

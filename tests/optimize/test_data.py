@@ -20,7 +20,7 @@ from optimize.data.formats.base import open_data
 from optimize.data.loading import loader
 from optimize.data.pixels import decoded
 from optimize.data.records import ImageData, Split
-from optimize.data.sources import Files, select
+from optimize.data.sources import Files, Selected, select
 from optimize.data.splits import hold_out, subset
 from optimize.models.preprocessing import choose_preprocessing
 from optimize.models.resolve import resolve_model
@@ -29,6 +29,8 @@ from serve.runtime import images
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
 from tests.narrow import encoded
+
+from .workbench import noting
 
 CPU = torch.device("cpu")
 TINY = Preprocessing(4, (4, 4))
@@ -301,13 +303,12 @@ def test_paths_and_bytes_give_the_same_pixels(tmp_path):
 
 
 def test_an_epochs_order_is_drawn_once_whatever_else_is_asked(way, monkeypatch):
-    drawn = []
-    original = torch.randperm
-    monkeypatch.setattr(torch, "randperm", lambda *a, **k: drawn.append(a) or original(*a, **k))
+    drawn: list[int] = []
+    monkeypatch.setattr(torch, "randperm", noting(drawn, torch.randperm, lambda size, *_, **__: size))
     shuffled = loader(numbered(20), TINY, batch_size=4, device=CPU, shuffle=True)
     for _ in shuffled.epoch(0):
         assert len(shuffled) == 5
-    assert len([size for (size, *_) in drawn if size == 20]) == 1
+    assert drawn.count(20) == 1
 
 
 def test_a_hundred_thousand_files_are_held_in_a_few_megabytes_and_a_part_of_them_copies_no_name():
@@ -321,6 +322,7 @@ def test_a_hundred_thousand_files_are_held_in_a_few_megabytes_and_a_part_of_them
     assert size < 6e6  # as a tuple of paths, 20 times as much
     assert len(fit) == 90_000
     assert len(held) == 10_000
+    assert isinstance(held.sources, Selected)
     row = int(held.sources.rows[17])
     assert held.sources[17] == Path(f"/data/train/n{row // 1000:08d}/ILSVRC2012_{row:08d}.JPEG")
     assert held.sources.whole is files

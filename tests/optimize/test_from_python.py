@@ -18,13 +18,15 @@ from torch.utils.data import (
 from torchvision.transforms.v2 import functional as transforms
 
 from optimize.data import from_python
-from optimize.data.from_python import image_data
+from optimize.data.from_python import Data, image_data
 from optimize.data.pixels import decoded, load
+from optimize.data.sources import Pixels, Records
 from optimize.models.preprocessing import PreprocessingConfig, Wish, choose_preprocessing
 from optimize.models.resolve import resolve_model
 from serve.runtime import images
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
+from tests.narrow import encoded
 
 RNG = np.random.default_rng(0)
 PIXELS = torch.from_numpy(RNG.integers(0, 256, (24, 3, 10, 12), dtype=np.uint8))
@@ -37,7 +39,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-class Pictures(Dataset):
+class Pictures(Dataset[tuple[Image.Image, int]]):
     """PIL images with their classes' names, as torchvision's data sets give them."""
 
     classes = ("ant", "bee", "cat")
@@ -54,7 +56,7 @@ class Stream(IterableDataset):
         return iter(Pictures()[row] for row in range(len(PIXELS)))
 
 
-FORMS = {
+FORMS: dict[str, Data] = {
     "tensors": (PIXELS, LABELS),
     "arrays": (PIXELS.permute(0, 2, 3, 1).numpy(), LABELS.numpy()),
     "tensor dataset": TensorDataset(PIXELS, LABELS),
@@ -71,7 +73,7 @@ FORMS = {
 def test_every_form_gives_the_same_pixels_labels_and_fingerprint(form):
     data = image_data(FORMS[form], (PIXELS[:6], LABELS[:6]))
     expected = image_data(FORMS["tensors"], (PIXELS[:6], LABELS[:6]))
-    assert [images.decode(source).tolist() for source in data.train.sources] == PIXELS.tolist()
+    assert [images.decode(encoded(source)).tolist() for source in data.train.sources] == PIXELS.tolist()
     assert data.train.labels.tolist() == LABELS.tolist()
     assert data.train.fingerprint == expected.train.fingerprint
     assert data.native_size == (10, 12)
@@ -104,7 +106,7 @@ def test_a_loader_of_some_images_gives_those_in_the_order_of_their_data_set():
 def test_grey_pixels_stay_grey():
     data = image_data((PIXELS[:, :1], LABELS), (PIXELS[:, 0], LABELS))
     for split in (data.train, data.val):
-        assert [images.decode(source, 1)[0].tolist() for source in split.sources] == PIXELS[:, 0].tolist()
+        assert [images.decode(encoded(source), 1)[0].tolist() for source in split.sources] == PIXELS[:, 0].tolist()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.float64])
@@ -120,8 +122,10 @@ def test_floats_that_are_prepared_as_stated_become_the_pixels_they_were_made_of(
 def test_prepared_images_are_not_prepared_again():
     done = Preprocessing(20, (10, 12))  # a crop of a larger image: fitting it again would enlarge it
     data = image_data((PIXELS, LABELS), preprocessing=done)
-    assert torch.equal(load(data.train.sources[0], done), torch.tensor(data.train.sources[0]))
-    assert data.train.sources[0].tolist() in PIXELS.tolist()
+    first = data.train.sources[0]
+    assert isinstance(first, np.ndarray)
+    assert torch.equal(load(first, done), torch.tensor(first))
+    assert first.tolist() in PIXELS.tolist()
     source = resolve_model("resnet18")
     larger = PIXELS.repeat(1, 1, 4, 4)[..., :40, :40]
     chosen = choose_preprocessing(source, image_data((larger, LABELS), preprocessing=Preprocessing(48, (40, 40))))
@@ -179,17 +183,21 @@ def test_what_cannot_be_taken_is_refused_in_one_line(train, options, message):
 
 def test_many_images_are_mapped_from_a_file_without_a_name(monkeypatch, tmp_path):
     monkeypatch.setattr(from_python, "_IN_MEMORY", 0)
-    mapped = image_data(FORMS["tensors"], (PIXELS, LABELS), preprocessing=Preprocessing(12, (10, 12)), scratch=tmp_path)
+    done = Preprocessing(12, (10, 12))
+    mapped = image_data(FORMS["tensors"], (PIXELS, LABELS), preprocessing=done, scratch=tmp_path)
+    assert mapped.preprocessing == done
+    assert isinstance(mapped.train.sources, Pixels)
     assert isinstance(mapped.train.sources.pixels.base, np.memmap)
-    assert torch.equal(decoded(mapped.train, mapped.preprocessing), PIXELS)
-    encoded = image_data(FORMS["tensors"], (PIXELS, LABELS), scratch=tmp_path)
-    assert isinstance(encoded.train.sources.data, np.memmap)
-    assert [images.decode(source).tolist() for source in encoded.train.sources] == PIXELS.tolist()
+    assert torch.equal(decoded(mapped.train, done), PIXELS)
+    kept = image_data(FORMS["tensors"], (PIXELS, LABELS), scratch=tmp_path)
+    assert isinstance(kept.train.sources, Records)
+    assert isinstance(kept.train.sources.data, np.memmap)
+    assert [images.decode(encoded(source)).tolist() for source in kept.train.sources] == PIXELS.tolist()
     assert [path for path in tmp_path.iterdir() if path.name != "cache"] == []
 
 
 def test_it_tells_how_far_the_reading_is():
-    told = []
+    told: list[float] = []
     image_data((PIXELS.repeat(10, 1, 1, 1), LABELS.repeat(10)), told=told.append)
     assert told == sorted(told)
     assert told[0] == 0

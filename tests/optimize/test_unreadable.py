@@ -168,11 +168,11 @@ def test_accuracy_refuses_unreadable_images_or_leaves_them_out_and_counts_them(t
     others = [row for row in range(len(sources)) if row not in rows]
     assert found.predicted.tolist() == whole.predicted[others].tolist()
     assert found.first.tolist() == whole.first[others].tolist()
-    record = accuracy(found, None)
+    record = accuracy(found, None, "key")
     assert (record.images, record.left_out) == (len(sources) - 2, 2)
     save_answers(found, tmp_path)
     assert load_answers(tmp_path).left_out.tolist() == list(rows)
-    assert accuracy(whole, None).left_out == 0
+    assert accuracy(whole, None, "key").left_out == 0
 
 
 def test_calibration_goes_on_without_one_image_in_twenty(tmp_path):
