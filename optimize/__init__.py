@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optimize.api import Variant, apply, compare, compare_runs, load, package, save
+    from optimize.data.from_python import image_data
     from optimize.errors import NotApplicableError, PassError
     from optimize.measure.timing import Timing
     from optimize.models.preprocessing import PreprocessingConfig
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from optimize.passes.qat import Qat
     from optimize.report.comparison import Comparison
     from optimize.training.loop import TrainingConfig as Training
+    from serve.options import ServingOptions
+    from serve.runtime.card import Preprocessing
     from serve.runtime.errors import PipelineError, UserError
 
 __all__ = [
@@ -38,9 +41,11 @@ __all__ = [
     "OnnxInt8",
     "PassError",
     "PipelineError",
+    "Preprocessing",
     "PreprocessingConfig",
     "Ptq",
     "Qat",
+    "ServingOptions",
     "Timing",
     "Training",
     "UserError",
@@ -48,6 +53,7 @@ __all__ = [
     "apply",
     "compare",
     "compare_runs",
+    "image_data",
     "load",
     "package",
     "save",
@@ -56,6 +62,9 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("Variant", "apply", "compare", "compare_runs", "load", "package", "save"), "optimize.api"),
     "Comparison": "optimize.report.comparison",
+    "image_data": "optimize.data.from_python",
+    "Preprocessing": "serve.runtime.card",
+    "ServingOptions": "serve.options",
     "Timing": "optimize.measure.timing",
     "Dynamic": "optimize.passes.dynamic",
     "PreprocessingConfig": "optimize.models.preprocessing",

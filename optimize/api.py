@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from PIL.Image import Image
+from torch import nn
 
 from optimize.data.formats.base import DEFAULT_DATA
+from optimize.data.from_python import Data, image_data
+from optimize.data.records import ImageData
 from optimize.measure.bench import Bench
 from optimize.measure.machine import resolve_device
 from optimize.measure.rows import Results
@@ -159,10 +162,10 @@ _RULE = Recommend()
 
 
 def load(
-    model: str,
+    model: str | nn.Module,
     *,
     checkpoint: str | Path | None = None,
-    data: str = DEFAULT_DATA,
+    data: str | ImageData | Data = DEFAULT_DATA,
     weights: str | None = None,
     training: TrainingConfig | None = None,
     store: str | Path = "model_store",
@@ -176,9 +179,11 @@ def load(
     """The baseline: a model with its checkpoint, or trained here.
 
     Args:
-        model: a torchvision classifier, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``.
+        model: a torchvision classifier, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``; or an
+            ``nn.Module``, which is copied with its weights.
         checkpoint: a file of weights.
-        data: ``digits``, ``imagefolder:DIR`` or a torchvision data set.
+        data: ``digits``, ``imagefolder:DIR`` or a torchvision data set; or what a program holds: a ``Dataset``, a
+            ``DataLoader``, a pair of images and labels, or what `image_data` makes of them with what must be stated.
         weights: torchvision's own, such as ``DEFAULT``, instead of a checkpoint.
         training: how to train where there are no weights.
         store: where artifacts are kept.
@@ -196,7 +201,7 @@ def load(
     job = Job(
         model=model,
         checkpoint=Path(checkpoint) if checkpoint is not None else None,
-        data=data,
+        data=data if isinstance(data, str | ImageData) else image_data(data, seed=seed),
         store=Path(store),
         device=device,
         image_size=image_size,

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import nn
+
 from optimize.context import Context
 from optimize.data.augment import AUGMENTATIONS, IN_WORDS
 from optimize.data.classes import with_classes
@@ -17,6 +19,7 @@ from optimize.data.splits import subset
 from optimize.listener import Listener
 from optimize.measure.machine import resolve_device
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
+from optimize.models.module import module_source
 from optimize.models.preprocessing import Wish, choose_preprocessing
 from optimize.models.resolve import resolve_model, with_checkpoint, with_named_weights
 from optimize.models.source import ModelSource
@@ -30,7 +33,8 @@ class Job:
     """What the user asks for, in the words of the command line.
 
     Attributes:
-        model: a torchvision name, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``.
+        model: a torchvision name, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``; or a
+            module that is there already, with its weights.
         checkpoint: a file of weights; None trains the baseline.
         data: a data set by its reference, see `optimize.data.formats`, or one that is open already.
         classes: a file with the names of the classes, one a line; None takes the data's own.
@@ -51,7 +55,7 @@ class Job:
         recommend: what differs from the recipe's rule of the recommendation, see `Recommend`.
     """
 
-    model: str
+    model: str | nn.Module
     checkpoint: Path | None = None
     data: str | ImageData = DEFAULT_DATA
     classes: Path | None = None
@@ -98,7 +102,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         UserError: something is missing, unreadable, or does not fit.
     """
     device = resolve_device(job.device)
-    source = resolve_model(job.model)
+    source, weights = module_source(job.model) if isinstance(job.model, nn.Module) else (resolve_model(job.model), None)
     if job.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", job.run):
         raise UserError(
             f"run name {job.run!r}: use letters, digits, '-', '_' and '.', beginning with a letter or digit"
@@ -107,7 +111,9 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         raise UserError("--checkpoint and --weights are both given; the weights can come from one of them only")
     if job.weights_key is not None and job.checkpoint is None:
         raise UserError(f"--weights-key {job.weights_key} is of a checkpoint, and none is given; add --checkpoint FILE")
-    source, checkpoint, origin = _with_weights(job, source)
+    if weights is not None and (job.checkpoint is not None or job.weights is not None):
+        raise UserError("a module brings its weights; give it without a checkpoint or weights, or load them into it")
+    source, checkpoint, origin = (source, weights, Path(source.name)) if weights else _with_weights(job, source)
     data = _data(job)
     validation = f"{len(data.val)} of {data.val_of}" if data.val_of else f"{len(data.val)}"
     wishes = [wish for wish in (recipe, job.preprocessing) if wish is not None]

@@ -72,7 +72,7 @@ def run(job: Job, listener: Listener) -> Outcome:
             write_json(sorted(measured.keys.union(published.keys)), folder / "objects.json")
             report = Report(
                 title=opened.run,
-                model=job.model,
+                model=session.source.reference,
                 created=datetime.datetime.now(datetime.UTC).replace(microsecond=0),
                 seconds=time.perf_counter() - started,
                 device=context.device.type,

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset
 
 import optimize as opt
 from optimize.data.pixels import decoded
@@ -189,6 +191,52 @@ def test_a_variant_is_one_line_and_a_small_table(quantized: opt.Variant) -> None
     for fact in (quantized.name, "int8", "digits"):
         assert fact in text
         assert fact in quantized._repr_html_()
+
+
+class Corner(nn.Module):
+    """Tells which quarter of a ``(N, 3, 8, 8)`` image is brightest: right without any training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.AvgPool2d(4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.pool(images).mean(1).flatten(1)
+
+
+class Quarters(Dataset[tuple[torch.Tensor, int]]):
+    """Images of noise with one bright quarter, whose number is their class."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index >= len(self):
+            raise IndexError
+        label = index % 4
+        image = torch.randint(0, 100, (3, 8, 8), generator=torch.Generator().manual_seed(index), dtype=torch.uint8)
+        image[:, label // 2 * 4 : label // 2 * 4 + 4, label % 2 * 4 : label % 2 * 4 + 4] += 100
+        return image, label
+
+
+def test_a_module_and_a_dataset_of_a_program_are_taken_as_they_are(tmp_path: Path) -> None:
+    eight = opt.PreprocessingConfig(resize=8, crop=8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    base = opt.load(Corner(), data=Quarters(), preprocessing=eight, store=tmp_path, device="cpu")
+    table = opt.compare(base, timing=opt.Timing(rounds=1, seconds=0.005, batch_sizes=(1,)))
+    assert table.to_pandas().loc["baseline", "accuracy.top1"] == 1.0
+    picture = Image.fromarray(Quarters()[2][0].permute(1, 2, 0).numpy())
+    assert base.predict(picture, k=1)[0].index == 2
+    # Prepared floats, with the statement of what was done to them, are the same images.
+    stated = opt.Preprocessing(8, (8, 8), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    floats = [((image / 255 - 0.5) / 0.5, label) for image, label in (Quarters()[index] for index in range(40))]
+    data = opt.image_data(floats, classes=("a", "b", "c", "d"), preprocessing=stated)
+    again = opt.load(Corner(), data=data, store=tmp_path, device="cpu")
+    assert again.predict(picture, k=1)[0].label == "c"
+
+
+def test_a_module_with_a_checkpoint_beside_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(opt.UserError, match="a module brings its weights"):
+        opt.load(Corner(), checkpoint="weights.pt", store=tmp_path)
 
 
 def test_comparing_nothing_is_refused() -> None:
