@@ -40,7 +40,7 @@ from optimize.run.results import measure
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from optimize.training.loop import TrainingConfig
-from serve.config import Config
+from serve.config import Config, defaults
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE
 from serve.runtime.errors import UserError
@@ -363,7 +363,11 @@ def package(
 
 def _name(config: Config) -> str:
     """The pass's name and the settings that were given: ``ptq-observer-minmax``."""
-    given = config.model_dump(mode="json", exclude_defaults=True)
+    usual = defaults(type(config))
+    plain = config.model_dump(mode="json")
+    given = {
+        name: plain[name] for name in plain if name in config.model_fields_set and getattr(config, name) != usual[name]
+    }
     return "-".join([pass_of(config).name, *(f"{name}-{value}".replace("_", "") for name, value in given.items())])
 
 

@@ -298,13 +298,15 @@ def list_passes() -> None:
     with reported():
         from optimize.passes.base import passes
         from optimize.store.artifact import KIND_NAMES
+        from serve.config import defaults
 
         console = Console()
         for step in passes().values():
             accepts = " or ".join(KIND_NAMES[kind] for kind in sorted(step.accepts))
             console.print(f"[bold]{step.name}[/bold]: {step.summary}; takes {accepts}, gives {KIND_NAMES[step.yields]}")
+            usual = defaults(step.config)
             for field_name, entry in step.config.model_fields.items():
-                console.print(f"    {field_name} = {entry.default!r}: {entry.description}", highlight=False)
+                console.print(f"    {field_name} = {usual[field_name]!r}: {entry.description}", highlight=False)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import inspect
 import reprlib
 import textwrap
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,18 @@ class Config(BaseModel, metaclass=_Settings):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Describe each field in the class's documentation, where ``help()`` and editors look."""
         own = inspect.cleandoc(cls.__dict__.get("__doc__") or cls.__name__)
-        cls.__doc__ = "\n".join([own, "", "Settings:", *(_described(name, f) for name, f in cls.model_fields.items())])
+        usual = defaults(cls)
+        fields = (_described(name, field, usual) for name, field in cls.model_fields.items())
+        cls.__doc__ = "\n".join([own, "", "Settings:", *fields])
+
+
+def defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    """What each setting is where none is given; some depend on others that stand before them."""
+    found: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        if not field.is_required():
+            found[name] = field.get_default(call_default_factory=True, validated_data=found)
+    return found
 
 
 def faults(kind: type[BaseModel], error: ValidationError) -> list[Fault]:
@@ -73,9 +85,9 @@ def faults(kind: type[BaseModel], error: ValidationError) -> list[Fault]:
     return found
 
 
-def _described(name: str, field: FieldInfo) -> str:
+def _described(name: str, field: FieldInfo, usual: Mapping[str, Any]) -> str:
     """A field as two lines or more: its name, type and default; what it means."""
-    default = "" if field.is_required() else f" = {field.get_default(call_default_factory=True)!r}"
+    default = f" = {usual[name]!r}" if name in usual else ""
     head = f"    {name}: {_spelled(field.annotation)}{default}"
     return "\n".join(
         [head, *textwrap.wrap(field.description or "", 108, initial_indent=" " * 8, subsequent_indent=" " * 8)]

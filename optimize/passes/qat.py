@@ -30,7 +30,11 @@ class Qat(TrainingConfig):
     epochs: int = Field(default=3, ge=1, description="passes over the training images")
     learning_rate: float = Field(default=0.01, gt=0, description="peak learning rate: a fifth of the baseline's")
     freeze_norms_at: int = Field(default=1, ge=0, description="epoch, from 0, at which batch-norm statistics freeze")
-    freeze_observers_at: int = Field(default=2, ge=0, description="epoch, from 0, at which activation ranges freeze")
+    freeze_observers_at: int = Field(
+        default_factory=lambda others: min(2, others.get("epochs", 2)),
+        ge=0,
+        description="epoch, from 0, at which activation ranges freeze; by default 2, or never if there are fewer",
+    )
     images: int = Field(
         default=256,
         ge=1,

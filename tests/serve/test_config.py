@@ -45,4 +45,9 @@ def test_help_shows_each_setting_with_its_meaning_in_a_screenful(kind: type[Conf
         assert f"{name}: " in text
         assert field.description, f"{kind.__name__}.{name} has no description"
         assert " ".join(field.description.replace("|", " ").split()) in squeezed
-        assert repr(field.get_default(call_default_factory=True)).replace("|", " ") in squeezed
+        assert f" = {getattr(kind(), name)!r}".replace("|", " ") in squeezed
+
+
+@pytest.mark.parametrize(("epochs", "freezes"), [(1, 1), (2, 2), (5, 2)])
+def test_a_default_adapts_to_the_settings_that_are_given(epochs: int, freezes: int) -> None:
+    assert opt.Qat(epochs=epochs).freeze_observers_at == freezes
