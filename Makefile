@@ -24,9 +24,11 @@ INTERPOLATION ?=
 # Those of them that are given, as options of `run`.
 RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD INTERPOLATION \
 	CLASSES VAL_IMAGES AUGMENT,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
-	$(if $(SKIP_UNREADABLE),--skip-unreadable)
-# The run's name: that of the model, or of the factory in path/to/file.py:factory.
-RUN ?= $(lastword $(subst :, ,$(MODEL)))
+	$(if $(SKIP_UNREADABLE),--skip-unreadable) $(if $(RUN),--name '$(RUN)') $(if $(REPLACE),--replace)
+# The run's name; by default the commands make it of MODEL and DATA.
+RUN ?=
+REPLACE ?=
+THE_RUN = $(if $(RUN),'$(RUN)','$(MODEL)' --data '$(DATA)')
 
 # The first Python 3.12 or 3.11 that really starts (a pyenv shim may exist and not).
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
@@ -41,6 +43,7 @@ help: ## this list
 	@echo "                   [DEVICE=auto|cpu|cuda] [IMAGE_SIZE=pixels] [WEIGHTS=name] [WEIGHTS_KEY=key]"
 	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name]"
 	@echo "                   [CLASSES=file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1]"
+	@echo "                   [RUN=name] [REPLACE=1]"
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -68,13 +71,13 @@ bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; wri
 	$(BIN)/python benchmarks/imagenet_scale.py --write docs/bench-data.md
 
 package: $(VENV)/.installed ## pack the archives of a run again
-	@$(BIN)/python -m serve package '$(RUN)' --store '$(STORE)'
+	@$(BIN)/python -m serve package $(THE_RUN) --store '$(STORE)'
 
 serve: $(VENV)/.installed ## serve the run's archives over REST, on loopback
-	@$(BIN)/python -m serve start '$(RUN)' --store '$(STORE)' --device '$(DEVICE)'
+	@$(BIN)/python -m serve start $(THE_RUN) --store '$(STORE)' --device '$(DEVICE)'
 
 stop: $(VENV)/.installed ## stop the server
-	@$(BIN)/python -m serve stop --store '$(STORE)'
+	@$(BIN)/python -m serve stop $(if $(RUN),'$(RUN)') --store '$(STORE)'
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check optimize serve tests examples benchmarks

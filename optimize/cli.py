@@ -122,7 +122,10 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     interpolation: Annotated[
         Optional[str], typer.Option(help="How images are scaled: nearest, bilinear or bicubic.")  # noqa: UP045
     ] = None,
-    name: Annotated[Optional[str], typer.Option(help="The run's name; the model's by default.")] = None,  # noqa: UP045
+    name: Annotated[Optional[str], typer.Option(help="The run's name; by default made of model and data.")] = None,  # noqa: UP045
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace a run of this name, even if it is of another model or data.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Time everything anew.")] = False,
     objective: _Objective = None,
@@ -161,6 +164,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
                 )
             ),
             run=name,
+            replace=replace,
             trust_checkpoint=trust_checkpoint,
             seed=seed,
             remeasure=remeasure,

@@ -27,20 +27,21 @@ app = typer.Typer(
 )
 
 Store = Annotated[Path, typer.Option(help="The folder that holds the runs.", show_default=True)]
-Run = Annotated[str, typer.Argument(help="The run's name; by default the model's, such as resnet18.")]
+Run = Annotated[str, typer.Argument(help="The run's name, or the model that it is of, such as path/to/net.py:build.")]
+Data = Annotated[str | None, typer.Option(help="The data that the model's run is on, where RUN is a model.")]
 
 
 @app.command()
-def package(run: Run, store: Store = DEFAULT_STORE) -> None:
+def package(run: Run, store: Store = DEFAULT_STORE, data: Data = None) -> None:
     """Build an archive (.mar) of every artifact of RUN.
 
     Each archive is complete in itself: a stock TorchServe 0.12 serves it where this project is not
     installed. The same artifact gives the same bytes.
     """
     with reported():
-        from serve.runs import package_run
+        from serve.runs import find_run, package_run
 
-        for path in package_run(store, run):
+        for path in package_run(store, find_run(run, data)):
             typer.echo(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
 
 
@@ -59,6 +60,7 @@ def start(  # noqa: PLR0917 - each is an option of the command line
         typer.Option(help="Serve this artifact, such as ptq; repeatable. Default: all that this machine can run."),
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Worker processes per model. Default: 1.")] = None,
+    data: Data = None,
 ) -> None:
     """Start TorchServe with RUN's archives and return when every model answers.
 
@@ -72,6 +74,7 @@ def start(  # noqa: PLR0917 - each is an option of the command line
 
         if device not in ("auto", "cpu", "cuda"):
             raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
+        run = runs.find_run(run, data)
         selection = runs.select(store, run, artifact or (), device)  # type: ignore[arg-type]
         for name, reason in selection.left_out.items():
             typer.echo(f"left out: {name} ({reason})")
@@ -144,11 +147,16 @@ def predict(
 
 
 @app.command()
-def stop(store: Store = DEFAULT_STORE) -> None:
+def stop(
+    run: Annotated[str | None, typer.Argument(help="Stop only if this run is served. Default: whichever is.")] = None,
+    store: Store = DEFAULT_STORE,
+) -> None:
     """Stop the running server and its workers; without one, there is nothing to do."""
     with reported():
         from serve.torchserve import server
 
+        if run is not None and (present := server.running(store)) is not None and present.run != run:
+            raise UserError(f"the run {present.run!r} is served, and not {run!r}; it goes on")
         stopped = server.stop(store)
         typer.echo(f"stopped: run {stopped.run}" if stopped else "no server of this store is running")
 

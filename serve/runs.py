@@ -1,7 +1,6 @@
 """What a store holds of a run, for serving: artifacts, archives, the recommended one and a sample image.
 
-``<store>/<run>/`` has ``artifacts/<name>/card.json``, ``archives/<run>-<name>.mar``, ``report.json`` and
-``sample.<ext>``; only what a command needs must be there.
+Where they lie is said in `serve.layout`; only what a command needs must be there.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from serve import layout
 from serve.hints import command
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE
@@ -36,12 +36,19 @@ def model_name(run: str, artifact: str) -> str:
     Raises:
         UserError: it is not a legal name of a model.
     """
-    return check_model_name(f"{run}-{artifact}")
+    return check_model_name(layout.served_name(run, artifact))
 
 
-def archive_path(store: Path, run: str, artifact: str) -> Path:
-    """Where the archive of an artifact is."""
-    return store / run / "archives" / f"{model_name(run, artifact)}.mar"
+def find_run(wanted: str, data: str | None = None) -> str:
+    """The name of the run that is meant.
+
+    Args:
+        wanted: a run's name; or a model as on the command line of `optimize`, which is told by its colon or by data.
+        data: the data of that model's run.
+    """
+    if data is None and ":" not in wanted:
+        return wanted
+    return layout.run_name(wanted, layout.PLAIN_DATA if data is None else data)
 
 
 def package_run(store: Path, run: str, options: ServingOptions | None = None) -> list[Path]:
@@ -51,14 +58,14 @@ def package_run(store: Path, run: str, options: ServingOptions | None = None) ->
         UserError: the run is not in the store, or has no artifacts.
         CardError: an artifact's folder is not whole.
     """
-    folder = _run_folder(store, run) / "artifacts"
+    folder = _run_folder(store, run) / layout.ARTIFACTS
     artifacts = sorted(path.parent for path in folder.glob(f"*/{CARD_FILE}"))
     if not artifacts:
         raise UserError(f"{folder}: there are no artifacts; make them with `{command(f'optimize run {run}', store)}`")
     return [
         build_archive(
             artifact,
-            archive_path(store, run, artifact.name),
+            layout.archive_path(store, run, artifact.name),
             model_name=model_name(run, artifact.name),
             options=options,
         )
@@ -74,8 +81,11 @@ def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceC
             that was named cannot run here.
         CardError: an archive is broken.
     """
-    folder = _run_folder(store, run) / "archives"
+    folder = _run_folder(store, run) / layout.ARCHIVES
     present = {path.stem.removeprefix(f"{run}-"): path for path in sorted(folder.glob(f"{run}-*.mar"))}
+    report = _report(store, run)
+    if report is not None:  # others were kept for a server that was serving them when the run was made again
+        present = {name: path for name, path in present.items() if name in report.archives}
     if device == "cuda" and not _has_cuda():
         raise UserError("CUDA was asked for and this machine has no usable CUDA device: use --device cpu")
     if not present:
@@ -83,7 +93,7 @@ def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceC
     for name in artifacts:
         if name not in present:
             raise UserError(
-                f"{archive_path(store, run, name)}: there is no such archive; {run} has {', '.join(present)}"
+                f"{layout.archive_path(store, run, name)}: there is no such archive; {run} has {', '.join(present)}"
             )
     runs_on = {name: check_archive(present[name]).device for name in dict.fromkeys(artifacts or present)}
     # torch is imported to look for a GPU: not where nothing depends on it.
@@ -100,7 +110,7 @@ def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceC
             left_out[name] = reason
     if not chosen:
         raise UserError(f"no archive of {run} can be served here: {'; '.join(left_out.values())}")
-    recommended = f"{run}-{_recommended(store, run)}"
+    recommended = layout.served_name(run, report.recommended) if report else ""
     return Selection(chosen, left_out, recommended if recommended in chosen else next(iter(chosen)))
 
 
@@ -114,17 +124,26 @@ def _run_folder(store: Path, run: str) -> Path:
     folder = store / run
     if folder.is_dir():
         return folder
-    known = sorted(path.name for path in store.glob("*") if (path / "archives").is_dir())
+    known = sorted(path.name for path in store.glob("*") if (path / layout.ARCHIVES).is_dir())
     raise UserError(
         f"{store}: there is no run {run!r}{did_you_mean(run, known)}; it has {', '.join(known) or 'none yet'}; "
-        f"make it with `{command(f'optimize run {run}', store)}`"
+        f"make one with `{command(f'optimize run MODEL --name {run}', store)}`"
     )
 
 
-def _recommended(store: Path, run: str) -> str | None:
+@dataclass(frozen=True)
+class _Report:
+    """What serving reads of a run's report: its artifacts that have an archive, and the recommended one."""
+
+    archives: frozenset[str]
+    recommended: str
+
+
+def _report(store: Path, run: str) -> _Report | None:
     try:
-        report = json.loads((store / run / "report.json").read_text(encoding="utf-8"))
-        return str(report["recommended"])
+        report = json.loads(layout.report_path(store, run).read_text(encoding="utf-8"))
+        archives = frozenset(str(row["name"]) for row in report["rows"] if row["archive"] is not None)
+        return _Report(archives, str(report["recommended"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None  # a run without a report is served all the same
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from optimize.measure.rows import SCHEMA, Report
 from optimize.report.words import NONE, percent, times
+from serve import layout
 from serve.runtime.card import CARD_FILE, load_card, sha256_file
 from serve.runtime.errors import CardError, UserError, did_you_mean
 
@@ -50,7 +51,7 @@ class RunSummary:
 
 def read_runs(store: Path) -> Iterator[RunSummary]:
     """The runs of a store, by name; one whose report cannot be read is an error, not left out."""
-    for path in sorted(store.glob("*/report.json")):
+    for path in sorted(store.glob(f"*/{layout.REPORT_FILE}")):
         report = report_of(store, path.parent.name)
         measured = report.chosen.measured if report.chosen else None
         yield RunSummary(
@@ -71,12 +72,12 @@ def report_of(store: Path, run: str) -> Report:
     Raises:
         UserError: there is no such run (the nearest is named), its report is damaged or of another version.
     """
-    path = store / run / "report.json"
+    path = layout.report_path(store, run)
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         return Report.from_json(body)
     except FileNotFoundError:
-        names = sorted(found.parent.name for found in store.glob("*/report.json"))
+        names = sorted(found.parent.name for found in store.glob(f"*/{layout.REPORT_FILE}"))
         raise UserError(
             f"no run {run!r} in {store}{did_you_mean(run, names)}; there are: {', '.join(names) or 'none'}"
         ) from None
@@ -115,8 +116,8 @@ def faults_of(store: Path, name: str) -> tuple[int, list[str]]:
     for row in report.rows:
         if row.file is None or row.archive is None or (only and row.name != only):
             continue
-        folder = store / run / "artifacts" / row.name
-        archive = store / run / "archives" / f"{run}-{row.name}.mar"
+        folder = layout.artifact_folder(store, run, row.name)
+        archive = layout.archive_path(store, run, row.name)
         checked += 2
         try:
             load_card(folder)
@@ -133,4 +134,4 @@ def _artifact_folder(store: Path, run: str, artifact: str) -> Path:
     names = [row.name for row in report_of(store, run).rows if row.file is not None]
     if artifact not in names:
         raise UserError(f"run {run!r} has no artifact {artifact!r}; it has {', '.join(names)}")
-    return store / run / "artifacts" / artifact
+    return layout.artifact_folder(store, run, artifact)

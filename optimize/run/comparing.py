@@ -22,6 +22,7 @@ from optimize.measure.timing import Timing
 from optimize.report.runs import report_of
 from optimize.run.recommendation import Recommend, recommend
 from optimize.store.objects import Store
+from serve import layout
 from serve.runs import sample_image
 from serve.runtime.errors import EngineError, UserError, did_you_mean
 from serve.runtime.images import load
@@ -150,7 +151,7 @@ def _contestants(store: Path, name: str) -> Iterator[_Contestant]:
         row = rows[each]
         if row.measured is None:
             raise UserError(f"{run}/{each} was not measured: {row.skip}")
-        yield _Contestant(run, report, row, store / run / "artifacts" / each)
+        yield _Contestant(run, report, row, layout.artifact_folder(store, run, each))
 
 
 def _check_comparable(contestants: Sequence[_Contestant]) -> None:
@@ -175,10 +176,10 @@ def _check_comparable(contestants: Sequence[_Contestant]) -> None:
 
 def _answers(store: Store, contestant: _Contestant) -> Answers:
     assert contestant.row.measured is not None
-    folder = store.get(contestant.row.measured.accuracy.answers)
-    if folder is None:
+    stored = store.open(contestant.row.measured.accuracy.answers)
+    if stored is None:
         raise UserError(f"the answers of {contestant.name} are not in the store any more; run {contestant.run} again")
-    return load_answers(folder)
+    return load_answers(stored.folder)
 
 
 def _open(store: Path, contestant: _Contestant, device: torch.device, timing: Timing) -> _Opened:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +16,17 @@ from optimize.data.classes import with_classes
 from optimize.data.formats.base import DEFAULT_DATA, open_data
 from optimize.data.records import ImageData
 from optimize.data.splits import subset
-from optimize.listener import Listener
+from optimize.listener import SILENT, Listener
 from optimize.measure.machine import resolve_device
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
 from optimize.models.module import module_source
 from optimize.models.preprocessing import Wish, choose_preprocessing
 from optimize.models.resolve import resolve_model, with_checkpoint, with_named_weights
 from optimize.models.source import ModelSource
+from optimize.run.identity import Identity
 from optimize.run.session import Session
 from optimize.store.objects import Store
+from serve import layout
 from serve.runtime.errors import UserError, did_you_mean
 
 
@@ -48,7 +50,8 @@ class Job:
         weights: name of torchvision's own weights, such as ``DEFAULT``.
         weights_key: which weights of the checkpoint to take, see `read_checkpoint`; None prefers averaged ones.
         preprocessing: what images go through that model and data do not ask for.
-        run: the run's name; the model's by default.
+        run: the run's name; by default made of model and data, see `serve.layout.run_name`.
+        replace: let the run replace one of another model or other data that has its name.
         trust_checkpoint: let the checkpoint's pickle run code.
         seed: of every random choice.
         remeasure: time everything anew, even if the same set was timed before.
@@ -70,6 +73,7 @@ class Job:
     weights_key: str | None = None
     preprocessing: Wish | None = None
     run: str | None = None
+    replace: bool = False
     trust_checkpoint: bool = False
     seed: int = 0
     remeasure: bool = False
@@ -80,11 +84,13 @@ class Job:
 class Opened:
     """A job whose parts were found and fit: the session, the run's name, and the weights if there are any.
 
+    ``identity`` says which model and data the run is of.
     ``preprocessing_origins`` says in words where each part of the preprocessing came from.
     """
 
     session: Session
     run: str
+    identity: Identity
     checkpoint: Checkpoint | None
     origin: Path | None
     preprocessing_origins: Mapping[str, str]
@@ -103,7 +109,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     """
     device = resolve_device(job.device)
     source, weights = module_source(job.model) if isinstance(job.model, nn.Module) else (resolve_model(job.model), None)
-    if job.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", job.run):
+    if job.run is not None and not layout.is_run_name(job.run):
         raise UserError(
             f"run name {job.run!r}: use letters, digits, '-', '_' and '.', beginning with a letter or digit"
         )
@@ -131,8 +137,36 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     listener.said(f"training images are {IN_WORDS[data.augment]}")
     for note in checkpoint.notes if checkpoint is not None else ():
         listener.said(f"{origin}: {note}")
-    session = Session(store, source, context, lambda name: listener.said(f"{name}: another run is making it"))
-    return Opened(session, job.run or source.name, checkpoint, origin, chosen.origins)
+    session = Session(
+        store,
+        source,
+        context,
+        lambda name: listener.said(f"{name}: another run is making it"),
+        functools.partial(reopen, words, recipe) if (words := _anywhere(job)) else None,
+    )
+    reference = job.data if isinstance(job.data, str) else data.name
+    run = job.run or layout.run_name(source.reference, reference)
+    identity = Identity.of(source.reference, reference, source, data)
+    return Opened(session, run, identity, checkpoint, origin, chosen.origins)
+
+
+def reopen(job: Job, recipe: Wish | None = None) -> Session:
+    """The session of a job, opened again in another process and without a word."""
+    return open_job(job, SILENT, recipe).session
+
+
+def _anywhere(job: Job) -> Job | None:
+    """The same job in words that hold in any folder; None if it has parts that are no words."""
+    if not isinstance(job.model, str) or not isinstance(job.data, str):
+        return None
+    return dataclasses.replace(
+        job,
+        model=layout.model_anywhere(job.model),
+        checkpoint=job.checkpoint.resolve() if job.checkpoint else None,
+        data=layout.data_anywhere(job.data),
+        classes=job.classes.resolve() if job.classes else None,
+        store=job.store.resolve(),
+    )
 
 
 def _data(job: Job) -> ImageData:

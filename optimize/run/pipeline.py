@@ -20,6 +20,7 @@ from optimize.measure.rows import Data, Machine, Report, Row, Skip
 from optimize.models.preprocessing import Wish
 from optimize.passes.base import find_pass
 from optimize.report.page import plot, write_html
+from optimize.run.identity import refuse_replacing, write_identity
 from optimize.run.job import Job, Opened, open_job
 from optimize.run.publishing import publish
 from optimize.run.recipe import BASELINE, DEFAULT_RECIPE, Recipe, Stage, load_recipe
@@ -27,6 +28,7 @@ from optimize.run.recommendation import Recommend, recommend
 from optimize.run.results import measure
 from optimize.run.session import Step
 from optimize.store.files import write_json
+from serve import layout
 from serve.runtime.errors import EngineError, PipelineError, one_line
 
 
@@ -60,6 +62,8 @@ def run(job: Job, listener: Listener) -> Outcome:
     session, context = opened.session, opened.session.context
     folder = job.store / opened.run
     with contextlib.closing(session):
+        if not job.replace:
+            refuse_replacing(folder, opened.identity)
         steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, remeasure=job.remeasure)
         measured = measure(steps, bench, recipe.measure, listener)
@@ -67,9 +71,12 @@ def run(job: Job, listener: Listener) -> Outcome:
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         here = Machine.from_json(machine(context.device))
         with session.store.lock(f"run-{folder.name}"):  # or two runs of one name would mix their files
+            if not job.replace:
+                refuse_replacing(folder, opened.identity)  # one that has been made meanwhile
+            write_identity(opened.identity, folder)
             example = sample(context.data.val, context.preprocessing)
             published = publish(session.store, folder, artifacts, measured.rows, machine=here, sample=example)
-            write_json(sorted(measured.keys.union(published.keys)), folder / "objects.json")
+            write_json(sorted(measured.keys.union(published.keys)), folder / layout.OBJECTS_FILE)
             report = Report(
                 title=opened.run,
                 model=session.source.reference,
@@ -87,7 +94,7 @@ def run(job: Job, listener: Listener) -> Outcome:
                 remarks=tuple(_remarks(opened, published.rows)),
                 measurement=measured.measurement,
             )
-            write_json(report.to_json(), folder / "report.json")
+            write_json(report.to_json(), folder / layout.REPORT_FILE)
             write_html(report, folder / "report.html")
             plot(report, folder / "pareto.svg")
     return Outcome(report, folder)

@@ -16,6 +16,7 @@ from optimize.store.files import TEMPORARY, write_atomically, write_json
 from optimize.store.keys import ArchiveKey
 from optimize.store.objects import Store
 from optimize.store.sources import code_of
+from serve import layout
 from serve.runtime.card import CARD_FILE, Card
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
@@ -65,9 +66,9 @@ def publish(
         if artifact is None or row.file is None:
             published.append(row)
             continue
-        target = folder / "artifacts" / artifact.name
+        target = layout.artifact_folder(folder.parent, folder.name, artifact.name)
         _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()})
-        path = _archive(folder, artifact.name)
+        path = layout.archive_path(folder.parent, folder.name, artifact.name)
         key, digest = _publish_archive(store, target, artifact.card, path)
         file = row.file.model_copy(update={"path": str(target / artifact.card.file)})
         archived = Archive(path=str(path), bytes=path.stat().st_size, sha256=digest)
@@ -112,15 +113,11 @@ def _publish_archive(store: Store, artifact: Path, card: Card, path: Path) -> tu
     return key, stored.files[path.name]
 
 
-def _archive(folder: Path, name: str) -> Path:
-    return folder / "archives" / f"{folder.name}-{name}.mar"
-
-
 def _remove_stale(folder: Path, artifacts: Mapping[str, Artifact], sample: str, served: Collection[str]) -> None:
     """Remove what an earlier run of another recipe or data set left under this run's name, or one that was killed."""
-    archives = {_archive(folder, name) for name in artifacts}
-    stale = [path for path in (folder / "artifacts").iterdir() if path.name not in artifacts]
-    stale += [path for path in (folder / "archives").iterdir() if path not in archives and path.stem not in served]
+    archives = {layout.archive_path(folder.parent, folder.name, name) for name in artifacts}
+    stale = [path for path in (folder / layout.ARTIFACTS).iterdir() if path.name not in artifacts]
+    stale += [path for path in (folder / layout.ARCHIVES).iterdir() if path not in archives and path.stem not in served]
     stale += [path for path in folder.glob("sample.*") if path.name != sample]
     stale += [path for path in folder.glob(".*") if TEMPORARY.fullmatch(path.name)]
     for path in stale:

@@ -22,7 +22,7 @@ from optimize.models.source import ModelSource
 from optimize.passes.base import Pass, find_pass, pass_of
 from optimize.quantization.targets import x86_target
 from optimize.store.artifact import PRODUCT_FILE, Artifact, Kind, Made, Product, read_product, write_product
-from optimize.store.keys import BaselineKey, Key, NamedKey, StageKey, content
+from optimize.store.keys import BaselineKey, NamedKey, StageKey, content
 from optimize.store.locks import Hold
 from optimize.store.objects import Store, StoredObject
 from optimize.store.sources import code_of
@@ -33,6 +33,8 @@ from serve.runtime.card import Ancestor, Card, read_card, write_card
 from serve.runtime.errors import UserError
 
 BASELINE = "baseline"
+
+BuildModule = Callable[[], torch.nn.Module]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,27 @@ class Step:
     cached: bool
     seconds: float
     created: str = ""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is to be made.
+
+    Attributes:
+        name: of the artifact.
+        kind: that it will be of.
+        operation: the pass, or ``baseline``.
+        settings: of the operation.
+        key: of all that it is made from.
+        ancestors: its lineage, where there is no parent to tell it.
+    """
+
+    name: str
+    kind: Kind
+    operation: str
+    settings: Mapping[str, Any]
+    key: str
+    ancestors: tuple[Ancestor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,8 +136,8 @@ class Session:
         settings: dict[str, Any] = config.model_dump(mode="json")
         if checkpoint is not None:
             settings = {"checkpoint": checkpoint.sha256, "place": checkpoint.place}
-        build_module = functools.partial(_new_module, self)
-        return self._obtain(_Planned(BASELINE, "module", BASELINE, settings, key), write, None, build_module)
+        build_module = functools.partial(first_module, self)
+        return self._obtain(Planned(BASELINE, "module", BASELINE, settings, key.digest), write, None, build_module)
 
     def apply(self, parent: Artifact, config: Config, name: str | None = None) -> Step:
         """Run the pass that ``config`` belongs to on ``parent``, or take its result from the store.
@@ -132,6 +155,11 @@ class Session:
         step: Pass[Any] = pass_of(config)
         if (reason := step.refuses(parent.kind)) is not None:
             raise UserError(reason)
+        if parent.parent is None and parent.kind != "module":
+            raise UserError(
+                f"{step.name} goes on from what {parent.name} was made from, which is not in the store "
+                f"{self.store.root}: {parent.name} was taken from a folder"
+            )
         settings = config.model_dump(mode="json")
         key = StageKey(
             operation=step.name,
@@ -149,8 +177,8 @@ class Session:
             product: Product = step.apply(parent, config, self.context, folder)
             return product
 
-        build_module = functools.partial(_rebuilt, self, step.name, parent) if step.rebuild is not None else None
-        planned = _Planned(name or step.name, step.yields, step.name, settings, key)
+        build_module = functools.partial(rebuilt, self, step.name, parent) if step.rebuild is not None else None
+        planned = Planned(name or step.name, step.yields, step.name, settings, key.digest)
         return self._obtain(planned, write, parent, build_module)
 
     def _surroundings(self) -> dict[str, Any]:
@@ -166,19 +194,31 @@ class Session:
 
     def _obtain(
         self,
-        planned: _Planned,
+        planned: Planned,
         write: Callable[[Path], Product],
         parent: Artifact | None,
-        build_module: Callable[[], torch.nn.Module] | None,
+        build_module: BuildModule | None,
     ) -> Step:
         """What is planned, made or found, under its name."""
 
         def make(folder: Path) -> None:
             write_product(Made(write(folder), versions(), machine(self.context.device)), folder)
 
-        key = planned.key.digest
-        about = f"{self.source.name} on {self.context.data.name}: {planned.name}"
-        made = self.store.obtain(key, make, lambda: self.waiting(planned.name), about=about)
+        about = self._about(planned.name)
+        made = self.store.obtain(planned.key, make, lambda: self.waiting(planned.name), about=about)
+        return self.named(planned, made, parent, build_module)
+
+    def named(
+        self, planned: Planned, made: StoredObject, parent: Artifact | None, build_module: BuildModule | None
+    ) -> Step:
+        """What was made as planned, under its name: a folder that shares its files, with a card.
+
+        Args:
+            planned: its name, and what it was made by.
+            made: the object that is stored under the planned key.
+            parent: what it was made from, if that is known.
+            build_module: makes an eager module of its structure.
+        """
         card = self._card(planned, made, parent)
 
         def name_it(folder: Path) -> None:
@@ -186,21 +226,24 @@ class Session:
                 self.store.link(made.folder / file, folder / file)
             write_card(folder, card)
 
-        named_key = NamedKey(made=key, card=dataclasses.asdict(card)).digest
-        named = self.store.obtain(named_key, name_it, about=about, shared=made)
+        key = NamedKey(made=planned.key, card=dataclasses.asdict(card)).digest
+        found = self.store.obtain(key, name_it, about=self._about(planned.name), shared=made)
         artifact = Artifact(
             planned.name,
             planned.kind,
-            key,
-            named.folder,
-            read_card(named.folder),
+            planned.key,
+            found.folder,
+            read_card(found.folder),
             parent,
             build_module,
-            objects=(key, named_key),
+            objects=(planned.key, key),
         )
         return Step(artifact, made.cached, made.seconds, made.created)
 
-    def _card(self, planned: _Planned, stored: StoredObject, parent: Artifact | None) -> Card:
+    def _about(self, name: str) -> str:
+        return f"{self.source.name} on {self.context.data.name}: {name}"
+
+    def _card(self, planned: Planned, stored: StoredObject, parent: Artifact | None) -> Card:
         made, data = read_product(stored.folder), self.context.data
         product = made.product
         return Card(
@@ -215,8 +258,8 @@ class Session:
             classes=data.classes,
             files={name: digest for name, digest in stored.files.items() if name != PRODUCT_FILE},
             lineage=(
-                *(parent.card.lineage if parent else ()),
-                Ancestor(planned.name, planned.operation, planned.settings, planned.key.digest),
+                *(parent.card.lineage if parent else planned.ancestors),
+                Ancestor(planned.name, planned.operation, planned.settings, planned.key),
             ),
             data={
                 "name": data.name,
@@ -230,27 +273,17 @@ class Session:
         )
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """What is to be made: its name, its kind, by which operation and settings, and the key of all that it is from."""
-
-    name: str
-    kind: Kind
-    operation: str
-    settings: Mapping[str, Any]
-    key: Key
-
-
 def _versions(libraries: tuple[str, ...]) -> dict[str, str | None]:
     known = versions()
     return {name: known.get(name) for name in (*libraries, "optimize")}
 
 
-def _new_module(session: Session) -> torch.nn.Module:
+def first_module(session: Session) -> torch.nn.Module:
+    """The model as its code builds it, with random weights."""
     return new_module(session.source, session.context)
 
 
-def _rebuilt(session: Session, name: str, parent: Artifact) -> torch.nn.Module:
+def rebuilt(session: Session, name: str, parent: Artifact) -> torch.nn.Module:
     """A module of the structure that the pass called ``name`` gives to ``parent``'s."""
     rebuild = find_pass(name).rebuild
     assert rebuild is not None

@@ -120,6 +120,18 @@ class StageKey(Key):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TakenKey(Key):
+    """Files that were saved to a folder and taken back: nothing is known of them but what they are.
+
+    Attributes:
+        artifact: see `opening`.
+    """
+
+    kind = "taken"
+    artifact: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class NamedKey(Key):
     """An artifact's folder: the files of a baseline or a stage under a name, with a card.
 

@@ -24,6 +24,7 @@ from typing import Any
 from optimize.errors import NotApplicableError
 from optimize.store.files import temporary_for, write_json
 from optimize.store.locks import Hold, exclusive, is_free
+from serve import layout
 from serve.hints import command
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError
@@ -97,10 +98,9 @@ class Store:
         """Keep every object from being pruned as long as the result lives: not all of them are named by a report."""
         return Hold(self.in_use)
 
-    def get(self, key: str) -> Path | None:
-        """The folder of a whole object, every file checked; None if it is absent or damaged."""
-        folder = self._objects / key
-        return folder if folder.is_dir() and fault(folder) is None else None
+    def open(self, key: str) -> StoredObject | None:
+        """A whole object, every file checked; None if it is absent or damaged."""
+        return self._found(key, None)
 
     def forget(self, key: str) -> None:
         """Remove an object, if it is there, so that it is made again."""
@@ -188,7 +188,7 @@ class Store:
 
     def runs(self) -> list[str]:
         """Names of the runs that have a report, in order."""
-        return sorted(path.parent.name for path in self.root.glob("*/report.json"))
+        return sorted(path.parent.name for path in self.root.glob(f"*/{layout.REPORT_FILE}"))
 
     def _sweep(self) -> None:
         """Remove temporary folders whose process is gone."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from optimize.store.locks import unshared
 from optimize.store.objects import MANIFEST, Store
+from serve import layout
 from serve.runtime.errors import UserError
 from serve.torchserve import server
 
@@ -73,7 +74,7 @@ def _prunable(store: Store, *, alone: bool) -> Prunable:
             "(in Python: when its variants are deleted)"
         )
     wanted: set[str] = set()
-    for path in store.root.glob("*/objects.json"):
+    for path in store.root.glob(f"*/{layout.OBJECTS_FILE}"):
         try:
             wanted.update(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError):

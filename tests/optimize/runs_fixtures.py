@@ -79,10 +79,12 @@ def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml"
 
 
 def run_recipe(store: Path, recipe: dict[str, Any], **options: Any) -> tuple[Outcome, Heard]:
-    """Run in this process."""
+    """Run in this process, under the name ``tiny`` unless another is given."""
+    options.setdefault("run", "tiny")
+    options.setdefault("model", TINY)
     heard = Heard()
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(model=TINY, recipe=write_recipe(Path(folder), recipe), store=store, device="cpu", **options)
+        job = Job(recipe=write_recipe(Path(folder), recipe), store=store, device="cpu", **options)
         return run(job, heard), heard
 
 
@@ -93,7 +95,7 @@ def command(*words: object) -> list[str]:
 def start_run(store: Path, recipe: Path, *words: object) -> subprocess.Popen[str]:
     """Run in another process, as a user does."""
     return subprocess.Popen(
-        command("run", TINY, "--recipe", recipe, "--store", store, "--device", "cpu", *words),
+        command("run", TINY, "--name", "tiny", "--recipe", recipe, "--store", store, "--device", "cpu", *words),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

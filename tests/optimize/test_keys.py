@@ -42,6 +42,7 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
         "libraries": ({"torch": "2.14"}, {"torch": "2.14", "onnx": "1.23"}),
         "code": ("f" * 64, "0" * 64),
     },
+    keys.TakenKey: {"artifact": ({"files": {}}, {"files": {"model.pt": "0"}})},
     keys.NamedKey: {"made": ("a" * 64, "b" * 64), "card": (CARD, {**CARD, "name": "int8"})},
     keys.AnswersKey: {
         "artifact": ({"files": {}}, {"files": {"model.pt": "0"}}),

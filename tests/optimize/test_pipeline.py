@@ -227,7 +227,7 @@ def test_the_run_folder_holds_what_the_report_names_and_nothing_else(tiny_run: T
     made = {row.name for row in tiny_run.report.rows if row.file}
     assert made >= {"baseline", *STAGES} - {"half-bf16"}
     assert {path.name for path in tiny_run.folder.iterdir()} == {
-        "artifacts", "archives", "objects.json", "pareto.svg", "report.json", "report.html", "sample.png",
+        "artifacts", "archives", "objects.json", "pareto.svg", "report.json", "report.html", "run.json", "sample.png",
     }  # fmt: skip
     assert {path.name for path in (tiny_run.folder / "artifacts").iterdir()} == made
     assert {path.name for path in (tiny_run.folder / "archives").iterdir()} == {f"tiny-{name}.mar" for name in made}

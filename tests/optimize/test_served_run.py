@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
 import pytest
 
 from optimize.data.formats.base import open_data
+from serve.client import Client
+from serve.runs import select
+from serve.runtime.errors import PipelineError
 from serve.runtime.predictor import Predictor
 from serve.torchserve import server
 from tests.serve.artifacts import jpeg
 from tests.serve.conftest import free_ports
 
-from .runs_fixtures import TinyRun, tiny_run
+from .runs_fixtures import TinyRun, copied_store, run_recipe, tiny_run, with_stages
 
-__all__ = ["tiny_run"]  # fixture
+__all__ = ["copied_store", "tiny_run"]  # fixtures
 pytestmark = pytest.mark.slow
 
 #: One of each kind of file that the default recipe makes; bfloat16 only where the CPU has it.
@@ -40,3 +49,42 @@ def test_served_answers_equal_those_of_the_artifacts_in_process(tiny_run: TinyRu
                     assert served == pytest.approx({label.index: label.probability for label in labels}, abs=1e-4)
     finally:
         server.stop(tiny_run.store)
+
+
+def test_a_run_that_is_made_again_while_it_is_served_touches_nothing_that_is_served(copied_store: Path) -> None:
+    """Another recipe: one archive goes, one is replaced; the server and workers that it starts anew go on."""
+    folder = copied_store / "tiny"
+    archives = {f"tiny-{name}": folder / "archives" / f"tiny-{name}.mar" for name in ("fuse", "onnx")}
+    image = (folder / "sample.png").read_bytes()
+    running = server.start(copied_store, "tiny", archives, ports=free_ports(), deadline_s=300)
+    try:
+        with running.client(copied_store) as client:
+            before = {model: client.predict(model, image, k=10) for model in archives}
+            outcome, _ = run_recipe(copied_store, with_stages({"pass": "fuse", "config": {"tolerance": 0.01}}))
+            assert outcome.failed == ()
+            left = sorted(path.name for path in (folder / "archives").iterdir())
+            assert left == ["tiny-baseline.mar", "tiny-fuse.mar", "tiny-onnx.mar"]
+            assert not {"tiny-onnx.mar"} & {path.name for path in select(copied_store, "tiny").archives.values()}
+            workers = [worker for worker in psutil.Process(running.pid).children(recursive=True) if worker.is_running()]
+            for worker in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.kill()  # TorchServe starts others, which open their archives again
+            psutil.wait_procs(workers, timeout=30)
+            for model in archives:
+                assert answered(client, model, image) == before[model]
+    finally:
+        server.stop(copied_store)
+    run_recipe(copied_store, with_stages({"pass": "fuse"}))
+    assert sorted(path.name for path in (folder / "archives").iterdir()) == ["tiny-baseline.mar", "tiny-fuse.mar"]
+
+
+def answered(client: Client, model: str, image: bytes) -> list[dict[str, Any]]:
+    """The answer, as soon as there is a worker again."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            return client.predict(model, image, k=10)
+        except PipelineError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)

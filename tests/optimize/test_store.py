@@ -68,11 +68,12 @@ def temporaries(root: Path) -> list[Path]:
 
 def test_an_object_is_built_once_and_then_found(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    assert store.get(KEY) is None
+    assert store.open(KEY) is None
     first = store.obtain(KEY, text("a"))
     again = Store(tmp_path).obtain(KEY, forbidden)
     assert (first.cached, again.cached) == (False, True)
-    assert again.folder == first.folder == store.get(KEY)
+    assert again.folder == first.folder
+    assert store.open(KEY) == again
     assert (again.folder / "file").read_text() == "a"
     assert again.seconds == first.seconds
 
@@ -81,7 +82,7 @@ def test_an_object_under_construction_is_not_there_for_others(tmp_path: Path) ->
     def build(folder: Path) -> None:
         (folder / "file").write_text("a")
         assert objects(tmp_path) == []
-        assert Store(tmp_path).get(KEY) is None
+        assert Store(tmp_path).open(KEY) is None
 
     Store(tmp_path).obtain(KEY, build)
     assert objects(tmp_path) == [KEY]
@@ -140,7 +141,7 @@ def test_a_damaged_object_is_noticed_and_built_again(tmp_path: Path, damage) -> 
     assert fault(folder) is None
     damage(folder)
     assert fault(folder) is not None
-    assert store.get(KEY) is None
+    assert store.open(KEY) is None
     rebuilt = store.obtain(KEY, text("whole again"))
     assert rebuilt.cached is False
     assert (rebuilt.folder / "file").read_text() == "whole again"

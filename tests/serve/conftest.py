@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from serve.client import Client
+from serve.layout import archive_path
 from serve.options import ServingOptions
-from serve.runs import archive_path, model_name
+from serve.runs import model_name
 from serve.runtime.budget import SERVING
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive

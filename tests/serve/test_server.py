@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serve import runs
+from serve import layout
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
 from serve.torchserve import server
@@ -41,7 +41,7 @@ def command(*words: str | Path, cwd: Path | None = None) -> subprocess.Completed
 def archived(folder: Path, run: str = "small") -> tuple[Path, dict[str, Path]]:
     """A store with one archive, of the artifact in ``folder``."""
     store = folder.parents[2]
-    path = runs.archive_path(store, run, folder.name)
+    path = layout.archive_path(store, run, folder.name)
     build_archive(folder, path, model_name=path.stem, options=ServingOptions(batch_size=2))
     return store, {path.stem: path}
 
@@ -129,7 +129,7 @@ def test_paths_that_java_would_misread_are_escaped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_start_on_the_same_store_says_that_it_is_running(served: Served) -> None:
-    archives = {name_of("script"): runs.archive_path(served.store, "small", "script")}
+    archives = {name_of("script"): layout.archive_path(served.store, "small", "script")}
     with pytest.raises(UserError, match=f"already running .*port {served.running.ports.inference}"):
         server.start(served.store, "small", archives, ports=free_ports())
     assert served.client.ping() == "Healthy"
@@ -237,7 +237,7 @@ def test_a_users_mistake_is_one_line_with_exit_code_2(
     words: tuple[str, ...], message: str, folders: dict[str, Path]
 ) -> None:
     store = folders["script"].parents[2]
-    build_archive(folders["script"], runs.archive_path(store, "small", "script"), model_name="small-script")
+    build_archive(folders["script"], layout.archive_path(store, "small", "script"), model_name="small-script")
     ended = command(*words, "--store", store)
     assert ended.returncode == 2
     assert message in ended.stderr

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from serve.layout import PLAIN_DATA
 from serve.runtime.errors import UserError, did_you_mean
 from serve.runtime.registry import Registry
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from optimize.data.records import ImageData
 
 #: What is taken where no data is named: it needs no download.
-DEFAULT_DATA = "digits"
+DEFAULT_DATA = PLAIN_DATA
 
 
 @dataclass(frozen=True)

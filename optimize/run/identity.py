@@ -1,0 +1,76 @@
+"""Whose a run is: one of a model and its data is not replaced unasked by one of another model or other data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from optimize.data.records import ImageData
+from optimize.models.source import ModelSource
+from optimize.store.files import write_json
+from serve import layout
+from serve.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a run is of: by its words and by its content, because files are edited, and they are moved.
+
+    Attributes:
+        model: the model's reference, with its file's whole path.
+        model_content: the source's fingerprint, and the factory.
+        data: the data's reference, with its folder's whole path.
+        data_content: the data's fingerprint.
+    """
+
+    model: str
+    model_content: str
+    data: str
+    data_content: str
+
+    @classmethod
+    def of(cls, model: str, data: str, source: ModelSource, images: ImageData) -> Identity:
+        """That of a run of ``model`` on ``data``, as the user wrote them, and as they were opened."""
+        return cls(
+            layout.model_anywhere(model),
+            f"{source.fingerprint}:{source.name}",
+            layout.data_anywhere(data),
+            images.fingerprint,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.data}"
+
+    def is_that_of(self, other: Identity) -> bool:
+        """Whether both are of the same model and the same data."""
+        same_model = self.model == other.model or self.model_content == other.model_content
+        return same_model and (self.data == other.data or self.data_content == other.data_content)
+
+
+def write_identity(identity: Identity, folder: Path) -> None:
+    """Write whose the run in ``folder`` is."""
+    write_json(dataclasses.asdict(identity), folder / layout.IDENTITY_FILE)
+
+
+def refuse_replacing(folder: Path, own: Identity) -> None:
+    """See that the run in ``folder``, if there is one, is of the same model and data.
+
+    Raises:
+        UserError: it is of others; both are named, and what can be done.
+    """
+    present = _present(folder)
+    if present is not None and not own.is_that_of(present):
+        raise UserError(
+            f"the run {folder.name!r} in {folder.parent} is of {present}, and not of {own}; "
+            "give this one another name (--name, RUN=…), or replace that one with --replace"
+        )
+
+
+def _present(folder: Path) -> Identity | None:
+    """Whose the run in ``folder`` is; None if there is none, or nobody can tell."""
+    try:
+        return Identity(**json.loads((folder / layout.IDENTITY_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

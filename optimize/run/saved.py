@@ -1,0 +1,103 @@
+"""Artifacts that were saved to a folder, taken back into a session."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+
+from torch import nn
+
+from optimize.passes.base import find_pass
+from optimize.run.session import BASELINE, Planned, Session, Step, first_module, rebuilt
+from optimize.store.artifact import Artifact, Kind, Made, Product, write_product
+from optimize.store.keys import TakenKey, opening
+from optimize.store.objects import StoredObject
+from serve.runtime.card import Ancestor, Card, load_card
+from serve.runtime.errors import CardError, UserError
+
+
+def take(session: Session, folder: Path) -> Step:
+    """The artifact that was saved in ``folder``, as one of the session's.
+
+    If the store still has what it was made by, files alike, it is that again, with its ancestors. If not, its files
+    are copied into the store under what they are; it can be measured and packed, and if it is a float module, passes
+    can go on from it.
+
+    Args:
+        session: of the same classes and preprocessing.
+        folder: what ``save`` wrote; checked against its card.
+
+    Raises:
+        UserError: it is no whole artifact, or not one of this session's data.
+    """
+    try:
+        card = load_card(folder)
+    except CardError as error:
+        raise UserError(f"{folder} cannot be loaded: {error}") from None
+    context = session.context
+    for what, saved, own in (
+        ("model", card.model, session.source.name),
+        ("list of classes", card.classes, context.data.classes),
+        ("preprocessing", card.preprocessing, context.preprocessing),
+    ):
+        if saved != own:
+            raise UserError(f"{folder} is of another {what} than this session: {saved}, and not {own}")
+    if not card.lineage:
+        raise UserError(f"{folder} cannot be loaded: its card does not say what it was made by")
+    return _found_again(session, card) or _copied(session, card, folder)
+
+
+def _found_again(session: Session, card: Card) -> Step | None:
+    """The same artifact and its ancestors, if the store has them all."""
+    parent: Artifact | None = None
+    step: Step | None = None
+    for ancestor in card.lineage:
+        made = session.store.open(ancestor.key)
+        if made is None:
+            return None
+        step = session.named(_planned(ancestor), made, parent, _builder(session, ancestor, parent))
+        parent = step.artifact
+    # A key only says what an object was made from: another machine's training gives other weights.
+    return step if step is not None and dict(step.artifact.card.files) == dict(card.files) else None
+
+
+def _copied(session: Session, card: Card, folder: Path) -> Step:
+    own = card.lineage[-1]
+    key = TakenKey(artifact=opening(card)).digest
+    product = Product(card.file, card.format, card.precision, card.device, card.input_dtype, card.notes)
+
+    def copy(target: Path) -> None:
+        for name in card.files:
+            shutil.copyfile(folder / name, target / name)
+        write_product(Made(product, card.versions, card.machine), target)
+
+    made: StoredObject = session.store.obtain(key, copy, about=f"{card.model} on {card.data.get('name')}: {card.name}")
+    kind = _kind(own)
+    build = functools.partial(_structure, session, card.lineage) if kind == "module" else None
+    planned = Planned(card.name, kind, own.operation, own.config, key, card.lineage[:-1])
+    return session.named(planned, made, None, build)
+
+
+def _kind(ancestor: Ancestor) -> Kind:
+    return "module" if ancestor.operation == BASELINE else find_pass(ancestor.operation).yields
+
+
+def _planned(ancestor: Ancestor) -> Planned:
+    return Planned(ancestor.name, _kind(ancestor), ancestor.operation, ancestor.config, ancestor.key)
+
+
+def _builder(session: Session, ancestor: Ancestor, parent: Artifact | None) -> functools.partial[nn.Module] | None:
+    if parent is None:
+        return functools.partial(first_module, session)
+    return functools.partial(rebuilt, session, ancestor.operation, parent) if _kind(ancestor) == "module" else None
+
+
+def _structure(session: Session, lineage: tuple[Ancestor, ...]) -> nn.Module:
+    """A module of the structure that the lineage gives to the session's model, with any weights."""
+    module = first_module(session).eval()
+    for ancestor in lineage[1:]:
+        rebuild = find_pass(ancestor.operation).rebuild
+        assert rebuild is not None
+        module = rebuild(module, session.context.example()).eval()
+    return module

@@ -1,0 +1,98 @@
+"""Where things lie in a store, and what a run is called: said once, for those who write it and those who serve it.
+
+``<store>/<run>/`` has ``run.json`` (which model and data it is of), ``report.json``, ``objects.json`` (what of the
+store it needs), ``artifacts/<name>/card.json``, ``archives/<run>-<name>.mar`` and ``sample.<ext>``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+#: The data that is taken where none is named; a run's name does not mention it.
+PLAIN_DATA = "digits"
+
+ARTIFACTS = "artifacts"
+ARCHIVES = "archives"
+REPORT_FILE = "report.json"
+OBJECTS_FILE = "objects.json"
+IDENTITY_FILE = "run.json"
+
+_ILLEGAL = re.compile(r"[^A-Za-z0-9_.-]+")
+_LONGEST = 64  # characters of a name that is made of what a user wrote
+
+
+def run_name(model: str, data: str = PLAIN_DATA) -> str:
+    """What the run of a model on some data is called where nobody has named it.
+
+    ``resnet18`` is ``resnet18``; ``path/to/net.py:build`` and ``package.net:build`` are ``net-build``, and
+    ``timm:resnet18`` is ``timm-resnet18``. Data other than `PLAIN_DATA` follow: ``resnet18-cifar10``; of a folder
+    its own name, ``resnet18-flowers`` for ``imagefolder:/data/flowers``.
+
+    Args:
+        model: as on the command line.
+        data: as on the command line.
+    """
+    where, colon, factory = model.rpartition(":")
+    module = Path(where).stem if where.endswith(".py") or "/" in where else where.rpartition(".")[2]
+    words = [module, factory] if colon else [model]
+    kind, colon, place = data.partition(":")
+    if colon:
+        words.append(_whole(place).name or kind)
+    elif (word := re.sub("[-_]", "", kind).lower()) != PLAIN_DATA:
+        words.append(word)
+    return "-".join(map(_legal, words))
+
+
+def _legal(word: str) -> str:
+    """``word`` with hyphens for what a run's name cannot hold; of a word that has nothing else, a digest."""
+    legal = _ILLEGAL.sub("-", word).strip("-._")[:_LONGEST]
+    return legal or hashlib.sha256(word.encode()).hexdigest()[:8]
+
+
+def _whole(path: str) -> Path:
+    """The path from the root."""
+    try:
+        return Path(path).expanduser().resolve()
+    except RuntimeError:  # there is no such user, and perhaps a file of that name
+        return Path(path).resolve()
+
+
+def is_run_name(name: str) -> bool:
+    """Whether a run can be called so: letters, digits, ``-``, ``_`` and ``.``, beginning with a letter or digit."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name) is not None
+
+
+def report_path(store: Path, run: str) -> Path:
+    """The run's report."""
+    return store / run / REPORT_FILE
+
+
+def artifact_folder(store: Path, run: str, artifact: str) -> Path:
+    """Where the files and the card of an artifact are."""
+    return store / run / ARTIFACTS / artifact
+
+
+def served_name(run: str, artifact: str) -> str:
+    """What an artifact of a run is served as."""
+    return f"{run}-{artifact}"
+
+
+def archive_path(store: Path, run: str, artifact: str) -> Path:
+    """Where the archive of an artifact is."""
+    return store / run / ARCHIVES / f"{served_name(run, artifact)}.mar"
+
+
+def model_anywhere(model: str) -> str:
+    """A model's reference that means the same in any folder: with the whole path of its file."""
+    where, colon, factory = model.rpartition(":")
+    if colon and (where.endswith(".py") or "/" in where):
+        return f"{_whole(where)}:{factory}"
+    return model
+
+
+def data_anywhere(data: str) -> str:
+    """A data set's reference that means the same in any folder: with the whole path of its folder."""
+    kind, colon, place = data.partition(":")
+    return f"{kind}:{_whole(place)}" if colon else re.sub("[-_]", "", kind).lower()
