@@ -178,8 +178,8 @@ class Archive(Record):
 class Row(Record):
     """A stage of a recipe and what became of it: an artifact or none, measured or not, and the reason if not.
 
-    ``operation`` is the pass (``baseline`` for the first), ``seconds`` what making it took, ``cached`` whether
-    that was at another time.
+    ``operation`` is the pass (``baseline`` for the first), ``made`` when the artifact was made, ``seconds`` how
+    long that took, ``cached`` whether it was at an earlier run.
     """
 
     name: str
@@ -187,6 +187,7 @@ class Row(Record):
     config: dict[str, Any]
     parent: str | None
     cached: bool = False
+    made: datetime.datetime | None = None
     seconds: float | None = None
     file: ModelFile | None = None
     archive: Archive | None = None
@@ -244,6 +245,7 @@ class Measurement(Record):
     """How and when the speeds were taken; ``cached``: they are those of an earlier run of the same set."""
 
     timing: Timing
+    taken: datetime.datetime
     seconds: float
     cached: bool
 

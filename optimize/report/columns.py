@@ -14,6 +14,7 @@ from optimize.report.words import (
     NONE,
     Family,
     count,
+    day,
     family,
     number,
     percent,
@@ -183,7 +184,7 @@ def _runs_on(measured: Measured) -> Cell:
 def _made(line: Line, _: Results) -> Cell:
     if not isinstance(line, Row) or line.seconds is None:
         return EMPTY
-    return Cell(seconds(line.seconds), ("at an earlier run",) if line.cached else ())
+    return Cell(seconds(line.seconds), (f"on {day(line.made)}",) if line.cached and line.made else ())
 
 
 #: In the order in which they stand. The name of the line stands before them.

@@ -11,7 +11,7 @@ from optimize.measure.rows import Report, Results, Row
 from optimize.report.columns import COLUMNS, Column, family_of
 from optimize.report.lineage import layout
 from optimize.report.sentences import facts, method, notes, verdict
-from optimize.report.words import count, number, percent, plain, plural, seconds
+from optimize.report.words import count, day, moment, number, percent, plain, plural, seconds
 from optimize.store.files import write_atomically
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def write_html(report: Report, path: Path, columns: Sequence[Column] = COLUMNS) 
             chosen=report.chosen,
             verdict=verdict(report),
             notes=notes(report),
-            created=f"{report.created:%Y-%m-%d %H:%M} UTC",
-            took=seconds(report.seconds),
+            taken=moment(report.measurement.taken),
+            created=moment(report.created),
             results=[column for column in columns if column.table == "results"],
             details=[column for column in columns if column.table == "details"],
             # matplotlib escapes the text it draws; everything else on the page is escaped by the template.
@@ -112,7 +112,7 @@ def _step_bars(report: Report) -> list[Bar]:
             row.name,
             (row.seconds or 0.0) / longest,
             seconds(row.seconds) if row.file else "skipped",
-            "at an earlier run" if row.cached else "",
+            f"on {day(row.made)}" if row.cached and row.made else "",
         )
         for row in report.rows
     ]

@@ -10,13 +10,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from optimize.measure.rows import SCHEMA, Report
-from optimize.report.words import NONE, percent, times
+from optimize.report.words import NONE, moment, percent, times
 from serve import layout
 from serve.runtime.card import CARD_FILE, load_card, sha256_file
 from serve.runtime.errors import CardError, UserError, did_you_mean
 
 #: What stands above `RunSummary.cells`.
-HEADS = ("run", "model", "data", "artifacts", "recommended", "top-1 %", "speed", "created")
+HEADS = ("run", "model", "data", "artifacts", "recommended", "top-1 %", "speed", "measured")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RunSummary:
     recommended: str | None
     top1: float | None
     speedup: float | None
-    created: str
+    taken: str
 
     def cells(self) -> tuple[str, ...]:
         """The fields as text."""
@@ -45,7 +45,7 @@ class RunSummary:
             self.recommended or NONE,
             percent(self.top1),
             times(self.speedup),
-            self.created,
+            self.taken,
         )
 
 
@@ -62,7 +62,7 @@ def read_runs(store: Path) -> Iterator[RunSummary]:
             recommended=report.recommended,
             top1=measured.accuracy.top1 if measured else None,
             speedup=measured.speedup.value if measured else None,
-            created=f"{report.created:%Y-%m-%d %H:%M}",
+            taken=moment(report.measurement.taken),
         )
 
 

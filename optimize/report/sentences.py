@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from optimize.measure.rows import Data, Measurement, Report, Results, Row
-from optimize.report.words import NONE, count, number, percent, plain, plural, points, seconds, size, times
+from optimize.report.words import NONE, count, moment, number, percent, plain, plural, points, seconds, size, times
 
 Fact = tuple[str, str]
 
@@ -89,8 +89,11 @@ def _coverage(results: Results) -> list[str]:
 
 def _taken(measurement: Measurement) -> str:
     if measurement.cached:
-        return "The timings come from the cache: nothing changed since they were taken on this machine."
-    return f"Measuring took {seconds(measurement.seconds)}."
+        return (
+            f"The speeds were measured on {moment(measurement.taken)}, in {seconds(measurement.seconds)}, and come "
+            "from the cache: nothing that they depend on has changed since on this machine."
+        )
+    return f"The speeds were measured on {moment(measurement.taken)}, in {seconds(measurement.seconds)}."
 
 
 def notes(report: Report) -> list[str]:

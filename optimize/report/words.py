@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Literal
 
@@ -65,6 +66,16 @@ def seconds(x: float | None) -> str:
         minutes, rest = divmod(round(x), 60)
         return f"{minutes} min {rest:02d} s"
     return f"{x:.0f} s" if x >= 10 else f"{x:.1f} s"
+
+
+def moment(at: datetime.datetime) -> str:
+    """A time to the minute, in UTC."""
+    return f"{at.astimezone(datetime.UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def day(at: datetime.datetime) -> str:
+    """A date, in UTC."""
+    return f"{at.astimezone(datetime.UTC):%Y-%m-%d}"
 
 
 def count(x: float | None) -> str:

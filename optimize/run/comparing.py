@@ -7,6 +7,7 @@ difference is a paired one even between two models.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ def compare_runs(
     footprints = _footprints([c for c in contestants if c.name in opened], device, timing, listener)
     listener.ended("memory", 0.0, cached=False, skipped=None)
     listener.started("speed")
+    begun = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {name: o.call for name, o in opened.items()}
     # Each call has its images; of the batch it reads the size alone.
     speeds = measure_speed(calls, torch.empty, device, timing, listener)
@@ -133,7 +135,7 @@ def compare_runs(
         title=" and ".join(dict.fromkeys(c.run for c in contestants)),
         rows=tuple(rows),
         recommendation=recommend(rows, speeds, rule),
-        measurement=Measurement(timing=timing, seconds=taken, cached=False),
+        measurement=Measurement(timing=timing, taken=begun, seconds=taken, cached=False),
     )
 
 

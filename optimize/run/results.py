@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -84,7 +85,12 @@ def measure(steps: Sequence[Step | Row], bench: Bench, timing: Timing, listener:
         rows=tuple(rows),
         references=tuple(_references(speed.value, every.baseline)),
         references_of=eager.name if (eager := eager_origin(artifacts[0])) else None,
-        measurement=Measurement(timing=timing, seconds=speed.seconds, cached=speed.cached),
+        measurement=Measurement(
+            timing=timing,
+            taken=datetime.datetime.fromisoformat(speed.created),
+            seconds=speed.seconds,
+            cached=speed.cached,
+        ),
         speeds=speed.value.speeds,
         keys=frozenset(
             {speed.key, *(kept.key for kept in answers.values()), *(kept.key for kept in footprints.values())}
@@ -142,6 +148,7 @@ def _row(step: Step, every: _Every, skip: Skip | None) -> Row:
         config=dict(last.config),
         parent=artifact.parent.name if artifact.parent else None,
         cached=step.cached,
+        made=datetime.datetime.fromisoformat(step.created),
         seconds=step.seconds,
         file=ModelFile(
             path=str(artifact.path),

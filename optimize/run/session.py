@@ -47,7 +47,7 @@ class Step:
     artifact: Artifact
     cached: bool
     seconds: float
-    created: str = ""
+    created: str
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ def row(name: str, parent: str | None, precision: str, figures: tuple[float, flo
         "config": {"synthetic": True, "steps": [1, 2]},
         "parent": parent,
         "cached": False,
+        "made": "2001-01-31T02:03:04Z",
         "seconds": 12.5,
         "file": {
             "path": f"artifacts/{name}/model",
@@ -148,6 +149,7 @@ def body() -> dict[str, Any]:
         ],
         "measurement": {
             "timing": {"rounds": 5, "batch_sizes": [1, 4, 16, 32], "seconds": 0.2, "minimum": 3, "warm_up": 10},
+            "taken": "2001-02-02T03:04:05Z",
             "seconds": 66.0,
             "cached": False,
         },

@@ -345,3 +345,35 @@ def test_a_row_is_measured_or_skipped_and_never_both_or_neither() -> None:
     for measured, skip in ((None, None), (made["measured"], {"kind": "failed", "reason": "it fell over"})):
         with pytest.raises(ValidationError, match="either measured or skipped"):
             Row.from_json(made | {"measured": measured, "skip": skip})
+
+
+def test_a_report_says_when_it_was_measured_and_not_when_it_was_looked_up(tmp_path: Path) -> None:
+    page = page_of(synthetic(), tmp_path)
+    assert "measured 2001-02-02 03:04 UTC" in page.text
+    assert "2001-02-03" not in page.text
+    assert "12 s on 2001-01-31" in page.text.replace("\n", " ")  # fuse, which was made at an earlier run
+    made = body()
+    made["measurement"]["cached"] = True
+    page = page_of(Report.from_json(made), tmp_path)
+    assert "measured 2001-02-02 03:04 UTC, looked up 2001-02-03 04:05 UTC" in page.text
+    assert "and come from the cache" in page.text
+
+
+def test_remarks_and_notes_stand_where_they_are_seen(tmp_path: Path) -> None:
+    made = body()
+    made["remarks"] = ["the checkpoint has seen them"]
+    made["recommendation"]["remarks"] = ["60 images cannot show it"]
+    report = Report.from_json(made)
+    page = page_of(report, tmp_path)
+    closed = page.source[page.source.index("<details><summary>") :]
+    for words in ("the checkpoint has seen them", "half: bfloat16 in place of FP16", "60 images cannot show it"):
+        assert words in page.text
+        assert words not in closed
+    assert "60 images cannot show it" in rendered(report, 120)
+
+
+def test_captions_wrap_and_what_scrolls_says_so(tmp_path: Path) -> None:
+    page = page_of(synthetic(), tmp_path)
+    assert "caption" not in page.tags  # a table's caption is as wide as the table, and scrolls out of sight
+    outside = re.sub(r"<details><summary>.*?</details>", "", page.source, flags=re.DOTALL)
+    assert outside.count('class="scroll"') == outside.count("scrolls sideways") == 5
