@@ -322,10 +322,7 @@ class Data(Record):
 
 
 class Report(Results):
-    """A finished run, as ``report.json`` holds it; ``title`` is the run's name, ``recommended`` what is served.
-
-    ``remarks`` are sentences about the run that no figure tells.
-    """
+    """A finished run, as ``report.json`` holds it; ``title`` is the run's name, ``recommended`` what is served."""
 
     schema_version: Literal[2] = Field(default=SCHEMA, alias="schema")
     model: str
@@ -336,7 +333,6 @@ class Report(Results):
     machine: Machine
     versions: dict[str, str]
     recommended: str | None
-    remarks: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _recommended_once(self) -> Self:

@@ -141,6 +141,10 @@ def _spread(ratio: Ratio) -> str:
     return f"{times(ratio.low)} to {times(ratio.high)}"
 
 
+def _p99(timed: Timed) -> Cell:
+    return Cell(number(timed.latency_ms.p99), (f"of {count(timed.latency_ms.samples)}",))
+
+
 def _throughput(timed: Timed) -> Cell:
     return Cell(number(timed.best_throughput), (f"batch {timed.best_batch}",))
 
@@ -195,8 +199,8 @@ COLUMNS: tuple[Column, ...] = (
     Column("interval", "95 %", "", _measured(_interval), rank=2),
     Column("p50", "p50", "ms", _timed(lambda t: number(t.latency_ms.p50)), rank=1),
     Column("p95", "p95", "ms", _timed(lambda t: number(t.latency_ms.p95))),
-    Column("p99", "p99", "ms", _timed(lambda t: number(t.latency_ms.p99)), rank=3),
-    Column("samples", "calls", "", _timed(lambda t: count(t.latency_ms.samples))),
+    Column("p99", "p99", "ms", _timed(_p99), rank=3),
+    Column("samples", "calls", "", _timed(lambda t: count(t.latency_ms.samples)), table="details"),
     Column("speedup", "speed", "", _speedup, rank=1),
     Column("vs_parent", "vs parent", "", _measured(_vs_parent), rank=1),
     Column("throughput", "img/s", "", _timed(_throughput), rank=2),

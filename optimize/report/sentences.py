@@ -13,13 +13,16 @@ def verdict(results: Results) -> str:
     chosen, start = results.chosen, results.baseline
     if chosen is None or chosen.measured is None:
         return "No artifact is recommended."
-    found = [*_faster(chosen, start), *_smaller(chosen, start), _as_accurate(chosen, start)]
+    unproven = results.recommendation.unproven is not None
+    found = [*_faster(chosen, start, unproven=unproven), *_smaller(chosen, start), _as_accurate(chosen, start)]
     return f"{chosen.name} is recommended: {'; '.join(found)}."
 
 
-def _faster(chosen: Row, start: Row) -> list[str]:
+def _faster(chosen: Row, start: Row, *, unproven: bool) -> list[str]:
+    if chosen is start and unproven:
+        return ["of no other artifact do the images show that it is accurate enough"]
     if chosen is start:
-        return ["of no other artifact the images show that it is better by the rule below"]
+        return ["no other artifact is better by the rule below"]
     if chosen.measured is None:
         return []
     spoken = f"{times(chosen.measured.speedup.value)} the speed of the baseline"
@@ -97,8 +100,8 @@ def _taken(measurement: Measurement) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """What a reader of the figures should know: remarks about the run, and what each artifact's making left to say."""
-    return [*report.remarks, *(f"{row.name}: {note}" for row in report.rows for note in row.notes)]
+    """What each artifact's making left to say."""
+    return [f"{row.name}: {note}" for row in report.rows for note in row.notes]
 
 
 def facts(report: Report) -> list[tuple[str, list[Fact]]]:

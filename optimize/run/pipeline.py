@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
 from optimize.measure.rows import Data, Machine, Report, Row, Skip
 from optimize.models.preprocessing import Wish
-from optimize.passes.base import find_pass
 from optimize.report.page import plot, write_html
 from optimize.run.identity import refuse_replacing, write_identity
 from optimize.run.job import Job, Opened, open_job
@@ -91,7 +90,6 @@ def run(job: Job, listener: Listener) -> Outcome:
                 references_of=measured.references_of,
                 recommended=recommendation.name,
                 recommendation=recommendation,
-                remarks=tuple(_remarks(opened, published.rows)),
                 measurement=measured.measurement,
             )
             write_json(report.to_json(), folder / layout.REPORT_FILE)
@@ -158,19 +156,6 @@ def _explained(error: Exception, log: Path) -> str:
     log.parent.mkdir(exist_ok=True)
     log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     return f"{one_line(error)} (traceback in {log})"
-
-
-def _remarks(opened: Opened, rows: Sequence[Row]) -> list[str]:
-    """What no figure tells: a checkpoint has its own past."""
-    trained = [row.name for row in rows[1:] if row.file is not None and find_pass(row.operation).data == "training"]
-    if opened.checkpoint is None or not trained:
-        return []
-    names = " and ".join(trained) if len(trained) < 3 else f"{', '.join(trained[:-1])} and {trained[-1]}"
-    return [
-        f"The best epoch of {names} was chosen on images held out of the training split, and the checkpoint has "
-        "probably been trained on them: among those that it remembers, epochs are hard to tell apart. The figures "
-        "of this report are of the validation images; they are good for as much as the checkpoint has not seen those."
-    ]
 
 
 def _describe(context: Context, origins: Mapping[str, str]) -> Data:

@@ -20,6 +20,7 @@ from optimize.measure.rows import Line, Report, Results, Row
 from optimize.report.columns import COLUMNS, Cell, Column
 from optimize.report.page import plot, write_html
 from optimize.report.plots import marks, pareto_front
+from optimize.report.sentences import verdict
 from optimize.report.table import print_table, table
 from optimize.store.files import write_json
 
@@ -93,7 +94,7 @@ def test_the_page_shows_every_artifact_and_baseline_with_its_numbers(tmp_path: P
     shown = dict(zip(heads, cells, strict=True))
     assert shown["top-1 %"] == "90.88"
     assert (shown["Δ points"], shown["95 %"]) == ("−0.23", "−0.85 to +0.35")
-    assert (shown["p50 ms"], shown["calls"]) == ("4.44", "250")
+    assert (shown["p50 ms"], shown["p99 ms"]) == ("4.44", "5.91 of 250")
     assert shown["speed"] == "5.00×"
     assert shown["size"] == "11.1 MB"
     assert "25.5" in page.row("eager")[1]
@@ -361,14 +362,13 @@ def test_a_report_says_when_it_was_measured_and_not_when_it_was_looked_up(tmp_pa
 
 def test_remarks_and_notes_stand_where_they_are_seen(tmp_path: Path) -> None:
     made = body()
-    made["remarks"] = ["the checkpoint has seen them"]
     made["recommendation"]["remarks"] = ["60 images cannot show it"]
     report = Report.from_json(made)
     page = page_of(report, tmp_path)
-    closed = page.source[page.source.index("<details><summary>") :]
-    for words in ("the checkpoint has seen them", "half: bfloat16 in place of FP16", "60 images cannot show it"):
+    closed = re.findall(r"<details><summary>.*?</details>", page.source, flags=re.DOTALL)
+    for words in ("half: bfloat16 in place of FP16", "60 images cannot show it"):
         assert words in page.text
-        assert words not in closed
+        assert not any(words in part for part in closed)
     assert "60 images cannot show it" in rendered(report, 120)
 
 
@@ -377,3 +377,11 @@ def test_captions_wrap_and_what_scrolls_says_so(tmp_path: Path) -> None:
     assert "caption" not in page.tags  # a table's caption is as wide as the table, and scrolls out of sight
     outside = re.sub(r"<details><summary>.*?</details>", "", page.source, flags=re.DOTALL)
     assert outside.count('class="scroll"') == outside.count("scrolls sideways") == 5
+
+
+def test_a_verdict_for_the_baseline_says_whether_the_others_are_worse_or_only_unproven() -> None:
+    made = body() | {"recommended": "baseline"}
+    made["recommendation"] |= {"name": "baseline", "rejected": {}}
+    assert "no other artifact is better by the rule below" in verdict(Report.from_json(made))
+    made["recommendation"]["unproven"] = "qat"
+    assert "of no other artifact do the images show that it is accurate enough" in verdict(Report.from_json(made))
