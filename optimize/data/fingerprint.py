@@ -51,13 +51,13 @@ class Fingerprint:
 
 
 def fingerprint(
-    sources: Sequence[Source], labels: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64] | None = None
+    sources: Sequence[Source], labels: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.int64] | None = None
 ) -> Fingerprint:
     """Fingerprint images and their labels, in their order.
 
     Args:
         sources: the images.
-        labels: ``int64 (N,)``.
+        labels: ``(N,)``, the class of each.
         sizes: ``int64 (N,)``, their sizes in bytes or `NO_SIZE`, where they are known; else they are looked up.
     """
     sizes = np.fromiter(map(_size, sources), np.int64, len(sources)) if sizes is None else sizes

@@ -28,46 +28,69 @@ _Sizes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Listing:
-    """Image files, in the order of their classes, and in each of their paths.
+    """Image files, in the order of the folders that were listed, of their classes, and in each of their paths.
 
     Attributes:
         classes: names of the class folders, sorted.
         files: the images.
-        labels: ``int64 (N,)``, the class of each.
+        labels: ``int32 (N,)``, the class of each.
         sizes: ``int64 (N,)``, in bytes, `NO_SIZE` for a file that cannot be looked at.
         times: ``int64 (N,)``, when each was changed last, in ns; 0 for such a file.
+        starts: where the images of each folder begin that was listed.
         stamps: for each directory that was listed, relative to the files' root, how it looked before.
     """
 
     classes: tuple[str, ...]
     files: Files
-    labels: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int32]
     sizes: _Sizes
     times: _Sizes
+    starts: tuple[int, ...]
     stamps: dict[bytes, Stamp]
 
 
-def list_classes(root: Path, folder: Path) -> Listing:
-    """List the images of each class folder in ``folder``, at any depth; paths will be relative to ``root``.
+def list_classes(root: Path, *folders: Path) -> Listing:
+    """List the images of each class folder in ``folders``, one after the other, with paths relative to ``root``.
 
-    Hidden files and folders do not count; links do.
+    A class folder's images may lie at any depth. Hidden files and folders do not count; links do.
 
     Raises:
-        UserError: a folder cannot be read, there are fewer than two classes, or one has no images.
+        UserError: a folder cannot be read, has fewer than two classes, or one has no images.
     """
-    below = os.fsencode(folder.relative_to(root)) if folder != root else b""
-    stamps = {below: stamp(folder)}
-    above = (stamps[below][0],)
-    classes = [entry.name for entry in folders_in(folder)]
+    stamps = {b"": stamp(root)}
     listed: list[tuple[bytes, list[bytes]]] = []
-    columns: list[tuple[_Sizes, _Sizes]] = []
-    counts = []
-    for name in classes:
-        start = len(listed)
-        for place, names, sizes, times in _walk(os.fsencode(root), _join(below, os.fsencode(name)), stamps, above):
-            listed.append((place, names))
-            columns.append((sizes, times))
-        counts.append(sum(len(names) for _, names in listed[start:]))
+    sizes: list[_Sizes] = []
+    times: list[_Sizes] = []
+    counts: list[int] = []
+    starts: list[int] = []
+    classes: list[str] = []
+    for folder in folders:
+        below = os.fsencode(folder.relative_to(root)) if folder != root else b""
+        stamps[below] = stamp(folder)
+        above = (stamps[b""][0], stamps[below][0])
+        classes = [entry.name for entry in folders_in(folder)]
+        starts.append(sum(counts))
+        for name in classes:
+            counts.append(0)
+            for found in _walk(os.fsencode(root), _join(below, os.fsencode(name)), stamps, above):
+                listed.append(found[:2])
+                sizes.append(found[2])
+                times.append(found[3])
+                counts[-1] += len(found[1])
+        _check(folder, classes, counts[len(counts) - len(classes) :])
+    labels = np.tile(np.arange(len(classes), dtype=np.int32), len(folders))
+    return Listing(
+        tuple(classes),
+        Files.listed(root, listed),
+        np.repeat(labels, counts),
+        np.concatenate(sizes),
+        np.concatenate(times),
+        tuple(starts),
+        stamps,
+    )
+
+
+def _check(folder: Path, classes: list[str], counts: list[int]) -> None:
     if not any(counts):
         found = f"{len(classes)} folders without images" if classes else "no folders"
         raise UserError(f"{folder}: holds no images (found {found}); it needs one folder of images a class")
@@ -76,14 +99,6 @@ def list_classes(root: Path, folder: Path) -> Listing:
         raise UserError(f"{folder}: the class folder {empty!r} holds no images ({', '.join(SUFFIXES)})")
     if len(classes) < 2:
         raise UserError(f"{folder}: has only one class ({classes[0]}); a classifier needs at least two")
-    return Listing(
-        tuple(classes),
-        Files.listed(root, listed),
-        np.repeat(np.arange(len(classes)), counts),
-        np.concatenate([sizes for sizes, _ in columns]),
-        np.concatenate([times for _, times in columns]),
-        stamps,
-    )
 
 
 def folders_in(folder: Path) -> list[Path]:

@@ -67,9 +67,9 @@ def _read(root: Path, seed: int) -> Index:
                 f"{root}: has train/ but none of {', '.join(n + '/' for n in _VAL_FOLDERS)}; "
                 f"add one, or give imagefolder:{root / 'train'} to have it split"
             )
-        parts = [list_classes(root, folders[name]) for name in ("train", val_name)]
-        _check_classes(root, parts[0].classes, parts[1].classes, val_name)
-        listing, validates = _joined(root, *parts)
+        _check_classes(root, folders["train"], folders[val_name])
+        listing = list_classes(root, folders["train"], folders[val_name])
+        validates = np.arange(len(listing.files)) >= listing.starts[1]
     else:
         listing = list_classes(root, root)
         few = np.flatnonzero(np.bincount(listing.labels) < 2)
@@ -82,51 +82,31 @@ def _read(root: Path, seed: int) -> Index:
     def identity(rows: npt.NDArray[np.int32]) -> Fingerprint:
         return fingerprint(select(listing.files, rows), listing.labels[rows], listing.sizes[rows])
 
+    labels = torch.from_numpy(listing.labels[train]).long()
+
     return Index(
         classes=listing.classes,
         files=listing.files,
-        labels=listing.labels.astype(np.int32),
+        labels=listing.labels,
         sizes=listing.sizes,
         times=listing.times,
         train=train,
         val=val,
         train_fingerprint=identity(train),
         val_fingerprint=identity(val),
-        native_size=native_size(Split(select(listing.files, train), torch.from_numpy(listing.labels[train]))),
+        native_size=native_size(Split(select(listing.files, train), labels)),
         stamps=listing.stamps,
     )
 
 
-def _check_classes(root: Path, train: tuple[str, ...], val: tuple[str, ...], val_name: str) -> None:
-    only = ((sorted({*train} - {*val}), "train"), (sorted({*val} - {*train}), val_name))
-    parts = [f"{', '.join(names[:8])} only in {where}/" for names, where in only if names]
+def _check_classes(root: Path, train: Path, val: Path) -> None:
+    from optimize.data.listing import folders_in
+
+    names = {part: {folder.name for folder in folders_in(part)} for part in (train, val)}
+    only = ((sorted(names[train] - names[val]), train), (sorted(names[val] - names[train]), val))
+    parts = [f"{', '.join(classes[:8])} only in {where.name}/" for classes, where in only if classes]
     if parts:
-        raise UserError(f"{root}: train/ and {val_name}/ have different classes: {'; '.join(parts)}")
-
-
-def _joined(root: Path, train: Listing, val: Listing) -> tuple[Listing, npt.NDArray[np.bool_]]:
-    """Both as one listing, and which of its images are the latter's."""
-    import numpy as np
-
-    from optimize.data.listing import Listing, stamp
-    from optimize.data.sources import Files
-
-    files = Files(
-        root,
-        (*train.files.folders, *val.files.folders),
-        np.concatenate([train.files.folder, val.files.folder + np.int32(len(train.files.folders))]),
-        np.concatenate([train.files.names, val.files.names]),
-        np.concatenate([train.files.ends, val.files.ends + len(train.files.names)]),
-    )
-    listing = Listing(
-        train.classes,
-        files,
-        np.concatenate([train.labels, val.labels]),
-        np.concatenate([train.sizes, val.sizes]),
-        np.concatenate([train.times, val.times]),
-        {b"": stamp(root), **train.stamps, **val.stamps},
-    )
-    return listing, np.arange(len(files)) >= len(train.files)
+        raise UserError(f"{root}: train/ and {val.name}/ have different classes: {'; '.join(parts)}")
 
 
 def _drawn(listing: Listing, seed: int) -> npt.NDArray[np.bool_]:
@@ -138,8 +118,9 @@ def _drawn(listing: Listing, seed: int) -> npt.NDArray[np.bool_]:
     from optimize.data.splits import chosen_by_key
 
     files, salt = listing.files, f"{seed}/".encode()
-    keys = (hashlib.sha256(salt + place).digest()[:8] for place in files.below(np.arange(len(files))))
-    return chosen_by_key(listing.labels, np.frombuffer(b"".join(keys), ">u8").astype(np.uint64))
+    digests = (hashlib.sha256(salt + place).digest() for place in files.below(np.arange(len(files))))
+    keys = np.fromiter((int.from_bytes(digest[:8], "big") for digest in digests), np.uint64, len(files))
+    return chosen_by_key(listing.labels.astype(np.int64), keys)
 
 
 IMAGE_FOLDER = register(
