@@ -306,7 +306,7 @@ def indexed(folder, large, monkeypatch):
     """A folder with an index; ``listings`` counts how often it was listed anew."""
     monkeypatch.setattr(kept, "_SETTLED_NS", 0)
     listings: list[Path] = []
-    monkeypatch.setattr(listing, "list_classes", noting(listings, listing.list_classes, lambda root, folder: folder))
+    monkeypatch.setattr(listing, "list_classes", noting(listings, listing.list_classes, lambda root, *_: root))
     open_data(f"imagefolder:{folder}")
     assert len(list((large / "indexes").iterdir())) == len(listings) == 1
     return folder, listings
