@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optimize.api import Variant, apply, compare, compare_runs, load, package, save
+    from optimize.api import Variant, apply, compare, compare_runs, load, package, restore, save
     from optimize.data.from_python import image_data
     from optimize.errors import NotApplicableError, PassError
     from optimize.measure.timing import Timing
@@ -56,11 +56,14 @@ __all__ = [
     "image_data",
     "load",
     "package",
+    "restore",
     "save",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Variant", "apply", "compare", "compare_runs", "load", "package", "save"), "optimize.api"),
+    **dict.fromkeys(
+        ("Variant", "apply", "compare", "compare_runs", "load", "package", "restore", "save"), "optimize.api"
+    ),
     "Comparison": "optimize.report.comparison",
     "image_data": "optimize.data.from_python",
     "Preprocessing": "serve.runtime.card",

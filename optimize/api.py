@@ -37,6 +37,7 @@ from optimize.run.comparing import compare_runs as _compare_runs
 from optimize.run.job import Job, open_job
 from optimize.run.recommendation import Objective, Recommend, recommend
 from optimize.run.results import measure
+from optimize.run.saved import take
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from optimize.training.loop import TrainingConfig
@@ -341,6 +342,21 @@ def save(variant: Variant, folder: str | Path) -> Path:
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}") from None
     return target
+
+
+def restore(base: Variant, folder: str | Path) -> Variant:
+    """Take back what `save` wrote, to measure it, pack it, or go on from it.
+
+    Args:
+        base: a variant of the same model and data, as `load` gives it.
+        folder: what was saved; checked against its card.
+
+    Raises:
+        UserError: it is no whole artifact, or one of another model, other classes or other preprocessing.
+    """
+    _must_be(Variant, base, "restore takes a variant, as load() gives it, of the model and data that it is for")
+    with silenced():
+        return Variant(base.session, take(base.session, Path(folder)))
 
 
 def package(

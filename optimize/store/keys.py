@@ -17,9 +17,7 @@ from typing import Any, ClassVar
 from serve.runtime.card import Card, Preprocessing
 
 #: Fields of a card that say what an artifact is called and where it comes from; no engine reads them.
-PROVENANCE = frozenset(
-    {"name", "model", "lineage", "data", "versions", "machine", "measurements", "notes", "packed", "schema"}
-)
+PROVENANCE = frozenset({"name", "model", "lineage", "data", "versions", "machine", "notes", "packed", "schema"})
 
 #: Fields of a card that are the run's and not the file's.
 _OF_THE_RUN = frozenset({"preprocessing", "classes"})

@@ -110,7 +110,6 @@ class Card:
         data: name, fingerprint and sizes of the data it was made and measured with.
         versions: versions of the libraries that made it.
         machine: the machine that made it.
-        measurements: what was measured of it, and on which machine; empty until measured.
         notes: remarks for a reader, such as a fallback that was taken.
         packed: in an archive, SHA-256 of everything else that was packed with the artifact (handler, runtime,
             configuration), by path; empty in an artifact's own folder.
@@ -130,7 +129,6 @@ class Card:
     data: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
-    measurements: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     packed: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
@@ -151,7 +149,7 @@ class Card:
         for ancestor in fields.sequence("card: lineage", self.lineage):
             if not isinstance(ancestor, Ancestor):
                 raise CardError(f"card: lineage must be JSON objects, found {fields.shown(ancestor)}")
-        for name in ("data", "machine", "measurements"):
+        for name in ("data", "machine"):
             fields.json_object(f"card: {name}", getattr(self, name))
         for name, version in fields.mapping("card: versions", self.versions).items():
             fields.text(f"card: the version of {name}", version)

@@ -168,5 +168,4 @@ class Predictor:
             "input": {"shape": list(card.preprocessing.shape), "dtype": card.input_dtype},
             "classes": len(card.classes),
             "content": card.content,
-            "measurements": dict(card.measurements),
         }

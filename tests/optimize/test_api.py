@@ -259,6 +259,19 @@ def test_a_saved_variant_is_a_whole_artifact(quantized: opt.Variant, tmp_path: P
         opt.save(quantized, folder)
 
 
+def test_a_saved_variant_is_taken_back_here_and_into_another_store(
+    base: opt.Variant, fused: opt.Variant, quantized: opt.Variant, tmp_path: Path
+) -> None:
+    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+    folder = opt.save(quantized, tmp_path / "ptq")
+    assert opt.restore(base, folder).artifact.key == quantized.artifact.key
+    module = opt.save(fused, tmp_path / "fused")
+    other = opt.load(MODEL, data="digits", store=tmp_path / "other", training=opt.Training(epochs=1), device="cpu")
+    assert opt.restore(other, folder).predict(picture) == quantized.predict(picture)
+    again = opt.apply(opt.restore(other, module), opt.Ptq(observer="minmax", images=64))
+    assert again.predict(picture) == quantized.predict(picture)  # a pass goes on from a module that was taken back
+
+
 def test_a_packaged_variant_is_an_archive_with_its_card(quantized: opt.Variant, tmp_path: Path) -> None:
     archive = opt.package(quantized, tmp_path / "tiny-ptq.mar")
     card = check_archive(archive)

@@ -156,7 +156,6 @@ OTHER: dict[str, Any] = {
     "data": {"name": "digits"},
     "versions": {"torch": "2.14"},
     "machine": {"cpu": "other"},
-    "measurements": {"top1": 0.9},
     "notes": ("remark",),
     "packed": {"handler.py": "2" * 64},
 }

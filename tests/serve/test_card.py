@@ -44,7 +44,6 @@ CARD = Card(
     data={"name": "digits", "train": 3, "share": 0.5},
     versions={"torch": "2.14.1"},
     machine={"cores": 2, "gpu": None},
-    measurements={"latency_ms": {"p50": 1.5}, "skipped": None},
     notes=("a note",),
     packed={"handler.py": SHA, "serve/runtime/card.py": SHA},
 )
@@ -105,7 +104,6 @@ FAULTS: dict[str, list[Any]] = {
     "data": [None, [], "x", {"x": 10**30}],
     "versions": [{"torch": 2}, [], None],
     "machine": [[], None],
-    "measurements": [[], 1.5, None],
     "notes": ["note", [1], None, {}],
     "schema": [0, 2, "1", True, 1.0, None],
     "unknown": [1],
@@ -196,7 +194,6 @@ def test_any_change_of_a_card_gives_an_equal_card_or_a_card_error(data: st.DataO
         "data": {},
         "versions": {},
         "machine": {},
-        "measurements": {},
         "notes": [],
         "packed": {},
     }
