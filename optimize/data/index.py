@@ -115,7 +115,8 @@ def write(index: Index, path: Path) -> bool:
 def read(path: Path, root: Path) -> Index | None:
     """The index at ``path`` of the folder ``root``; None if there is none, it is damaged, or it no longer holds."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # Opened here: of a damaged file numpy 2.4 leaves its own open.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             body: dict[str, Any] = json.loads(arrays["body"].tobytes())
             folders = [os.fsencode(name) for name in body["folders"]]
             files = Files(root, folders, arrays["folder"], arrays["names"], arrays["ends"])

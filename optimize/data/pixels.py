@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 import torch
@@ -76,6 +76,7 @@ class OnDisk:
 
     def __init__(self, preprocessing: Preprocessing, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as this object
+        finalize(self, self._file.close)
         self._shape = preprocessing.shape
         self._size = int(np.prod(preprocessing.shape))
         self.unreadable: dict[int, str] = {}

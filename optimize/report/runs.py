@@ -49,22 +49,10 @@ class RunSummary:
         )
 
 
-class SchemaError(UserError):
-    """A report of another version of this project."""
-
-
-def read_runs(store: Path) -> Iterator[RunSummary | SchemaError]:
-    """The runs of a store, by name; a report of another version is given as what is wrong with it.
-
-    Raises:
-        UserError: a report is damaged.
-    """
+def read_runs(store: Path) -> Iterator[RunSummary]:
+    """The runs of a store, by name; one whose report cannot be read is an error, not left out."""
     for path in sorted(store.glob(f"*/{layout.REPORT_FILE}")):
-        try:
-            report = report_of(store, path.parent.name)
-        except SchemaError as error:
-            yield error
-            continue
+        report = report_of(store, path.parent.name)
         measured = report.chosen.measured if report.chosen else None
         yield RunSummary(
             name=path.parent.name,
@@ -95,7 +83,7 @@ def report_of(store: Path, run: str) -> Report:
         ) from None
     except ValidationError as error:
         if isinstance(body, dict) and isinstance(version := body.get("schema"), int) and version != SCHEMA:
-            raise SchemaError(
+            raise UserError(
                 f"{path} has schema {version}, this version reads {SCHEMA}; run the model again to rebuild it"
             ) from None
         first = error.errors()[0]

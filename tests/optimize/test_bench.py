@@ -143,13 +143,14 @@ def keys(store: Store, context: Context, artifact: Artifact) -> dict[str, str]:
             raise AskedError
 
     bench = Asking(store, context)
-    for ask in (
-        lambda: bench.answers(artifact),
-        lambda: bench.footprint(artifact, 4, bench.footprint_meter()),
-        lambda: bench.speed([artifact], QUICK),
-    ):
-        with pytest.raises(AskedError):
-            ask()
+    with bench.footprint_meter() as meter:
+        for ask in (
+            lambda: bench.answers(artifact),
+            lambda: bench.footprint(artifact, 4, meter),
+            lambda: bench.speed([artifact], QUICK),
+        ):
+            with pytest.raises(AskedError):
+                ask()
     return dict(zip(("answers", "footprint", "speed"), asked, strict=True))
 
 

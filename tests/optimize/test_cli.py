@@ -95,7 +95,8 @@ def test_files_that_are_missing_or_of_no_use_are_named(folders, tmp_path) -> Non
 def test_an_unreadable_image_folder_is_named(folders, tmp_path) -> None:
     (folders / "two" / "a").chmod(0)
     try:
-        refused("run", TINY, "--data", f"imagefolder:{folders}/two", "--store", tmp_path / "store")
+        message = refused("run", TINY, "--data", f"imagefolder:{folders}/two", "--store", tmp_path / "store")
+        assert str(folders / "two" / "a") in message
     finally:
         (folders / "two" / "a").chmod(0o700)
 

@@ -167,7 +167,7 @@ def test_batches_for_cuda_are_pinned(way):
         assert y.is_pinned()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(labels=st.lists(st.integers(0, 4), min_size=2, max_size=60), seed=st.integers(0, 9), share=st.floats(0.05, 0.99))
 def test_a_subset_has_the_asked_size_keeps_proportions_and_repeats(labels, seed, share):
     split = Split(tuple(str(i).encode() for i in range(len(labels))), torch.tensor(labels))

@@ -92,7 +92,7 @@ def test_a_folder_of_classes_is_split_without_overlap(folder):
         assert file(source).parent.name == data.classes[label]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(new=st.text(alphabet="abcdefgh0123456789", min_size=2, max_size=8), seed=st.integers(0, 5))
 def test_a_new_file_moves_at_most_one_other_of_its_class(folder, new, seed):
     before = open_data(f"imagefolder:{folder}", seed=seed)

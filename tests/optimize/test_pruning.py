@@ -7,7 +7,6 @@ import gc
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -176,13 +175,15 @@ time.sleep(60)
 
 
 def test_a_killed_program_holds_nothing(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "in-use")], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"held\n"
-    with unshared(tmp_path / "in-use") as alone:
-        assert not alone
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "in-use")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"held\n"
+            with unshared(tmp_path / "in-use") as alone:
+                assert not alone
+        finally:
+            process.kill()
     with unshared(tmp_path / "in-use") as alone:
         assert alone
 
@@ -238,6 +239,7 @@ def test_the_command_asks_at_a_terminal(tmp_path: Path, answer: str, left: set[s
             seen += chunk
     except OSError:  # the child has gone
         pass
+    os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, seen
     assert b"remove 1 objects" in seen
     assert objects(store) == left

@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -102,11 +101,12 @@ def test_a_build_that_raises_leaves_nothing(tmp_path: Path, error: BaseException
 
 
 def test_after_sigkill_in_the_middle_of_a_build_the_next_process_builds_it(tmp_path: Path) -> None:
-    process = builder(tmp_path, 60)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "building\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with builder(tmp_path, 60) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "building\n"
+        finally:
+            process.kill()
     assert objects(tmp_path) == []
     output, _ = builder(tmp_path, 0).communicate(timeout=60)
     assert output.splitlines()[-1] == "built ['half', 'object.json', 'rest']"

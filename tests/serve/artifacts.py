@@ -72,7 +72,12 @@ def torchscript(folder: Path, name: str = "script", device: Device = "any") -> P
 
 
 def int8(folder: Path) -> Path:
-    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization import (
+        HistogramObserver,
+        QConfig,
+        QConfigMapping,
+        default_per_channel_weight_observer,
+    )
     from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 
     from serve.runtime.engines.torchscript import use_int8_kernels
@@ -80,7 +85,9 @@ def int8(folder: Path) -> Path:
     folder.mkdir(parents=True)
     use_int8_kernels()
     example = torch.zeros(1, 3, 32, 32)
-    prepared = prepare_fx(small_network(), get_default_qconfig_mapping("x86"), (example,))
+    activation = HistogramObserver.with_args(quant_min=0, quant_max=127)  # 7 bits, as torch's default for x86
+    recipe = QConfigMapping().set_global(QConfig(activation, default_per_channel_weight_observer))
+    prepared = prepare_fx(small_network(), recipe, (example,))
     torch.manual_seed(1)
     for _ in range(4):
         prepared(torch.randn(8, 3, 32, 32))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -245,7 +245,7 @@ SEEDS += [
     ),
     st.data(),
 )
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 def test_no_damage_raises_out_of_predict_or_takes_long(
     predictor: Predictor, drawn: list[tuple[bytes, list[tuple[float, bytes]]]], data: st.DataObject
 ) -> None:
@@ -262,7 +262,8 @@ def test_no_damage_raises_out_of_predict_or_takes_long(
     # An image that claims 50 megapixels may be one, and takes a second or two for each.
     assert time.perf_counter() - started < 6 * len(items)
     assert set(statuses(outcomes)) <= {200, 400, 413, 415}
-    assert statuses(outcomes)[-1] == 200 or sum(header_pixels(item) for item in items) > 190 * MILLION
+    if sum(header_pixels(item) for item in items) <= 190 * MILLION:
+        assert statuses(outcomes)[-1] == 200
     for outcome in outcomes:
         assert "\n" not in (outcome.message if isinstance(outcome, Refusal) else outcome[0].label)
 
@@ -283,7 +284,7 @@ JPEGS += [encoded(picture(1, (40, 30)).convert("L"), "JPEG"), bombs.sequential(3
     st.lists(st.tuples(st.floats(0, 0.999), st.sampled_from(range(256)) | st.sampled_from((0xC0, 0xC2, 0xDA, 0xFF)))),
     st.tuples(st.floats(0, 0.999), st.binary(max_size=12)),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_what_is_decoded_has_the_pixels_that_were_counted(
     seed: bytes, changes: list[tuple[float, int]], inserted: tuple[float, bytes]
 ) -> None:

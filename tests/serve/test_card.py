@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.runtime.card import (
@@ -163,7 +163,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 @given(data=st.data())
 def test_any_change_of_a_card_gives_an_equal_card_or_a_card_error(data: st.DataObject) -> None:
     body = copy.deepcopy(body_of(CARD))

@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import InterpolationMode
@@ -195,7 +195,7 @@ def test_an_ordinary_photograph_is_fitted_to_the_bit_as_torchvision_does(
     channels=st.sampled_from((1, 3)),
     interpolation=st.sampled_from(("bilinear", "bicubic", "nearest")),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_an_elongated_image_is_fitted_as_if_it_were_resized_whole(
     shape: tuple[int, int], resize: int, crop: tuple[int, int], *, channels: int, interpolation: Interpolation
 ) -> None:
@@ -255,7 +255,7 @@ def only_an_image_error(data: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_any_bytes_give_a_tensor_or_an_image_error(data: bytes) -> None:
     only_an_image_error(data)
 
@@ -265,7 +265,7 @@ SEEDS += [encoded(picture(1, (40, 30)).convert("CMYK"), "JPEG"), encoded(picture
 
 
 @given(st.sampled_from(SEEDS), st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), max_size=8), st.data())
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 def test_any_damage_to_an_image_gives_a_tensor_or_an_image_error(
     seed: bytes, changes: list[tuple[float, int]], data: st.DataObject
 ) -> None:

@@ -27,16 +27,23 @@ def read(parameters: dict[str, object], says_json: bool = False) -> Request | Re
         return error
 
 
+def read_or_refused(got: Request | RequestError) -> None:
+    if isinstance(got, RequestError):
+        assert (got.status, len(str(got).splitlines())) == (400, 1)
+    else:
+        assert 1 <= len(got.images) <= 4  # the limit
+        assert all(isinstance(image, bytes | Refusal) for image in got.images)
+        assert got.k == 3
+
+
 @given(JSON, st.booleans())
 def test_any_json_is_read_or_refused(document: object, decoded: bool) -> None:
-    got = read({"body": document if decoded else json.dumps(document).encode()}, says_json=True)
-    assert isinstance(got, RequestError) or got.images
+    read_or_refused(read({"body": document if decoded else json.dumps(document).encode()}, says_json=True))
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60), st.booleans(), st.sampled_from(("body", "data")))
 def test_any_body_is_read_or_refused(body: bytes | str, says_json: bool, name: str) -> None:
-    got = read({name: body}, says_json)
-    assert isinstance(got, RequestError) or len(got.images) >= 1
+    read_or_refused(read({name: body}, says_json))
 
 
 @given(st.binary(max_size=12) | st.text(max_size=12) | st.integers() | st.none())
