@@ -186,11 +186,14 @@ def run(  # noqa: PLR0917 - each is an option of the command line
 def list_runs(store: _Store = DEFAULT_STORE) -> None:
     """List the runs of a store."""
     with reported():
-        from optimize.report.runs import HEADS, read_runs
+        from optimize.report.runs import HEADS, RunSummary, read_runs
 
         table = Table(*HEADS, box=None, pad_edge=False)
         for entry in read_runs(store):
-            table.add_row(*map(Text, entry.cells()))
+            if isinstance(entry, RunSummary):
+                table.add_row(*map(Text, entry.cells()))
+            else:
+                typer.echo(f"left out: {entry}", err=True)
         if not table.row_count:
             typer.echo(f"no runs in {store}")
             return

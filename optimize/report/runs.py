@@ -49,10 +49,22 @@ class RunSummary:
         )
 
 
-def read_runs(store: Path) -> Iterator[RunSummary]:
-    """The runs of a store, by name; one whose report cannot be read is an error, not left out."""
+class SchemaError(UserError):
+    """A report of another version of this project."""
+
+
+def read_runs(store: Path) -> Iterator[RunSummary | SchemaError]:
+    """The runs of a store, by name; a report of another version is given as what is wrong with it.
+
+    Raises:
+        UserError: a report is damaged.
+    """
     for path in sorted(store.glob(f"*/{layout.REPORT_FILE}")):
-        report = report_of(store, path.parent.name)
+        try:
+            report = report_of(store, path.parent.name)
+        except SchemaError as error:
+            yield error
+            continue
         measured = report.chosen.measured if report.chosen else None
         yield RunSummary(
             name=path.parent.name,
@@ -83,7 +95,7 @@ def report_of(store: Path, run: str) -> Report:
         ) from None
     except ValidationError as error:
         if isinstance(body, dict) and isinstance(version := body.get("schema"), int) and version != SCHEMA:
-            raise UserError(
+            raise SchemaError(
                 f"{path} has schema {version}, this version reads {SCHEMA}; run the model again to rebuild it"
             ) from None
         first = error.errors()[0]

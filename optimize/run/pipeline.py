@@ -144,7 +144,7 @@ def _carry_out(opened: Opened, stage: Stage, parent: Step | Row) -> Step | Row:
 
 def _not_made(stage: Stage, skip: Skip) -> Row:
     config = stage.config.model_dump(mode="json")
-    return Row(name=stage.name, operation=stage.step.name, config=config, parent=stage.parent, skip=skip)
+    return Row(name=stage.name, operation=stage.operation.name, config=config, parent=stage.parent, skip=skip)
 
 
 def _error_log(opened: Opened, name: str) -> Path:

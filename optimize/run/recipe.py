@@ -36,10 +36,10 @@ _MOST_VALUES = 10_000  # a few lines of anchors within anchors can mean billions
 
 @dataclass(frozen=True)
 class Stage:
-    """One node of the recipe: the artifact ``name`` is made by ``step`` with ``config`` from ``parent``."""
+    """One node of the recipe: ``name`` is made by the pass ``operation`` with ``config`` from the stage ``parent``."""
 
     name: str
-    step: Pass[Any]
+    operation: Pass[Any]
     config: Config
     parent: str
 
@@ -163,10 +163,10 @@ def _stages(node: _Node | None, line: int) -> tuple[Stage, ...]:
         if "pass" not in fields:
             raise _Fault(entry.line, f"a stage needs a pass: one of {', '.join(passes())}")
         try:
-            step = find_pass(_text(fields["pass"], "pass"))
+            operation = find_pass(_text(fields["pass"], "pass"))
         except UserError as error:
             raise _Fault(fields["pass"].line, str(error)) from None
-        name = _text(fields["name"], "name") if "name" in fields else step.name
+        name = _text(fields["name"], "name") if "name" in fields else operation.name
         name_line = fields["name"].line if "name" in fields else entry.line
         if not _NAME.fullmatch(name):
             raise _Fault(
@@ -184,10 +184,12 @@ def _stages(node: _Node | None, line: int) -> tuple[Stage, ...]:
                 f"{name} starts from {parent!r}, which is no earlier stage{did_you_mean(parent, kinds)}; "
                 f"earlier are {', '.join(kinds)}",
             )
-        if (reason := step.refuses(kinds[parent])) is not None:  # type: ignore[arg-type]
+        if (reason := operation.refuses(kinds[parent])) is not None:  # type: ignore[arg-type]
             raise _Fault(parent_line, f"{name} cannot follow {parent}: {reason}")
-        stages.append(Stage(name, step, _config(step.config, fields.get("config"), step.name, entry.line), parent))
-        kinds[name] = step.yields
+        stages.append(
+            Stage(name, operation, _config(operation.config, fields.get("config"), operation.name, entry.line), parent)
+        )
+        kinds[name] = operation.yields
         previous = name
     return tuple(stages)
 

@@ -122,3 +122,15 @@ def test_a_list_of_runs_has_no_latencies_side_by_side(two_runs: Path) -> None:
     assert "ms" not in head
     assert [line.split()[0] for line in lines[:2]] == ["other", "tiny"]
     assert "speed is to each run's own baseline" in lines[-1]
+
+
+def test_a_report_of_another_version_is_left_out_of_the_list_and_named(two_runs: Path, tmp_path: Path) -> None:
+    store = tmp_path / "model_store"
+    shutil.copytree(two_runs, store)
+    (store / "other" / "report.json").write_text('{"schema": 1, "artifacts": []}')
+    result = CliRunner().invoke(cli.app, ["list", "--store", str(store)])
+    assert result.exit_code == 0
+    assert "other" not in result.stdout
+    assert "tiny" in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.endswith("other/report.json has schema 1, this version reads 2; run the model again to rebuild it")

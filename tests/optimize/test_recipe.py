@@ -24,7 +24,7 @@ def load(tmp_path: Path, text: str) -> Recipe:
 def test_the_default_recipe_runs_every_pass_of_the_issue() -> None:
     recipe = load_recipe()
     by_name = {stage.name: stage for stage in recipe.stages}
-    assert {stage.step.name for stage in recipe.stages} == {
+    assert {stage.operation.name for stage in recipe.stages} == {
         "fuse", "half", "dynamic", "ptq", "qat", "onnx", "onnx-half", "onnx-int8",
     }  # fmt: skip
     assert by_name["onnx-int8"].parent == "ptq"
@@ -49,7 +49,7 @@ measure: {rounds: 2, batch_sizes: [1, 4]}
 recommend: {max_drop: 0.01}
 """,
     )
-    assert [(s.name, s.step.name, s.parent) for s in recipe.stages] == [
+    assert [(s.name, s.operation.name, s.parent) for s in recipe.stages] == [
         ("fuse", "fuse", "baseline"),
         ("ptq-minmax", "ptq", "fuse"),
         ("onnx", "onnx", "baseline"),
