@@ -23,11 +23,11 @@ from optimize.measure.timing import Timing
 from optimize.models.preprocessing import PreprocessingConfig
 from optimize.passes.base import Pass, find_pass, passes
 from optimize.run.recommendation import Recommend
+from optimize.run.session import BASELINE
 from optimize.training.loop import TrainingConfig
 from serve.config import Config, faults
 from serve.runtime.errors import UserError, did_you_mean, one_line
 
-BASELINE = "baseline"
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "default.yaml"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
