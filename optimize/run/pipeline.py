@@ -22,10 +22,10 @@ from optimize.report.page import plot, write_html
 from optimize.run.identity import refuse_replacing, write_identity
 from optimize.run.job import Job, Opened, open_job
 from optimize.run.publishing import publish
-from optimize.run.recipe import BASELINE, DEFAULT_RECIPE, Recipe, Stage, load_recipe
+from optimize.run.recipe import DEFAULT_RECIPE, Recipe, Stage, load_recipe
 from optimize.run.recommendation import Recommend, recommend
 from optimize.run.results import measure
-from optimize.run.session import Step
+from optimize.run.session import BASELINE, Step
 from optimize.store.files import write_json
 from serve import layout
 from serve.runtime.errors import EngineError, PipelineError, one_line
