@@ -77,6 +77,17 @@ def _drop_metadata(model: onnx.ModelProto) -> None:
         item.doc_string = ""
 
 
+def run_onnx(path: Path, batch: torch.Tensor) -> torch.Tensor:
+    """Logits ``float32 (N, classes)`` of an ONNX file in ONNX Runtime on the CPU, for ``float32 (N, C, H, W)``."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    wanted = session.get_inputs()[0]
+    feed = batch.half() if wanted.type == "tensor(float16)" else batch
+    (logits,) = session.run(None, {wanted.name: feed.numpy()})
+    return torch.from_numpy(logits).float()
+
+
 def check_against(path: Path, module: nn.Module, example: torch.Tensor, tolerance: float) -> None:
     """Run the file in ONNX Runtime on the CPU and compare its logits with the module's.
 
@@ -89,15 +100,10 @@ def check_against(path: Path, module: nn.Module, example: torch.Tensor, toleranc
     Raises:
         PassError: it differs by more, or gives NaN.
     """
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    wanted = session.get_inputs()[0]
-    feed = example.half() if wanted.type == "tensor(float16)" else example
-    (logits,) = session.run(None, {wanted.name: feed.numpy()})
+    logits = run_onnx(path, example)
     with torch.no_grad():
         expected = module(example)
-    difference = (torch.from_numpy(logits).float() - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
+    difference = (logits - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
     if not difference <= tolerance:
         raise PassError(
             f"ONNX graph: logits differ from the parent's by {difference:.2e} of the largest, "

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from pydantic import Field
 
 from optimize.context import Context
 from optimize.errors import PassError
+from optimize.export.onnx import run_onnx
 from optimize.passes.base import Pass, register
+from optimize.quantization.gate import IMAGES, KERNEL_SQNR, Gate, check_answers
 from optimize.quantization.qdq import lower
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
-from serve.config import Config
 from serve.runtime.program_file import load_program
 
 #: Graph structure, scales and names: what a file needs beside its weights, however small the network.
 _STRUCTURE_BYTES = 256 << 10
 
 
-class OnnxInt8(Config):
+class OnnxInt8(Gate):
     """Settings of ``onnx-int8``."""
 
     max_size_ratio: float = Field(
@@ -27,6 +29,11 @@ class OnnxInt8(Config):
         le=1,
         description="largest file, as a share of the bytes of the float weights (beyond 256 KiB of graph structure "
         "and the weights that torch.ao leaves in float)",
+    )
+    min_sqnr: float = Field(
+        default=KERNEL_SQNR,
+        description="least signal-to-noise ratio of the logits in dB, against the parent's integers in exact "
+        "arithmetic on 32 training images; below it the stage fails",
     )
 
 
@@ -45,7 +52,11 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
         f"{summary.weights} int8 weights, {summary.activations} activation quantizers, "
         f"{size / floats:.2f} of the float weights' bytes"
     )
-    return Product(path.name, "onnx", precision="int8", device="cpu", notes=(note,))
+    images = context.example(IMAGES)
+    with torch.no_grad():
+        expected = program.module()(images)
+    found = check_answers(expected, run_onnx(path, images), config, "ONNX Runtime against exact arithmetic")
+    return Product(path.name, "onnx", precision="int8", device="cpu", notes=(note, found))
 
 
 ONNX_INT8 = register(

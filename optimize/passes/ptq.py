@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import torch
 from pydantic import Field
 from torch.ao.quantization.quantize_fx import prepare_fx
 
@@ -11,12 +13,12 @@ from optimize.context import Context
 from optimize.passes.base import Pass, register
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.convert import trace_calls, write_quantized
+from optimize.quantization.gate import IMAGES, Gate, check_quantized
 from optimize.quantization.targets import Observer, x86_target
 from optimize.store.artifact import Artifact, Product
-from serve.config import Config
 
 
-class Ptq(Config):
+class Ptq(Gate):
     """Settings of ``ptq``."""
 
     observer: Observer = Field(
@@ -40,7 +42,12 @@ def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Pro
     )
     prepared.to(context.device)
     calibrate(prepared, context, config.images)
-    return write_quantized(prepared.cpu(), example, target, folder)
+    product = write_quantized(prepared.cpu(), example, target, folder)
+    images = context.example(IMAGES)
+    with torch.no_grad():
+        expected = parent.module()(images)
+    note = check_quantized(folder, product.file, images, expected, config)
+    return dataclasses.replace(product, notes=(*product.notes, note))
 
 
 PTQ = register(

@@ -7,8 +7,10 @@ when served.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import torch
 from pydantic import Field, model_validator
 from torch import nn
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats
@@ -18,13 +20,14 @@ from optimize.context import Context
 from optimize.passes.base import Pass, register
 from optimize.quantization.calibration import start_ranges
 from optimize.quantization.convert import trace_calls, write_quantized
+from optimize.quantization.gate import IMAGES, Gate, check_quantized
 from optimize.quantization.observers import activations, observe
 from optimize.quantization.targets import x86_target
 from optimize.store.artifact import Artifact, Product
 from optimize.training.loop import TrainingConfig, train
 
 
-class Qat(TrainingConfig):
+class Qat(TrainingConfig, Gate):
     """Settings of ``qat``."""
 
     epochs: int = Field(default=3, ge=1, description="passes over the training images")
@@ -84,12 +87,15 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
 
     result = train(prepared, context, config, set_mode=set_mode)
     product = write_quantized(prepared.cpu(), example, target, folder)
-    note = (
+    images = context.example(IMAGES)
+    with torch.no_grad():
+        expected = prepared(images)
+    notes = (
+        check_quantized(folder, product.file, images, expected, config),
         f"best of {len(result.epochs)} epochs: {result.best + 1}, "
-        f"top-1 {result.epochs[result.best].held_out_top1:.4f} on {result.held_out_images} held-out images"
+        f"top-1 {result.epochs[result.best].held_out_top1:.4f} on {result.held_out_images} held-out images",
     )
-    notes = (*product.notes, note, *result.notes)
-    return Product(product.file, product.format, product.precision, product.device, notes=notes)
+    return dataclasses.replace(product, notes=(*product.notes, *notes))
 
 
 QAT = register(

@@ -1,0 +1,100 @@
+"""Whether an int8 artifact still answers as what it was made from: broken ones fail, not merely score low."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from optimize.errors import PassError
+from optimize.measure.statistics import sqnr_db
+from optimize.store.artifact import REFERENCE_FILE
+from serve.config import Config
+from serve.runtime.engines.torchscript import use_int8_kernels
+from serve.runtime.program_file import load_program
+from serve.runtime.script_file import load_script
+
+#: Training images that answers are compared on.
+IMAGES = 32
+
+#: dB that separate rounding ties (29 and more were seen, 6 in a random network that answers noise) from kernels that
+#: compute something else (8 where products saturate in MobileNetV2).
+KERNEL_SQNR = 10.0
+
+
+class Gate(Config):
+    """Below which agreement with what it was made from an int8 artifact is broken."""
+
+    min_sqnr: float = Field(
+        default=5.0,
+        description="least signal-to-quantization-noise ratio of the logits in dB, on 32 training images; below it the "
+        "stage fails (ptq: against its float parent; qat: against its fake-quantized arithmetic; healthy networks "
+        "have 15 to 40)",
+    )
+    min_agreement: float = Field(
+        default=0.3,
+        ge=0,
+        le=1,
+        description="least share of those images with the same top-1 class; below it the stage fails",
+    )
+
+
+def check_answers(expected: torch.Tensor, found: torch.Tensor, gate: Gate, parties: str) -> str:
+    """Compare two batches of logits ``(N, classes)``.
+
+    Args:
+        expected: of what the artifact was made from.
+        found: of the artifact.
+        gate: what is too little.
+        parties: which two are compared, for the message, such as ``int8 against its float parent``.
+
+    Returns:
+        What was found, as a note.
+
+    Raises:
+        PassError: they agree too little, or ``found`` is not finite.
+    """
+    if not found.isfinite().all():
+        raise PassError(f"{parties}: logits are not finite on training images")
+    same = int((expected.argmax(1) == found.argmax(1)).sum())
+    if expected.any():
+        ratio = sqnr_db(expected.double().numpy(), found.double().numpy())
+    else:  # noise without a signal
+        ratio = -math.inf if found.any() else None
+    sqnr = math.inf if ratio is None else ratio
+    spelled = "equal logits" if ratio is None else f"SQNR {ratio:.1f} dB"
+    note = f"{parties}: {spelled}, same top-1 on {same} of {len(found)} training images"
+    if sqnr < gate.min_sqnr or same < gate.min_agreement * len(found):
+        raise PassError(
+            f"{note}; this is broken (min_sqnr is {gate.min_sqnr:g} dB, min_agreement {gate.min_agreement:g})"
+        )
+    return note
+
+
+def check_quantized(folder: Path, file: str, images: torch.Tensor, expected: torch.Tensor, gate: Gate) -> str:
+    """Check a packed int8 program: torch's kernels compute what its integers mean, and they answer as ``expected``.
+
+    Args:
+        folder: holds the program and its reference form.
+        file: the program's name.
+        images: ``float32 (N, C, H, W)``, training images, normalised.
+        expected: logits ``(N, classes)`` in float arithmetic, of what was quantized.
+        gate: what is too little.
+
+    Returns:
+        What was found, as a note.
+
+    Raises:
+        PassError: one of the two does not hold.
+    """
+    use_int8_kernels()
+    with torch.no_grad():
+        found = load_script(folder / file, torch.device("cpu"))(images)
+        meant = load_program(folder / REFERENCE_FILE).module()(images)
+    note = check_answers(expected, found, gate, "int8 against float arithmetic")
+    check_answers(
+        meant, found, Gate(min_sqnr=KERNEL_SQNR, min_agreement=0.0), "torch's int8 kernels against exact arithmetic"
+    )
+    return note
