@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx, nn
 
 from optimize.errors import PassError
+from optimize.export.layers import LayerTracer, as_plain_layers
 from serve.runtime.errors import one_line
 
 
@@ -14,10 +15,16 @@ def trace(module: nn.Module) -> fx.GraphModule:
     Eval matters: FX bakes ``self.training`` into calls such as ``F.dropout(x, training=…)`` and
     torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever.
 
+    Subclasses of torch's layers become torch's own, where they compute the same; see `optimize.export.layers`.
+
     Raises:
         PassError: its forward cannot be traced, such as one that branches on tensor values.
     """
     try:
-        return fx.symbolic_trace(module.eval())
+        tracer = LayerTracer()
+        graph = tracer.trace(module.eval())
     except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
         raise PassError(f"torch.fx cannot trace this model: {one_line(error)}") from None
+    graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
+    as_plain_layers(graph_module)
+    return graph_module

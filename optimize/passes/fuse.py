@@ -22,6 +22,7 @@ from optimize.store.artifact import Artifact, Product
 from serve.config import Config
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LAYERS = (nn.Linear, *_CONVOLUTIONS)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -55,8 +56,10 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
         layer = modules[str(node.target)]
         if isinstance(layer, (nn.Identity, *_DROPOUTS)):
             _bypass(graph_module, node)
-        elif isinstance(layer, _NORMS) and (before := _foldable(graph_module, modules, node)) is not None:
+        elif type(layer) in _NORMS and (before := _foldable(graph_module, modules, node)) is not None:
             folded = _fold(modules[before], layer)
+            if type(folded) not in _LAYERS and not _same(folded, modules[before], layer, node):
+                continue
             graph_module.set_submodule(before, folded)
             modules[before] = folded
             _bypass(graph_module, node)
@@ -74,12 +77,13 @@ def _foldable(graph_module: fx.GraphModule, modules: dict[str, nn.Module], norm:
     if layer.running_mean is None or before.op != "call_module":
         return None
     candidate = modules[str(before.target)]
-    if not isinstance(candidate, (nn.Linear, *_CONVOLUTIONS)):
+    if not isinstance(candidate, _LAYERS):
         return None
     # A parametrised weight is computed, not stored; torch's folding mixes up the channels of a grouped
     # transposed convolution, whose weight is (in, out / groups, …).
     grouped = getattr(candidate, "transposed", False) and candidate.groups != 1
-    if type(candidate) not in (nn.Linear, *_CONVOLUTIONS) or grouped:
+    computed = nn.utils.parametrize.is_parametrized(candidate) or candidate._forward_pre_hooks
+    if computed or grouped:
         return None
     calls = [_identity(modules, node) for node in graph_module.graph.nodes if node.op == "call_module"]
     if len(before.users) != 1 or calls.count(id(candidate)) != 1 or calls.count(id(layer)) != 1:
@@ -102,6 +106,19 @@ def _fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
         return fuse_linear_bn_eval(layer, norm)  # type: ignore[arg-type]
     transposed = isinstance(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
     return fuse_conv_bn_eval(layer, norm, transpose=transposed)  # type: ignore[arg-type, type-var]
+
+
+def _same(folded: nn.Module, layer: nn.Module, norm: nn.Module, node: fx.Node) -> bool:
+    """Whether a layer of a foreign class, such as one that pads by itself, computes as layer and norm did.
+
+    It may use its weight for more than a convolution.
+    """
+    (before,) = node.all_input_nodes
+    shape = before.all_input_nodes[0].meta["tensor_meta"].shape
+    batch = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = norm(layer(batch)), folded(batch)
+    return bool((found - expected).abs().max() <= 1e-4 * expected.abs().max())
 
 
 def _bypass(graph_module: fx.GraphModule, node: fx.Node) -> None:

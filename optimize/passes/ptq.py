@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 from pydantic import Field
-from torch.ao.quantization.quantize_fx import prepare_fx
 
 from optimize.context import Context
 from optimize.passes.base import Pass, register
 from optimize.quantization.calibration import calibrate
-from optimize.quantization.convert import trace_calls, write_quantized
+from optimize.quantization.convert import prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, Gate, check_quantized
 from optimize.quantization.targets import Observer, x86_target
 from optimize.store.artifact import Artifact, Product
@@ -34,12 +33,7 @@ class Ptq(Gate):
 def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
     target = x86_target()
     example = context.example()
-    prepared = prepare_fx(
-        trace_calls(parent.module()),
-        target.post_training(config.observer),
-        (example,),
-        backend_config=target.backend_config(),
-    )
+    prepared = prepare(trace_calls(parent.module()), target.post_training(config.observer), example, target)
     prepared.to(context.device)
     calibrate(prepared, context, config.images)
     product = write_quantized(prepared.cpu(), example, target, folder)

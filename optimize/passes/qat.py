@@ -14,12 +14,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats
-from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
 from optimize.context import Context
 from optimize.passes.base import Pass, register
 from optimize.quantization.calibration import start_ranges
-from optimize.quantization.convert import trace_calls, write_quantized
+from optimize.quantization.convert import prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, Gate, check_quantized
 from optimize.quantization.observers import activations, observe
 from optimize.quantization.targets import x86_target
@@ -65,12 +64,8 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
     target = x86_target()
     example = context.example()
     # Traced in eval mode and trained afterwards: see `trace`.
-    prepared = prepare_qat_fx(
-        trace_calls(parent.module()).train(),
-        target.quantization_aware(config.range_horizon),
-        (example,),
-        backend_config=target.backend_config(),
-    )
+    traced = trace_calls(parent.module()).train()
+    prepared = prepare(traced, target.quantization_aware(config.range_horizon), example, target)
     prepared.to(context.device).eval()
     start_ranges(prepared, context, config.images)
     ranges = activations(prepared)

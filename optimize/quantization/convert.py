@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import fx, nn
 from torch.ao.nn.quantized.modules.linear import LinearPackedParams
-from torch.ao.quantization.quantize_fx import convert_fx
+from torch.ao.quantization import QConfigMapping
+from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx, prepare_qat_fx
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from optimize.errors import NotApplicableError
+from optimize.export.layers import left_whole
 from optimize.export.program import save_program, write_script
 from optimize.export.trace import trace
 from optimize.quantization.observers import settle_weights
@@ -40,6 +47,23 @@ def trace_calls(module: nn.Module) -> fx.GraphModule:
         called.add(id(layer))
     graph_module.recompile()
     return graph_module
+
+
+def prepare(module: nn.Module, mapping: QConfigMapping, example: torch.Tensor, target: Target) -> fx.GraphModule:
+    """Insert what watches tensors for quantization: into a module in training mode for QAT, else for calibration.
+
+    Args:
+        module: traced, see `trace_calls`.
+        mapping: which layers are quantized, and how.
+        example: ``float32 (N, C, H, W)``.
+        target: whose kernels' patterns are looked for.
+    """
+    assert isinstance(module, fx.GraphModule)
+    # FX would trace into layers of foreign classes again, and fail.
+    whole = PrepareCustomConfig().set_non_traceable_module_classes(left_whole(module))
+    insert = prepare_qat_fx if module.training else prepare_fx
+    prepared: fx.GraphModule = insert(module, mapping, (example,), whole, backend_config=target.backend_config())
+    return prepared
 
 
 def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path) -> Product:
@@ -72,8 +96,27 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
         "torchscript",
         precision="int8",
         device="cpu",
-        notes=(f"{layers} quantized layers, activations 0 to {target.activation_max} ({target.name})",),
+        notes=(
+            f"{layers} quantized layers, activations 0 to {target.activation_max} ({target.name})",
+            *_left_in_float(converted),
+        ),
     )
+
+
+def _left_in_float(converted: fx.GraphModule) -> Iterator[str]:
+    """A note of the convolutions, linear layers and batch norms that no int8 kernel computes, if there are any."""
+    kinds = (_ConvNd, nn.Linear, _BatchNorm)
+    functions = (functional.conv1d, functional.conv2d, functional.conv3d, functional.linear, functional.batch_norm)
+    left = []
+    for node in converted.graph.nodes:
+        if node.op == "call_module":
+            layer = converted.get_submodule(str(node.target))
+            if isinstance(layer, kinds) and not type(layer).__module__.startswith("torch.ao"):
+                left.append(f"{node.target} ({type(layer).__name__})")
+        elif node.op == "call_function" and node.target in functions:
+            left.append(f"{node.name} ({node.target.__name__})")
+    if left:
+        yield f"{len(left)} layers left in float: {', '.join(left[:4])}{' …' if len(left) > 4 else ''}"
 
 
 def quantized_layers(module: nn.Module) -> int:

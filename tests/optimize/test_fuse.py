@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
 from optimize.errors import PassError
 from optimize.passes.fuse import FUSE, Fuse, fuse_module
 
+from .foreign_layers import (
+    BranchingNorm,
+    GatedSameConv,
+    NamedConv,
+    NamedNorm,
+    NormAct,
+    SameConv,
+    StandardisedConv,
+)
 from .workbench import noise_context, parent_of, run, with_running_statistics
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -24,6 +36,17 @@ def assert_same_function(fused: nn.Module, module: nn.Module, *shape: int) -> No
     batch = torch.randn(shape, generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         torch.testing.assert_close(fused(batch), module.eval()(batch), rtol=1e-4, atol=1e-4)
+
+
+def _hooked(layer: nn.Conv2d) -> nn.Conv2d:
+    """As the old ``nn.utils.weight_norm`` does: the weight is computed before each call."""
+
+    def clamp(module: nn.Module, given: object) -> None:
+        layer.weight.data.clamp_(-0.1, 0.1)
+
+    layer.register_forward_pre_hook(clamp)
+    layer.weight.data.clamp_(-0.1, 0.1)
+    return layer
 
 
 FOLDED = {
@@ -48,6 +71,29 @@ FOLDED = {
     "a 1-D convolution": (nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)), (3, 8)),
     "a linear layer on (N, features)": (nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), (5,)),
     "a linear layer without bias": (nn.Sequential(nn.Linear(5, 4, bias=False), nn.BatchNorm1d(4)), (5,)),
+    "a subclass of a norm that adds nothing": (nn.Sequential(nn.Conv2d(3, 4, 3), NamedNorm(4)), (3, 6, 6)),
+    "a subclass of a convolution that adds nothing": (nn.Sequential(NamedConv(3, 4, 3), nn.BatchNorm2d(4)), (3, 6, 6)),
+    "subclasses of both, reflecting": (
+        nn.Sequential(NamedConv(3, 4, 3, padding=1, padding_mode="reflect"), NamedNorm(4)),
+        (3, 6, 6),
+    ),
+    "a norm with an activation inside": (nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), NormAct(4)), (3, 6, 6)),
+    "a norm with another activation, after a group": (
+        nn.Sequential(
+            NamedConv(4, 4, 3, groups=4), NormAct(4, nn.SiLU()), nn.Conv2d(4, 2, 1), NormAct(2, nn.Identity())
+        ),
+        (4, 6, 6),
+    ),
+    "a convolution whose weight is standardised": (
+        nn.Sequential(StandardisedConv(3, 4, 3, stride=2, padding=1), NormAct(4)),
+        (3, 6, 6),
+    ),
+    "a convolution that pads by its input's size": (
+        nn.Sequential(
+            SameConv(3, 4, 3, stride=2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), SameConv(4, 4, 3), NormAct(4)
+        ),
+        (3, 7, 7),
+    ),
     "two norms in a row": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)), (3, 6, 6)),
     "a norm behind dropout": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d(0.5), nn.BatchNorm2d(4)), (3, 6, 6)),
 }
@@ -99,6 +145,19 @@ class NormFirst(nn.Module):
 
 
 KEPT = {
+    "a convolution that uses its weight otherwise too": (
+        nn.Sequential(GatedSameConv(3, 4, 3), nn.BatchNorm2d(4)),
+        1,
+    ),
+    "a norm that does more than a norm": (nn.Sequential(nn.Conv2d(3, 4, 3), BranchingNorm(4)), 1),
+    "an activation inside a norm in between": (
+        nn.Sequential(nn.Conv2d(3, 4, 3), NormAct(4), nn.BatchNorm2d(4)),
+        1,
+    ),
+    "a weight that a hook computes": (
+        nn.Sequential(_hooked(nn.Conv2d(3, 3, 3)), nn.BatchNorm2d(3)),
+        1,
+    ),
     "a shared convolution": (Shared(1, 2), 2),
     "a shared norm": (Shared(2, 1), 1),
     "both shared": (Shared(1, 1), 1),
@@ -207,3 +266,47 @@ def test_a_fused_module_can_be_fused_again(made, session):
     again = session.apply(made("fuse"), Fuse(), "again").artifact
     batch = session.context.example(3)
     torch.testing.assert_close(run(again, batch), run(made("fuse"), batch))
+
+
+def test_what_is_fused_of_foreign_layers_is_torchs_own_and_has_no_weight_twice():
+    module = with_running_statistics(
+        nn.Sequential(NamedConv(3, 4, 3, bias=False), NormAct(4), StandardisedConv(4, 5, 3), NamedNorm(5))
+    )
+    fused = fuse_module(module, torch.randn(2, 3, 8, 8))
+    own = {type(layer) for layer in fused.modules() if next(layer.parameters(recurse=False), None) is not None}
+    assert own == {nn.Conv2d}
+    sizes = sorted(tensor.numel() for tensor in fused.state_dict().values())
+    assert sizes == sorted([4 * 3 * 9, 4, 5 * 4 * 9, 5])
+
+
+def test_a_fused_network_of_foreign_layers_is_rebuilt_from_its_weights(tmp_path):
+    context = noise_context()
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    module = with_running_statistics(nn.Sequential(SameConv(1, 4, 3, stride=2), NormAct(4), *head))
+    FUSE.apply(parent_of(module, context, tmp_path / "parent"), Fuse(), context, tmp_path)
+    rebuilt = fuse_module(with_running_statistics(copy.deepcopy(module), seed=9), context.example())
+    rebuilt.load_state_dict(load_file(tmp_path / "weights.safetensors"))
+    assert_same_function(rebuilt, module, 3, 1, 16, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "norms"),
+    [
+        ("efficientnet_b0", 0),  # BatchNormAct2d
+        ("tf_efficientnet_b0", 0),  # Conv2dSame
+        ("resnetv2_50", 17),  # norms before the first convolution of each block, which nothing absorbs
+        ("resnetv2_50x1_bit", 0),  # StdConv2d and group norms
+        ("dm_nfnet_f0", 0),  # ScaledStdConv2dSame
+    ],
+)
+def test_timms_networks_are_fused(name, norms):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    module = with_running_statistics(timm.create_model(name, num_classes=10))
+    fused = fuse_module(module, torch.randn(2, 3, 64, 64))
+    assert norms_left(fused) == norms
+    batch = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        expected = module(batch)
+        assert (fused(batch) - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -27,6 +27,7 @@ from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 from tests.narrow import layer
 
+from .foreign_layers import NamedConv, NamedNorm, NormAct, SameConv, StandardisedConv
 from .workbench import (
     CPU,
     noise,
@@ -446,3 +447,47 @@ def test_functional_dropout_and_stochastic_depth_are_not_baked_in_active(name, t
 def test_qat_notes_the_epoch_that_it_kept(tmp_path):
     product = qat(small(), learnable(), tmp_path, epochs=2)
     assert any("best of 2 epochs" in note and "held-out images" in note for note in product.notes)
+
+
+# --- layers of other libraries -----------------------------------------------------------------------------------
+
+
+def foreign() -> nn.Module:
+    torch.manual_seed(0)
+    return with_running_statistics(
+        nn.Sequential(
+            NamedConv(1, 8, 3, bias=False), NormAct(8), StandardisedConv(8, 8, 3), NamedNorm(8), nn.ReLU(),
+            nn.Flatten(), nn.Linear(8 * 144, 4),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ptq", "qat"])
+def test_subclasses_of_layers_are_quantized_as_torchs_own(name, tmp_path):
+    if name == "ptq":
+        context = noise_context()
+        product = PTQ.apply(parent_of(foreign(), context, tmp_path / "parent"), Ptq(images=32), context, tmp_path)
+    else:
+        product = qat(foreign(), learnable(), tmp_path, epochs=1, freeze_observers_at=1)
+    assert product.notes[0].startswith("3 quantized layers")
+    kinds = [node.kind() for node in torch.jit.load(str(tmp_path / "model.pt")).inlined_graph.nodes()]
+    assert kinds.count("quantized::conv2d_relu") == 2
+    assert "aten::batch_norm" not in kinds
+    assert not [note for note in product.notes if "left in float" in note]
+
+
+@pytest.mark.parametrize("name", ["ptq", "qat"])
+def test_what_is_left_in_float_is_said(name, tmp_path):
+    """A convolution that no tracing enters is served as it is."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        SameConv(1, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 4)
+    )
+    if name == "ptq":
+        context = noise_context()
+        parent = parent_of(module.eval(), context, tmp_path / "parent")
+        notes = PTQ.apply(parent, Ptq(images=32), context, tmp_path).notes
+    else:
+        notes = qat(module.eval(), learnable(), tmp_path, epochs=1, freeze_observers_at=1).notes
+    assert notes[0].startswith("2 quantized layers")
+    assert "1 layers left in float: 0 (SameConv)" in notes

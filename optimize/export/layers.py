@@ -1,0 +1,221 @@
+"""Layers of other libraries as torch's own: what a subclass of a convolution or norm computes, in layers that fold.
+
+timm's `BatchNormAct2d` is a batch norm with an activation inside, its `StdConv2d` a convolution whose weight is
+computed; `fuse` and torch.ao know neither. Traced, both are calls of functions on constants, which can be written as
+modules of torch again, with the same numbers in eval mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_OWN = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    nn.Linear,
+)
+#: Functions that layers call, by the class whose work they do.
+_CONVOLUTIONS: dict[Callable[..., Any], type[nn.Module]] = {
+    functional.conv1d: nn.Conv1d,
+    functional.conv2d: nn.Conv2d,
+    functional.conv3d: nn.Conv3d,
+}
+_CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_CONVOLUTION_DEFAULTS = (None, None, None, 1, 0, 1, 1)
+
+
+class LayerTracer(fx.Tracer):
+    """Traces into subclasses of torch's layers where that is possible, and keeps the others as one call."""
+
+    def is_leaf_module(self, layer: nn.Module, name: str) -> bool:
+        """See `fx.Tracer`."""
+        if super().is_leaf_module(layer, name):
+            return True
+        return isinstance(layer, _OWN) and (plain_type(layer) is not None or not _traceable(layer))
+
+
+def plain_type(layer: nn.Module) -> type[nn.Module] | None:
+    """The class of torch's that ``layer`` computes as, though it is of a subclass; None if there is none."""
+    for own in _OWN:
+        if isinstance(layer, own) and type(layer) is not own:
+            methods = ("forward", "_conv_forward", "__call__")
+            if any(getattr(type(layer), name, None) is not getattr(own, name, None) for name in methods):
+                return None
+            # A computed (parametrised) weight, or what a hook does, is not in the class's own code.
+            return None if layer._modules or layer._forward_hooks or layer._forward_pre_hooks else own
+    return None
+
+
+def as_plain_layers(graph_module: fx.GraphModule) -> None:
+    """Write subclasses of torch's layers as torch's own, where they compute the same in eval mode.
+
+    Args:
+        graph_module: traced by `LayerTracer` in eval mode; changed in place. Its tensors are not.
+    """
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_module":
+            layer = graph_module.get_submodule(str(node.target))
+            if (
+                type(layer) is nn.Identity
+            ):  # what a norm has in the place of a dropout would part it from its activation
+                node.replace_all_uses_with(node.all_input_nodes[0])
+                graph_module.graph.erase_node(node)
+            elif (own := plain_type(layer)) is not None:
+                graph_module.set_submodule(str(node.target), _retyped(layer, own))
+    _drop_assertions(graph_module.graph)
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function":
+            if node.target in _CONVOLUTIONS:
+                _lift(graph_module, node, _convolution)
+            elif node.target is functional.batch_norm:
+                _lift(graph_module, node, _norm)
+    graph_module.delete_all_unused_submodules()
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
+def _traceable(layer: nn.Module) -> bool:
+    try:
+        LayerTracer().trace(layer)
+    except Exception:  # noqa: BLE001 - a forward on proxies may raise anything
+        return False
+    return True
+
+
+_L = TypeVar("_L", bound=nn.Module)
+
+
+def _retyped(layer: nn.Module, own: type[_L]) -> _L:
+    """A layer of class ``own`` with the tensors and settings of ``layer``."""
+    twin: Any = copy.copy(layer)
+    for name in ("_parameters", "_buffers", "_modules"):
+        setattr(twin, name, dict(getattr(layer, name)))
+    twin.__class__ = own
+    return twin  # type: ignore[no-any-return]
+
+
+def _drop_assertions(graph: fx.Graph) -> None:
+    """Remove checks of shapes, which would be uses of a convolution's output beside the norm's."""
+    for node in list(graph.nodes):
+        if node.target is torch._assert:
+            graph.erase_node(node)
+    for node in reversed(graph.nodes):
+        if not node.users and node.target in (getattr, operator.eq, operator.getitem, "dim", "size"):
+            graph.erase_node(node)
+
+
+def _lift(
+    graph_module: fx.GraphModule, node: fx.Node, build: Callable[[fx.GraphModule, fx.Node], nn.Module | None]
+) -> None:
+    """Replace a function's call by a module that computes the same, if its arguments are constants."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack or not (inspect.isclass(stack[-1][1]) and issubclass(stack[-1][1], _OWN)):
+        return  # a function that a model calls itself, and may share its weights
+    path = stack[-1][0]
+    try:
+        with torch.no_grad():
+            layer = build(graph_module, node)
+    except _NotConstantError:
+        return
+    if layer is None:
+        return
+    name = f"{path}.{'norm' if isinstance(layer, _BatchNorm) else 'convolution'}"
+    if any(name == other for other, _ in graph_module.named_modules()):
+        return  # called a second time
+    graph_module.add_submodule(name, layer.eval())
+    read = node.args[0] if node.args else node.kwargs["input"]
+    with graph_module.graph.inserting_before(node):
+        node.replace_all_uses_with(graph_module.graph.call_module(name, (read,)))
+    _erase(graph_module, node)
+
+
+def _erase(graph_module: fx.GraphModule, node: fx.Node) -> None:
+    """Erase a node, the constants that only it used, and the tensors that then nobody reads."""
+    graph = graph_module.graph
+    waiting = [node]
+    before: set[fx.Node] = set()
+    while waiting:
+        inputs = [used for used in waiting.pop().all_input_nodes if used.op != "placeholder" and used not in before]
+        before.update(inputs)
+        waiting += inputs
+    graph.erase_node(node)
+    for used in reversed(list(graph.nodes)):
+        if used not in before or used.users or used.op == "call_module":
+            continue
+        graph.erase_node(used)
+        if used.op == "get_attr" and all(other.target != used.target for other in graph.nodes):
+            owner, _, leaf = str(used.target).rpartition(".")
+            delattr(graph_module.get_submodule(owner), leaf)
+
+
+class _NotConstantError(Exception):
+    pass
+
+
+def _value(graph_module: fx.GraphModule, argument: Any) -> Any:
+    """The value of an argument that is computed from constants."""
+    if not isinstance(argument, fx.Node):
+        return fx.node.map_arg(argument, lambda node: _value(graph_module, node))
+    if argument.op == "get_attr":
+        owner, _, leaf = str(argument.target).rpartition(".")
+        return getattr(graph_module.get_submodule(owner), leaf)
+    if argument.op not in ("call_function", "call_method"):
+        raise _NotConstantError
+    args, kwargs = _value(graph_module, argument.args), _value(graph_module, argument.kwargs)
+    if argument.op == "call_method":
+        return getattr(args[0], str(argument.target))(*args[1:], **kwargs)
+    assert callable(argument.target)
+    return argument.target(*args, **kwargs)
+
+
+def _convolution(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    values: dict[str, Any] = dict(zip(_CONVOLUTION_ARGUMENTS, _CONVOLUTION_DEFAULTS, strict=True))
+    given = {**dict(zip(_CONVOLUTION_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+    values.update({name: _value(graph_module, value) for name, value in given.items() if name != "input"})
+    weight, bias = values.pop("weight"), values.pop("bias")
+    values.pop("input")
+    assert callable(node.target)
+    layer: Any = _CONVOLUTIONS[node.target](
+        weight.shape[1] * values["groups"], weight.shape[0], tuple(weight.shape[2:]), bias=bias is not None, **values
+    )
+    layer.weight = nn.Parameter(weight.detach().clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().clone())
+    return layer  # type: ignore[no-any-return]
+
+
+def _norm(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    call = inspect.signature(functional.batch_norm).bind(*node.args, **node.kwargs)
+    call.apply_defaults()
+    values = {name: _value(graph_module, value) for name, value in call.arguments.items() if name != "input"}
+    if values["training"] or values["running_mean"] is None:
+        return None
+    (_, kind) = list(node.meta["nn_module_stack"].values())[-1]
+    own: Any = next((own for own in _OWN if issubclass(kind, own) and issubclass(own, _BatchNorm)), None)
+    if own is None:
+        return None
+    affine = values["weight"] is not None
+    layer: Any = own(len(values["running_mean"]), values["eps"], values["momentum"], affine=affine)
+    layer.running_mean, layer.running_var = (values[name].detach().clone() for name in ("running_mean", "running_var"))
+    if affine:
+        layer.weight = nn.Parameter(values["weight"].detach().clone())
+        bias = values["bias"]
+        layer.bias = nn.Parameter(torch.zeros_like(layer.weight) if bias is None else bias.detach().clone())
+    return layer  # type: ignore[no-any-return]
+
+
+def left_whole(graph_module: fx.GraphModule) -> list[type[nn.Module]]:
+    """Classes of layers that could be neither traced nor written as torch's own, in order of their names."""
+    called = (node.target for node in graph_module.graph.nodes if node.op == "call_module")
+    kinds = {type(graph_module.get_submodule(str(target))) for target in called}
+    foreign = {kind for kind in kinds if issubclass(kind, _OWN) and kind.__module__.partition(".")[0] != "torch"}
+    return sorted(foreign, key=lambda kind: kind.__qualname__)
