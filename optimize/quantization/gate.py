@@ -19,19 +19,21 @@ from serve.runtime.script_file import load_script
 #: Training images that answers are compared on.
 IMAGES = 32
 
-#: dB that separate rounding ties (29 and more were seen, 6 in a random network that answers noise) from kernels that
-#: compute something else (8 where products saturate in MobileNetV2).
-KERNEL_SQNR = 10.0
+#: Torch's kernels compute something else than their integers mean where exact arithmetic agrees with them by less than
+#: this many dB, and with the float network by so many more than they do. Ties that spread through a deep random
+#: network come below the first (6 were seen) but not above the second; products that saturate in MobileNetV2 leave
+#: 8 dB where exact arithmetic has 33.
+_KERNELS_AGREE, _KERNELS_LOSE = 10.0, 6.0
 
 
 class Gate(Config):
     """Below which agreement with what it was made from an int8 artifact is broken."""
 
     min_sqnr: float = Field(
-        default=5.0,
-        description="least signal-to-quantization-noise ratio of the logits in dB, on 32 training images; below it the "
-        "stage fails (ptq: against its float parent; qat: against its fake-quantized arithmetic; healthy networks "
-        "have 15 to 40)",
+        default=3.0,
+        description="least signal-to-quantization-noise ratio of the logits in dB, on 32 training images, against the "
+        "float parent (ptq) or the fake-quantized arithmetic (qat); below it the stage fails; at 3 the noise has "
+        "half the signal's power, trained networks have 15 to 40",
     )
     min_agreement: float = Field(
         default=0.3,
@@ -56,15 +58,10 @@ def check_answers(expected: torch.Tensor, found: torch.Tensor, gate: Gate, parti
     Raises:
         PassError: they agree too little, or ``found`` is not finite.
     """
-    if not found.isfinite().all():
-        raise PassError(f"{parties}: logits are not finite on training images")
+    _require_finite(found, parties)
     same = int((expected.argmax(1) == found.argmax(1)).sum())
-    if expected.any():
-        ratio = sqnr_db(expected.double().numpy(), found.double().numpy())
-    else:  # noise without a signal
-        ratio = -math.inf if found.any() else None
-    sqnr = math.inf if ratio is None else ratio
-    spelled = "equal logits" if ratio is None else f"SQNR {ratio:.1f} dB"
+    sqnr = _sqnr(expected, found)
+    spelled = "equal logits" if sqnr == math.inf else f"SQNR {sqnr:.1f} dB"
     note = f"{parties}: {spelled}, same top-1 on {same} of {len(found)} training images"
     if sqnr < gate.min_sqnr or same < gate.min_agreement * len(found):
         raise PassError(
@@ -93,8 +90,25 @@ def check_quantized(folder: Path, file: str, images: torch.Tensor, expected: tor
     with torch.no_grad():
         found = load_script(folder / file, torch.device("cpu"))(images)
         meant = load_program(folder / REFERENCE_FILE).module()(images)
-    note = check_answers(expected, found, gate, "int8 against float arithmetic")
-    check_answers(
-        meant, found, Gate(min_sqnr=KERNEL_SQNR, min_agreement=0.0), "torch's int8 kernels against exact arithmetic"
-    )
-    return note
+    parties = "int8 against float arithmetic"
+    _require_finite(found, parties)
+    lost, kept = _sqnr(expected, found), _sqnr(expected, meant)
+    if _sqnr(meant, found) < _KERNELS_AGREE and kept > lost + _KERNELS_LOSE:
+        raise PassError(
+            f"torch's int8 kernels compute something else than these integers mean: SQNR {lost:.1f} dB where exact "
+            f"arithmetic has {kept:.1f}"
+        )
+    return check_answers(expected, found, gate, parties)
+
+
+def _require_finite(found: torch.Tensor, parties: str) -> None:
+    if not found.isfinite().all():
+        raise PassError(f"{parties}: logits are not finite on training images")
+
+
+def _sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """`sqnr_db` with infinities for equal tensors, and for noise without a signal."""
+    if not expected.any():
+        return -math.inf if found.any() else math.inf
+    ratio = sqnr_db(expected.double().numpy(), found.double().numpy())
+    return math.inf if ratio is None else ratio
