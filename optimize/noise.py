@@ -17,6 +17,7 @@ _KNOWN: tuple[tuple[type[Warning], str], ...] = (
     (DeprecationWarning, r"`torch\.jit\.\w+` is deprecated"),
     (UserWarning, r"torch\.quantize_per_tensor, torch\.quantize_per_channel and other quantized tensor"),
     (DeprecationWarning, r"torch\.ao\.quantization is deprecated"),
+    (UserWarning, r"Please use quant_min and quant_max to specify the range for observers"),  # of a layer norm
 )
 
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -210,6 +211,9 @@ def _launch(
         popen.wait()
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    # It outlives this function, and perhaps this process. While this one lasts somebody must take note of its end,
+    # or it would stay in the table of processes.
+    threading.Thread(target=popen.wait, name="torchserve-ends", daemon=True).start()
     return server, process
 
 
