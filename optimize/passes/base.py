@@ -40,6 +40,8 @@ class Pass(Generic[C]):
             only computes on the device, it does not.
         rebuild: for passes that yield a module: from the parent's eager module and an example input to a
             module of this one's structure, into which its weights are then loaded.
+        check: refuses a config that does not fit the model, with a `UserError`, before anything is made. It is given
+            a function that builds the model, with random weights.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Pass(Generic[C]):
     libraries: tuple[str, ...] = ("torch",)
     reads_device: bool = False
     rebuild: Callable[[nn.Module, torch.Tensor], nn.Module] | None = None
+    check: Callable[[Callable[[], nn.Module], C], None] | None = None
 
     def refuses(self, kind: Kind) -> str | None:
         """Why this pass cannot follow an artifact of ``kind``; None if it can."""

@@ -11,13 +11,14 @@ from pydantic import Field
 from optimize.context import Context
 from optimize.passes.base import Pass, register
 from optimize.quantization.calibration import calibrate
-from optimize.quantization.convert import prepare, trace_calls, write_quantized
-from optimize.quantization.gate import IMAGES, Gate, check_quantized
+from optimize.quantization.choices import Choices, check_choices, overrides_note, resolve
+from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
+from optimize.quantization.gate import IMAGES, check_quantized
 from optimize.quantization.targets import Observer, x86_target
 from optimize.store.artifact import Artifact, Product
 
 
-class Ptq(Gate):
+class Ptq(Choices):
     """Settings of ``ptq``."""
 
     observer: Observer = Field(
@@ -33,7 +34,10 @@ class Ptq(Gate):
 def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
     target = x86_target()
     example = context.example()
-    prepared = prepare(trace_calls(parent.module()), target.post_training(config.observer), example, target)
+    traced, chosen = trace_calls(parent.module()), resolve(next(parent.line()).module, config)
+    mapping = choose(traced, target.post_training(config.observer), chosen, target.observing)
+    prepared = prepare(traced, mapping, example, target)
+    overridden = overrides_note(prepared, chosen)
     prepared.to(context.device)
     calibrate(prepared, context, config.images)
     product = write_quantized(prepared.cpu(), example, target, folder)
@@ -41,7 +45,7 @@ def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Pro
     with torch.no_grad():
         expected = parent.module()(images)
     note = check_quantized(folder, product.file, images, expected, config)
-    return dataclasses.replace(product, notes=(*product.notes, note))
+    return dataclasses.replace(product, notes=(*product.notes, *overridden, note))
 
 
 PTQ = register(
@@ -52,6 +56,7 @@ PTQ = register(
         accepts=frozenset({"module"}),
         yields="quantized",
         apply=_apply,
+        check=check_choices,
         data="calibration",
     )
 )

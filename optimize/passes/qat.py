@@ -14,19 +14,21 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats
+from torch.ao.quantization.observer import ObserverBase
 
 from optimize.context import Context
 from optimize.passes.base import Pass, register
 from optimize.quantization.calibration import start_ranges
-from optimize.quantization.convert import prepare, trace_calls, write_quantized
-from optimize.quantization.gate import IMAGES, Gate, check_quantized
+from optimize.quantization.choices import Choices, check_choices, overrides_note, resolve
+from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
+from optimize.quantization.gate import IMAGES, check_quantized
 from optimize.quantization.observers import activations, observe
-from optimize.quantization.targets import x86_target
+from optimize.quantization.targets import Observer, x86_target
 from optimize.store.artifact import Artifact, Product
 from optimize.training.loop import TrainingConfig, train
 
 
-class Qat(TrainingConfig, Gate):
+class Qat(TrainingConfig, Choices):
     """Settings of ``qat``."""
 
     epochs: int = Field(default=3, ge=1, description="passes over the training images")
@@ -40,8 +42,12 @@ class Qat(TrainingConfig, Gate):
     images: int = Field(
         default=256,
         ge=1,
-        description="training images that the ranges start from, before the first step: the mean over batches of 32 of "
-        "each batch's extremes in the float network",
+        description="training images that the ranges start from, before the first step, as the float network has them",
+    )
+    observer: Observer = Field(
+        default="moving_average",
+        description="how the ranges that training starts from are found, as in ptq: moving_average (the mean over "
+        "batches of 32 of each batch's extremes), minmax, histogram",
     )
     range_horizon: int = Field(
         default=100,
@@ -64,10 +70,16 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
     target = x86_target()
     example = context.example()
     # Traced in eval mode and trained afterwards: see `trace`.
-    traced = trace_calls(parent.module()).train()
-    prepared = prepare(traced, target.quantization_aware(config.range_horizon), example, target)
+    traced, chosen = trace_calls(parent.module()).train(), resolve(next(parent.line()).module, config)
+    mapping = choose(traced, target.quantization_aware(config.range_horizon), chosen)
+    prepared = prepare(traced, mapping, example, target)
+    overridden = overrides_note(prepared, chosen)
     prepared.to(context.device).eval()
-    start_ranges(prepared, context, config.images)
+
+    def observer_of(name: str) -> ObserverBase:
+        return target.observer(chosen.observer(name) or config.observer)
+
+    start_ranges(prepared, context, config.images, observer_of)
     ranges = activations(prepared)
 
     def set_mode(module: nn.Module, epoch: int, training: bool) -> None:
@@ -86,6 +98,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
     with torch.no_grad():
         expected = prepared(images)
     notes = (
+        *overridden,
         check_quantized(folder, product.file, images, expected, config),
         f"best of {len(result.epochs)} epochs: {result.best + 1}, "
         f"top-1 {result.epochs[result.best].held_out_top1:.4f} on {result.held_out_images} held-out images",
@@ -101,6 +114,7 @@ QAT = register(
         accepts=frozenset({"module"}),
         yields="quantized",
         apply=_apply,
+        check=check_choices,
         data="training",
     )
 )

@@ -7,13 +7,15 @@ with their constant of 0.01 it would still hold 93 % of the range after eight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.ao.quantization import disable_fake_quant, enable_fake_quant
+from torch.ao.quantization.observer import HistogramObserver, ObserverBase
 
 from optimize.context import Context
-from optimize.quantization.observers import MeanMinMaxObserver, activations, observe
+from optimize.quantization.observers import MeanMinMaxObserver, activations, observe, watched
 from serve.runtime.images import normalise
 
 
@@ -29,42 +31,51 @@ def calibrate(prepared: nn.Module, context: Context, images: int) -> None:
     _show(prepared, context, images, means)
 
 
-def start_ranges(prepared: nn.Module, context: Context, images: int) -> None:
+def start_ranges(
+    prepared: fx.GraphModule, context: Context, images: int, observer_of: Callable[[str], ObserverBase]
+) -> None:
     """Give each activation of a model prepared for QAT the range that it has in the float network.
-
-    The range goes from the mean of the batches' least values to the mean of their largest.
 
     Args:
         prepared: with fake-quantize modules, on ``context.device``, in eval mode.
         context: as for `calibrate`.
         images: how many training images to look at.
+        observer_of: a new observer for what the layer of this name gives; of functions the name is empty.
     """
-    fakes = activations(prepared)
-    means = [MeanMinMaxObserver(dtype=fake.dtype).to(context.device) for fake in fakes]
-    handles = [fake.register_forward_pre_hook(_seen_by(mean)) for fake, mean in zip(fakes, means, strict=True)]
+    fakes, names = activations(prepared), watched(prepared)
+    seeing = [observer_of(names.get(fake, "")).to(context.device) for fake in fakes]
+    handles = [fake.register_forward_pre_hook(_seen_by(twin)) for fake, twin in zip(fakes, seeing, strict=True)]
     observe(fakes, False)
     prepared.apply(disable_fake_quant)
     try:
-        _show(prepared, context, images, means)
+        _show(prepared, context, images, [twin for twin in seeing if isinstance(twin, MeanMinMaxObserver)])
     finally:
         for handle in handles:
             handle.remove()
         prepared.apply(enable_fake_quant)
         observe(fakes, True)
-    for fake, mean in zip(fakes, means, strict=True):
-        observer = fake.activation_post_process
-        observer.min_val.copy_(mean.min_val)
-        observer.max_val.copy_(mean.max_val)
+    for fake, twin in zip(fakes, seeing, strict=True):
+        low, high = _range(twin)
+        fake.activation_post_process.min_val.copy_(low)
+        fake.activation_post_process.max_val.copy_(high)
         scale, zero_point = fake.calculate_qparams()
         fake.scale.copy_(scale)
         fake.zero_point.copy_(zero_point)
 
 
-def _seen_by(mean: MeanMinMaxObserver) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+def _seen_by(twin: ObserverBase) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
     def hook(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        mean(given[0])
+        twin(given[0])
 
     return hook
+
+
+def _range(observer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest value that an observer's integers stand for, or that it saw."""
+    if not isinstance(observer, HistogramObserver):
+        return observer.min_val, observer.max_val
+    scale, zero_point = observer.calculate_qparams()
+    return ((observer.quant_min - zero_point) * scale).squeeze(), ((observer.quant_max - zero_point) * scale).squeeze()
 
 
 def _show(prepared: nn.Module, context: Context, images: int, means: Sequence[MeanMinMaxObserver]) -> None:

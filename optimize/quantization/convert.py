@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import fx, nn
 from torch.ao.nn.quantized.modules.linear import LinearPackedParams
-from torch.ao.quantization import QConfigMapping
+from torch.ao.quantization import QConfig, QConfigMapping
 from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx, prepare_qat_fx
 from torch.nn import functional
@@ -20,9 +20,10 @@ from optimize.errors import NotApplicableError
 from optimize.export.layers import left_whole
 from optimize.export.program import save_program, write_script
 from optimize.export.trace import trace
+from optimize.quantization.choices import Chosen
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.qdq import reference_program
-from optimize.quantization.targets import Target
+from optimize.quantization.targets import Observer, Target
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
 
@@ -49,21 +50,48 @@ def trace_calls(module: nn.Module) -> fx.GraphModule:
     return graph_module
 
 
-def prepare(module: nn.Module, mapping: QConfigMapping, example: torch.Tensor, target: Target) -> fx.GraphModule:
+def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tensor, target: Target) -> fx.GraphModule:
     """Insert what watches tensors for quantization: into a module in training mode for QAT, else for calibration.
 
     Args:
-        module: traced, see `trace_calls`.
+        module: see `trace_calls`.
         mapping: which layers are quantized, and how.
         example: ``float32 (N, C, H, W)``.
         target: whose kernels' patterns are looked for.
     """
-    assert isinstance(module, fx.GraphModule)
     # FX would trace into layers of foreign classes again, and fail.
     whole = PrepareCustomConfig().set_non_traceable_module_classes(left_whole(module))
     insert = prepare_qat_fx if module.training else prepare_fx
     prepared: fx.GraphModule = insert(module, mapping, (example,), whole, backend_config=target.backend_config())
     return prepared
+
+
+def choose(
+    module: fx.GraphModule,
+    mapping: QConfigMapping,
+    chosen: Chosen,
+    override: Callable[[Observer], QConfig] | None = None,
+) -> QConfigMapping:
+    """Write what was chosen for single layers of a traced module into the mapping.
+
+    Args:
+        module: see `trace_calls`.
+        mapping: what holds for the others.
+        chosen: layers in float, and those with an observer of their own.
+        override: how a layer with an observer of its own is prepared; None leaves it as the others.
+    """
+    for node in module.graph.nodes:
+        if node.op != "call_module":
+            continue
+        name = str(node.target)
+        observer = chosen.observer(name)
+        # What an operator's class needs (a known range, none at all) holds also where an observer is chosen.
+        special = type(module.get_submodule(name)) in mapping.object_type_qconfigs
+        if chosen.in_float(name):
+            mapping = mapping.set_module_name(name, None)
+        elif observer is not None and override is not None and not special:
+            mapping = mapping.set_module_name(name, override(observer))
+    return mapping
 
 
 def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path) -> Product:
@@ -111,7 +139,8 @@ def _left_in_float(converted: fx.GraphModule) -> Iterator[str]:
     for node in converted.graph.nodes:
         if node.op == "call_module":
             layer = converted.get_submodule(str(node.target))
-            if isinstance(layer, kinds) and not type(layer).__module__.startswith("torch.ao"):
+            fused = type(layer).__module__.startswith("torch.ao.nn.intrinsic.modules")
+            if fused or (isinstance(layer, kinds) and not type(layer).__module__.startswith("torch.ao")):
                 left.append(f"{node.target} ({type(layer).__name__})")
         elif node.op == "call_function" and node.target in functions:
             left.append(f"{node.name} ({node.target.__name__})")

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.ao.nn.intrinsic.modules.fused import _FusedModule
 from torch.ao.quantization import FakeQuantizeBase
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
-from torch.ao.quantization.observer import MinMaxObserver
+from torch.ao.quantization.observer import MinMaxObserver, ObserverBase
 
 
 class MeanMinMaxObserver(MinMaxObserver):
@@ -52,6 +52,18 @@ def observe(fakes: Iterable[FakeQuantizeBase], enabled: bool) -> None:
     """Let ranges follow what is seen, or keep them."""
     for fake in fakes:
         fake.enable_observer(enabled)
+
+
+def watched(prepared: fx.GraphModule) -> dict[nn.Module, str]:
+    """Name of the layer whose output each observer or fake-quantize module sees; that of functions is missing."""
+    found: dict[nn.Module, str] = {}
+    for node in prepared.graph.nodes:
+        layer = prepared.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(layer, (ObserverBase, FakeQuantizeBase)):
+            before = node.args[0]
+            if before.op == "call_module":
+                found.setdefault(layer, str(before.target))
+    return found
 
 
 def settle_weights(prepared: nn.Module, example: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ TensorRT (symmetric int8 activations) is another target than one for a CPU (unsi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.ao.quantization import QConfig, QConfigMapping, get_default_qat_qconfig_mapping, get_default_qconfig_mapping
@@ -51,11 +51,22 @@ class Target:
 
     def post_training(self, observer: Observer) -> QConfigMapping:
         """What FX ``prepare_fx`` inserts: ``observer`` on activations, min-max on weights."""
-        activation = _OBSERVERS[observer].with_args(dtype=torch.quint8, quant_min=0, quant_max=self.activation_max)
+        return self._mapping(get_default_qconfig_mapping("x86"), self.observing(observer))
+
+    def observing(self, observer: Observer) -> QConfig:
+        """How one layer is calibrated: ``observer`` on what it gives, min-max on its weight."""
         weight = PerChannelMinMaxObserver.with_args(
             dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-127, quant_max=127
         )
-        return self._mapping(get_default_qconfig_mapping("x86"), activation, weight)
+        return QConfig(activation=_OBSERVERS[observer].with_args(**self._range), weight=weight)  # type: ignore[no-untyped-call]
+
+    def observer(self, name: Observer) -> ObserverBase:
+        """A new observer of activations."""
+        return _OBSERVERS[name](**self._range)
+
+    @property
+    def _range(self) -> dict[str, Any]:
+        return {"dtype": torch.quint8, "quant_min": 0, "quant_max": self.activation_max}
 
     def quantization_aware(self, horizon: int) -> QConfigMapping:
         """What FX ``prepare_qat_fx`` inserts: fake-quantize with moving-average observers.
@@ -64,9 +75,7 @@ class Target:
         """
         activation = FusedMovingAvgObsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
             observer=MovingAverageMinMaxObserver,
-            dtype=torch.quint8,
-            quant_min=0,
-            quant_max=self.activation_max,
+            **self._range,
             averaging_constant=1 / horizon,
         )
         weight = FusedMovingAvgObsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
@@ -78,17 +87,18 @@ class Target:
             # Weights are known exactly: their range is that of now, not an average over the past.
             averaging_constant=1.0,
         )
-        return self._mapping(get_default_qat_qconfig_mapping("x86"), activation, weight)
+        qconfig = QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]
+        return self._mapping(get_default_qat_qconfig_mapping("x86"), qconfig)
 
     def backend_config(self) -> BackendConfig:
         """The patterns that the backend's kernels fuse."""
         return get_x86_backend_config()
 
     @staticmethod
-    def _mapping(mapping: QConfigMapping, activation: object, weight: object) -> QConfigMapping:
+    def _mapping(mapping: QConfigMapping, qconfig: QConfig) -> QConfigMapping:
         # The default mapping carries what some operators need (fixed ranges of sigmoid and softmax,
         # per-tensor weights of transposed convolutions); only the general case is ours.
-        mapping = mapping.set_global(QConfig(activation=activation, weight=weight))  # type: ignore[no-untyped-call]
+        mapping = mapping.set_global(qconfig)
         # Served, dropout does nothing, and torch's packed form lets its input through; a range of its own
         # would be trained and exported (a second rounding and clipping) and then not be served.
         for dropout in (*_DROPOUTS, torch.nn.functional.dropout):

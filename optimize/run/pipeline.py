@@ -63,6 +63,8 @@ def run(job: Job, listener: Listener) -> Outcome:
     with contextlib.closing(session):
         if not job.replace:
             refuse_replacing(folder, opened.identity)
+        for stage in recipe.stages:
+            session.check(stage.config)
         steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, remeasure=job.remeasure)
         measured = measure(steps, bench, recipe.measure, listener)

@@ -139,6 +139,16 @@ class Session:
         build_module = functools.partial(first_module, self)
         return self._obtain(Planned(BASELINE, "module", BASELINE, settings, key.digest), write, None, build_module)
 
+    def check(self, config: Config) -> None:
+        """Find out whether a pass's settings fit the model, without making anything.
+
+        Raises:
+            UserError: they name what the model does not have.
+        """
+        step: Pass[Any] = pass_of(config)
+        if step.check is not None:
+            step.check(functools.partial(first_module, self), config)
+
     def apply(self, parent: Artifact, config: Config, name: str | None = None) -> Step:
         """Run the pass that ``config`` belongs to on ``parent``, or take its result from the store.
 
@@ -160,6 +170,7 @@ class Session:
                 f"{step.name} goes on from what {parent.name} was made from, which is not in the store "
                 f"{self.store.root}: {parent.name} was taken from a folder"
             )
+        self.check(config)
         settings = config.model_dump(mode="json")
         key = StageKey(
             operation=step.name,
