@@ -43,7 +43,11 @@ stages:
   - pass: fuse
   - pass: ptq
     name: ptq-minmax
-    config: {observer: minmax, images: 12}
+    config:
+      observer: minmax
+      images: 12
+      keep_float: [head, "*.conv"]
+      overrides: {stem: {observer: histogram}}
   - {pass: onnx, from: baseline}
 measure: {rounds: 2, batch_sizes: [1, 4]}
 recommend: {max_drop: 0.01}
@@ -54,7 +58,12 @@ recommend: {max_drop: 0.01}
         ("ptq-minmax", "ptq", "fuse"),
         ("onnx", "onnx", "baseline"),
     ]
-    assert recipe.stages[1].config.model_dump() == {"observer": "minmax", "images": 12}
+    assert recipe.stages[1].config.model_dump(exclude_unset=True) == {
+        "observer": "minmax",
+        "images": 12,
+        "keep_float": ("head", "*.conv"),
+        "overrides": {"stem": {"observer": "histogram"}},
+    }
     assert (recipe.baseline.epochs, recipe.baseline.learning_rate) == (3, 0.001)
     assert recipe.measure.batch_sizes == (1, 4)
     assert recipe.recommend.max_drop == 0.01
