@@ -54,15 +54,12 @@ class Key:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaselineKey(Key):
-    """A baseline, before it has a name.
+class Making(Key):
+    """What a baseline and a pass's result both depend on.
 
     Attributes:
-        architecture: the model's fingerprint, and which factory of that source builds it.
-        weights: SHA-256 of the checkpoint, and which of its state dicts; None if the baseline is trained.
-        training: how it is trained; None if it has a checkpoint.
-        classes: how many outputs it has.
-        images: fingerprint of the training images. A checkpoint's baseline is traced with some of them.
+        classes: how many outputs the model has.
+        images: fingerprint of the training images. Even what trains nothing is traced or checked with some of them.
         augmentation: which changes of an image keep its label true.
         preprocessing: of the images.
         seed: of every random choice.
@@ -70,10 +67,6 @@ class BaselineKey(Key):
         code: digest of the sources that make it.
     """
 
-    kind = "baseline"
-    architecture: tuple[str, str]
-    weights: tuple[str, str] | None
-    training: Mapping[str, Any] | None
     classes: int
     images: str
     augmentation: str
@@ -84,7 +77,23 @@ class BaselineKey(Key):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageKey(Key):
+class BaselineKey(Making):
+    """A baseline, before it has a name.
+
+    Attributes:
+        architecture: the model's fingerprint, and which factory of that source builds it.
+        weights: SHA-256 of the checkpoint, and which of its state dicts; None if the baseline is trained.
+        training: how it is trained; None if it has a checkpoint.
+    """
+
+    kind = "baseline"
+    architecture: tuple[str, str]
+    weights: tuple[str, str] | None
+    training: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageKey(Making):
     """What a pass makes, before it has a name.
 
     Attributes:
@@ -93,13 +102,6 @@ class StageKey(Key):
         ancestors: `content` of each ancestor, the baseline first: a pass may read more than its parent.
         target: which integers the machine's kernels speak.
         device: the run's, for a pass whose result depends on it; None for others.
-        classes: how many outputs the model has.
-        images: fingerprint of the training images. Even a pass that trains nothing is checked with some of them.
-        augmentation: which changes of an image keep its label true.
-        preprocessing: of the images.
-        seed: of every random choice.
-        libraries: versions of the libraries that the pass calls.
-        code: digest of the pass's sources.
     """
 
     kind = "stage"
@@ -108,13 +110,6 @@ class StageKey(Key):
     ancestors: tuple[str, ...]
     target: str
     device: str | None
-    classes: int
-    images: str
-    augmentation: str
-    preprocessing: Preprocessing
-    seed: int
-    libraries: Mapping[str, str | None]
-    code: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,10 +57,6 @@ class Registry(Generic[T]):
         """The entries that have registered so far, without looking for more."""
         return tuple(self._entries.values())
 
-    def forget(self, name: str) -> None:
-        """Take an entry out again, such as a test's; nothing happens if there is none."""
-        self._entries.pop(name, None)
-
     def all(self) -> dict[str, T]:
         """Every entry, in the order of the names.
 
