@@ -10,6 +10,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from serve.runtime.execution import ENVIRONMENT
+
 if TYPE_CHECKING:
     from optimize.api import Variant, apply, compare, compare_runs, load, package, restore, save
     from optimize.data.from_python import image_data
@@ -83,10 +85,9 @@ _HOMES = {
     **dict.fromkeys(("PipelineError", "UserError"), "serve.runtime.errors"),
 }
 
-# Idle OpenMP threads that spin take the core from whoever works, which on a busy machine costs an int8
-# network many times its latency. The served workers wait passively too, so what is measured is what is
-# served. libgomp reads this when torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before torch is imported, whose libgomp reads it then.
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
 
 
 def __getattr__(name: str) -> Any:

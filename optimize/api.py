@@ -43,7 +43,8 @@ from optimize.store.artifact import Artifact
 from optimize.training.loop import TrainingConfig
 from serve.config import Config, defaults
 from serve.options import ServingOptions
-from serve.runtime.card import CARD_FILE
+from serve.runtime.card import CARD_FILE, read_card
+from serve.runtime.engines.base import preferred
 from serve.runtime.errors import UserError
 from serve.runtime.predictor import Label, Predictor
 from serve.torchserve.archive import build_archive
@@ -80,7 +81,7 @@ class Variant:
             EngineError: it cannot run on this device.
         """
         with silenced():
-            return Predictor(self.artifact.folder, self.session.context.device)
+            return _predictor(self.artifact.folder, str(self.session.context.device))
 
     @overload
     def predict(self, images: Picture, k: int = 5) -> list[Label]: ...  # type: ignore[overload-overlap]  # a str is a sequence
@@ -140,7 +141,11 @@ def _opened(variant: Variant) -> Predictor:
 @functools.lru_cache(maxsize=4)
 def _open(folder: Path, device: str) -> Predictor:
     with silenced():
-        return Predictor(folder, device)
+        return _predictor(folder, device)
+
+
+def _predictor(folder: Path, device: str) -> Predictor:
+    return Predictor(folder, preferred(read_card(folder), device))
 
 
 def _encoded(picture: Picture) -> bytes:

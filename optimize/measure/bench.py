@@ -29,7 +29,7 @@ from optimize.store.files import write_json
 from optimize.store.keys import AnswersKey, FootprintKey, Key, SpeedKey, opened, opening
 from optimize.store.objects import Store
 from optimize.store.sources import code_of
-from serve.runtime.engines.base import engine_for
+from serve.runtime.engines.base import engines_for, preferred
 from serve.runtime.predictor import Predictor
 
 _T = TypeVar("_T")
@@ -176,7 +176,7 @@ class Bench:
         return references(eager.module, self.context.preprocessing, device, self._warm(timing))
 
     def _open(self, artifact: Artifact) -> Predictor:
-        return Predictor(artifact.folder, self.context.device, max_batch=_MAX_BATCH, threads=torch.get_num_threads())
+        return Predictor(artifact.folder, preferred(artifact.card, str(self.context.device)), max_batch=_MAX_BATCH)
 
     def _batch(self, size: int) -> torch.Tensor:
         """``size`` validation images, repeated if there are fewer, ``uint8 (size, C, H, W)``."""
@@ -206,7 +206,7 @@ class Bench:
     def _bench(self, *artifacts: Artifact, makers: Sequence[Callable[..., Any]]) -> dict[str, Any]:
         """The inputs that all keys of measurements have in common; ``makers`` are called to measure."""
         found = machine(self.context.device)
-        engines = [engine_for(artifact.card).open for artifact in artifacts]
+        engines = [entry.open for artifact in artifacts for entry in engines_for(artifact.card)]
         return {
             "device": str(self.context.device),
             "machine": {name: found[name] for name in ("cpu", "cores", "threads", "memory_bytes", "gpu")},

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -126,6 +127,8 @@ def _serve(device: str, threads: int) -> None:
 def _measure(folder: Path, device_name: str, threads: int, batch: int) -> dict[str, Any]:
     import torch
 
+    from serve.runtime.card import read_card
+    from serve.runtime.engines.base import preferred
     from serve.runtime.predictor import Predictor
 
     torch.set_num_threads(threads)
@@ -134,7 +137,7 @@ def _measure(folder: Path, device_name: str, threads: int, batch: int) -> dict[s
         torch.zeros(1, device=device)  # the CUDA context is not the artifact's
     idle = _memory()
     start = time.perf_counter()
-    predictor = Predictor(folder, device, threads=threads)
+    predictor = Predictor(folder, replace(preferred(read_card(folder), device_name), threads=threads))
     load_ms = (time.perf_counter() - start) * 1e3
     predictor.warm_up([1, batch])
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _memory() - idle

@@ -25,6 +25,8 @@ from optimize.run.recommendation import Recommend, recommend
 from optimize.store.objects import Store
 from serve import layout
 from serve.runs import sample_image
+from serve.runtime.card import read_card
+from serve.runtime.engines.base import preferred
 from serve.runtime.errors import EngineError, UserError, did_you_mean
 from serve.runtime.images import load
 from serve.runtime.predictor import Predictor
@@ -185,7 +187,8 @@ def _answers(store: Store, contestant: _Contestant) -> Answers:
 
 
 def _open(store: Path, contestant: _Contestant, device: torch.device, timing: Timing) -> _Opened:
-    predictor = Predictor(contestant.folder, device, max_batch=_MAX_BATCH, threads=torch.get_num_threads())
+    execution = preferred(read_card(contestant.folder), str(device))
+    predictor = Predictor(contestant.folder, execution, max_batch=_MAX_BATCH)
     predictor.warm_up(timing.batch_sizes)
     sample = sample_image(store, contestant.run)
     if sample is None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from optimize.errors import PassError
 from optimize.store.files import write_json
-from serve.runtime.card import Card, Device, FloatType, Format, load_card
+from serve.runtime.card import Card, Device, Format, InputType, load_card
 from serve.runtime.errors import CardError, UserError
 
 #: What an artifact is, as far as the passes that may follow it care.
@@ -47,7 +47,7 @@ class Product:
     format: Format
     precision: str
     device: Device = "any"
-    input_dtype: FloatType = "float32"
+    input_dtype: InputType = "float32"
     notes: tuple[str, ...] = ()
 
 

@@ -29,7 +29,8 @@ _LONGEST_SIDE = 1 << 16  # pixels
 Format = str
 Device = Literal["any", "cpu", "cuda"]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
-FloatType = Literal["float32", "float16", "bfloat16"]
+#: Of the network's input; ``uint8``: pixels as they are, which the graph itself normalises.
+InputType = Literal["float32", "float16", "bfloat16", "uint8"]
 
 _T = TypeVar("_T")
 
@@ -120,7 +121,7 @@ class Card:
     format: Format
     file: str
     precision: str
-    input_dtype: FloatType
+    input_dtype: InputType
     device: Device
     preprocessing: Preprocessing
     classes: tuple[str, ...]
@@ -138,7 +139,7 @@ class Card:
             fields.text(f"card: {name}", getattr(self, name))
         fields.word("card: format", self.format)
         fields.one_of("card: device", self.device, get_args(Device))
-        fields.one_of("card: input_dtype", self.input_dtype, get_args(FloatType))
+        fields.one_of("card: input_dtype", self.input_dtype, get_args(InputType))
         if not isinstance(self.preprocessing, Preprocessing):
             raise CardError(f"card: preprocessing must be a JSON object, found {fields.shown(self.preprocessing)}")
         for label in fields.sequence("card: classes", self.classes):

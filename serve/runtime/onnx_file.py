@@ -28,6 +28,12 @@ _FIELDS = {
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _DEPTH = 200  # graphs in nodes in graphs
 
+#: A graph of one negation of one float, as ``onnx`` 1.23 writes it: to see whether an engine opens anything at all.
+TINY_GRAPH = (
+    b'\x08\x08:5\n\x0b\n\x01x\x12\x01y"\x03Neg\x12\x04tinyZ\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01'
+    b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
+)
+
 
 def check_graph(path: Path, card: Card) -> None:
     """Refuse an ONNX file that reads what its card does not name.

@@ -12,8 +12,9 @@ import torch
 
 from .budget import Budget
 from .card import Card, Preprocessing, load_card
-from .engines.base import Engine, Opening, open_engine
+from .engines.base import Engine, execution_id, open_engine, preferred
 from .errors import Refusal
+from .execution import Execution
 from .images import normalise
 from .intake import take_in
 
@@ -43,43 +44,44 @@ class Timings:
 def infer(engine: Engine, batch: torch.Tensor, preprocessing: Preprocessing, dtype: torch.dtype) -> torch.Tensor:
     """``uint8`` images ``(N, C, H, W)`` on the host to ``float32`` logits ``(N, classes)`` on the host.
 
-    What a request pays for once its images are decoded: copy to the device, normalise, run, copy back.
+    What a request pays for once its images are decoded: copy to the device, normalise (where the graph does not:
+    ``dtype`` is then ``uint8``), run, copy back.
     """
     with torch.inference_mode():
+        if dtype == torch.uint8:
+            return engine.run(batch.to(engine.device, non_blocking=True)).float().cpu()
         inputs = normalise(batch, preprocessing, engine.device, dtype)
         return engine.run(inputs).float().cpu()
 
 
 class Predictor:
-    """An artifact folder, opened on a device.
+    """An artifact folder, opened by an execution.
 
     Args:
         folder: the artifact's folder; its files are checked against the card.
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        execution: what runs it; None takes the preferred engine that works here, on the CPU.
         max_batch: images that go through the network at once; more are split.
-        threads: intra-op threads of the engine; None leaves the libraries' default.
-        allow_fallback: see `open_engine`.
         budget: what decoding may cost; by default each image is bounded, and requests are not.
 
     Raises:
         CardError: the folder is not a whole artifact.
-        EngineError: it cannot run on ``device``.
+        UserError: there is no such engine, or it has no such option.
+        EngineError: the artifact cannot be run so.
     """
 
     def __init__(
         self,
         folder: Path,
-        device: str | torch.device = "cpu",
+        execution: Execution | None = None,
         *,
         max_batch: int = 32,
-        threads: int | None = None,
-        allow_fallback: bool = False,
         budget: Budget | None = None,
     ) -> None:
         self.card: Card = load_card(folder)
         self.max_batch = max_batch
         self.budget = budget or Budget()
-        self.engine: Engine = open_engine(folder, self.card, Opening(torch.device(device), threads, allow_fallback))
+        self.execution = execution or preferred(self.card, "cpu")
+        self.engine: Engine = open_engine(folder, self.card, self.execution)
         self.device = self.engine.device
         self.timings = Timings()
         self._dtype: torch.dtype = getattr(torch, self.card.input_dtype)
@@ -162,6 +164,7 @@ class Predictor:
             "model": card.model,
             "format": card.format,
             "precision": card.precision,
+            "execution": execution_id(self.execution),
             "provider": self.engine.provider,
             "device": str(self.device),
             "max_batch": self.max_batch,

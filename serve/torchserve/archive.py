@@ -22,7 +22,7 @@ import serve
 from serve.hints import command
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, Card, load_card, parse_card, write_card
-from serve.runtime.engines.base import engine_for
+from serve.runtime.engines.base import engines_for
 from serve.runtime.errors import CardError, UserError
 
 CONFIG_FILE = "model-config.yaml"
@@ -177,12 +177,13 @@ def _runtime(card: Card) -> dict[str, bytes]:
     package = Path(serve.__file__).parent
     sources = {HANDLER_FILE: package / "torchserve" / "handler.py", "serve/__init__.py": package / "__init__.py"}
     sources |= {source.relative_to(package.parent).as_posix(): source for source in (package / "runtime").rglob("*.py")}
-    engine = Path(inspect.getfile(engine_for(card).open))
-    if engine not in sources.values():
-        place = f"serve/runtime/engines/{engine.name}"
-        if place in sources:
-            raise UserError(f"{engine}: the runtime has an engine of its own in a file of that name; rename it")
-        sources[place] = engine
+    for entry in engines_for(card):
+        engine = Path(inspect.getfile(entry.open))
+        if engine not in sources.values():
+            place = f"serve/runtime/engines/{engine.name}"
+            if place in sources:
+                raise UserError(f"{engine}: the runtime has an engine of its own in a file of that name; rename it")
+            sources[place] = engine
     return {name: source.read_bytes() for name, source in sources.items()}
 
 
@@ -207,8 +208,8 @@ def model_config(card: Card, options: ServingOptions) -> str:
 
 
 def _files_to_serve(card: Card) -> list[str]:
-    """The model file and what its engine keeps beside it, such as an ONNX graph's ``model.onnx.data``."""
-    own = {card.file, *(f"{card.file}{ending}" for ending in engine_for(card).companions)}
+    """The model file and what its engines keep beside it, such as an ONNX graph's ``model.onnx.data``."""
+    own = {card.file, *(f"{card.file}{ending}" for entry in engines_for(card) for ending in entry.companions)}
     return sorted(own & card.files.keys())
 
 

@@ -73,25 +73,32 @@ class ImageClassifierHandler:
         prefer_own_runtime()
         from serve.runtime.budget import SERVING
         from serve.runtime.card import read_card
+        from serve.runtime.engines.base import find_engine, preferred
+        from serve.runtime.errors import EngineError
+        from serve.runtime.execution import settle
         from serve.runtime.predictor import Predictor
 
         properties = context.system_properties
         folder = Path(properties["model_dir"])
         options = (context.model_yaml_config or {}).get("handler", {})
         batch_size = int(properties.get("batch_size") or 1)
-        threads = options.get("threads")
-        if threads is not None:
-            torch.set_num_threads(threads)
-        device = assigned_device(properties.get("gpu_id"), read_card(folder).device)
+        card = read_card(folder)
+        device = assigned_device(properties.get("gpu_id"), card.device)
+        try:
+            execution = preferred(card, str(device))
+        except EngineError:
+            if not options.get("allow_fallback", False):
+                raise
+            execution = preferred(card, "cpu")
+        execution = replace(execution, threads=options.get("threads"))
+        settle(execution, computes_with_torch=find_engine(execution.engine).computes_with_torch)
         if device.type == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(device)
         with _one_at_a_time(folder.parent):
             predictor = Predictor(
                 folder,
-                device,
+                execution,
                 max_batch=batch_size,
-                threads=threads,
-                allow_fallback=bool(options.get("allow_fallback", False)),
                 budget=replace(SERVING, **options.get("budget", {})),
             )
             predictor.warm_up(range(1, batch_size + 1), repeats=2)

@@ -24,6 +24,7 @@ import psutil
 from serve.client import HEADER_FILE, KEY_FILE, Client
 from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.execution import ENVIRONMENT
 from serve.torchserve.configuration import Ports, java_executable, metrics_yaml, properties
 from serve.torchserve.watch import CONSOLE_LOG, StartError, wait_until_ready
 
@@ -245,9 +246,8 @@ def _command(java: Path, temporary: Path, config: Path, folder: Path, archives: 
 def _environment(java: Path, logs: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TS_")}
     return {
-        # Idle OpenMP threads sleep, and do not spin for the time slice that another process needs: beside one
-        # busy process on two cores, an INT8 ResNet-18 took 288 ms spinning and 9.4 ms sleeping (torch 2.14).
-        "OMP_WAIT_POLICY": "PASSIVE",
+        # TorchServe's workers load torch before the handler, so that it can only come from here.
+        **ENVIRONMENT,
         **kept,
         "JAVA_HOME": str(java.parent.parent),
         "LOG_LOCATION": str(logs),

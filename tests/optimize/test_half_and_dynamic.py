@@ -21,13 +21,14 @@ from optimize.export.program import write_program
 from optimize.passes.dynamic import DYNAMIC, Dynamic
 from optimize.passes.half import HALF, Half
 from optimize.passes.onnx_half import ONNX_HALF
-from serve.runtime.engines.base import Opening, open_engine
+from serve.runtime.engines.base import open_engine
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import EngineError
+from serve.runtime.execution import Execution
 from serve.runtime.program_file import load_program
 from tests.narrow import layer
 
-from .workbench import CPU, noise_context, parent_of, run
+from .workbench import noise_context, parent_of, run
 
 NEEDS_BF16 = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no AVX-512 BF16")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -46,7 +47,7 @@ def test_fp16_is_stored_in_fp16_and_labelled_for_cuda(trained, made):
     card = artifact.card
     assert (card.precision, card.input_dtype, card.device) == ("float16", "float16", "cuda")
     with pytest.raises(EngineError, match="runs on cuda only"):
-        open_engine(artifact.folder, card, Opening(CPU))
+        open_engine(artifact.folder, card, Execution("exported"))
 
 
 def test_the_fp16_program_holds_the_parents_weights_rounded(trained, made):
@@ -167,7 +168,7 @@ def test_the_half_program_agrees_with_its_parent_on_cuda(dtype, session, trained
     cuda = torch.device("cuda")
     on_cuda = dataclasses.replace(session, context=dataclasses.replace(digits_context, device=cuda))
     artifact = on_cuda.apply(trained, Half(dtype=dtype), f"half-{dtype}").artifact
-    engine = open_engine(artifact.folder, artifact.card, Opening(cuda))
+    engine = open_engine(artifact.folder, artifact.card, Execution("exported", "cuda"))
     batch = digits_context.example(16)
     with torch.no_grad():
         logits = engine.run(batch.to(cuda, getattr(torch, dtype)))
@@ -183,7 +184,7 @@ def test_the_half_program_agrees_with_its_parent_on_cuda(dtype, session, trained
 @NEEDS_GPU
 def test_the_fp16_graph_agrees_with_its_parent_on_cuda(trained, made, digits_context):
     artifact = made("onnx-half")
-    engine = open_engine(artifact.folder, artifact.card, Opening(torch.device("cuda")))
+    engine = open_engine(artifact.folder, artifact.card, Execution("onnxruntime-cuda", "cuda"))
     batch = digits_context.example(16)
     with torch.no_grad():
         logits, wanted = engine.run(batch.cuda()).cpu(), trained.module()(batch)
@@ -289,13 +290,13 @@ sys.path.insert(0, {root!r})
 import torch
 from pathlib import Path
 from serve.runtime.card import load_card
-from serve.runtime.engines.base import open_engine, Opening
+from serve.runtime.engines.base import open_engine, preferred
 for folder, out in json.loads({folders!r}):
     if child := os.fork():  # a process for each, that need not import torch again
         assert os.waitpid(child, 0)[1] == 0, folder
         continue
     card = load_card(Path(folder))
-    engine = open_engine(Path(folder), card, Opening(torch.device("cpu")))
+    engine = open_engine(Path(folder), card, preferred(card, "cpu"))
     batch = torch.load({batch!r}).to(getattr(torch, card.input_dtype))
     torch.save(engine.run(batch).detach().float(), out)
     assert not [name for name in sys.modules if "tiny_net" in name or name.split(".")[0] in ("optimize", "tests")]

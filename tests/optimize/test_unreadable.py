@@ -164,7 +164,7 @@ def test_accuracy_refuses_unreadable_images_or_leaves_them_out_and_counts_them(t
         sources[row].write_bytes(b"not a picture")
     spoilt = dataclasses.replace(data, val=Split(tuple(sources), data.val.labels))
     context = Context(spoilt, GREY16, CPU)
-    predictor = Predictor(trained.folder, CPU)
+    predictor = Predictor(trained.folder)
     with pytest.raises(UserError, match=r"2 of \d+ images cannot be read: .*bad3.*bad100.*--skip-unreadable"):
         answer(predictor, context)
     found = answer(predictor, dataclasses.replace(context, skip_unreadable=True))
@@ -211,13 +211,13 @@ def test_evaluation_images_above_memory_are_decoded_once_for_all_artifacts(
     tmp_path, monkeypatch, decodings, made, digits_context
 ):
     artifacts = (made("fuse"), made("fuse", "onnx"))
-    from_memory = [answer(Predictor(artifact.folder, CPU), digits_context) for artifact in artifacts]
+    from_memory = [answer(Predictor(artifact.folder), digits_context) for artifact in artifacts]
     monkeypatch.setattr(pixels, "MEMORY_LIMIT", 0)
     data = digits_context.data
     fresh = dataclasses.replace(data, val=Split(data.val.sources, data.val.labels))
     context = Context(fresh, GREY16, CPU, scratch=tmp_path)
     decodings.clear()
-    from_disk = [answer(Predictor(artifact.folder, CPU), context) for artifact in artifacts]
+    from_disk = [answer(Predictor(artifact.folder), context) for artifact in artifacts]
     assert len(decodings) == len(data.val)
     for one, two in zip(from_memory, from_disk, strict=True):
         assert torch.equal(one.logits, two.logits)

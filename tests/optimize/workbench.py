@@ -18,7 +18,7 @@ from optimize.data.records import ImageData, Split
 from optimize.export.program import write_weights
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact
 from serve.runtime.card import Card, Preprocessing, sha256_file
-from serve.runtime.engines.base import Opening, open_engine
+from serve.runtime.engines.base import open_engine, preferred
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
 from tests.narrow import AnyModule
@@ -103,7 +103,7 @@ def with_running_statistics(module: AnyModule, *shape: int, seed: int = 0) -> An
 def run(artifact: Artifact, batch: torch.Tensor) -> torch.Tensor:
     """Logits of the artifact's file in the runtime's engine on the CPU."""
     with torch.no_grad():
-        return open_engine(artifact.folder, artifact.card, Opening(CPU)).run(batch)
+        return open_engine(artifact.folder, artifact.card, preferred(artifact.card, "cpu")).run(batch)
 
 
 def quantizers(folder: Path) -> list[tuple[float, int, int, int]]:

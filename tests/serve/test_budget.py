@@ -196,7 +196,7 @@ from PIL import Image
 torch.set_num_threads(1)
 from serve.runtime.predictor import Predictor
 from tests.serve.artifacts import encoded, jpeg
-predictor = Predictor(Path(sys.argv[1]), threads=1)
+predictor = Predictor(Path(sys.argv[1]))
 large = [encoded(Image.new("RGB", (6000, 6000)), kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "BMP")]
 deep = encoded(Image.new("I;16", (6000, 6000)), "PNG")
 items = [*large, deep, jpeg(1)]

@@ -56,18 +56,18 @@ def test_an_onnx_artifact_without_its_provider_fails_with_the_reason(
 
 @without_cuda
 def test_a_fallback_that_is_allowed_is_taken_and_told(tmp_path: Path) -> None:
-    artifact = artifacts.onnx(tmp_path / "artifact", device="cuda")
-    handler = opened(context_of(artifact, tmp_path, None, allow_fallback=True))
+    artifact = artifacts.onnx(tmp_path / "artifact")
+    handler = opened(context_of(artifact, tmp_path, 0, allow_fallback=True))
     described = handler.describe_handle()
-    assert described["provider"] == "onnxruntime/CPUExecutionProvider"
+    assert described["execution"] == "openvino"
     assert described["device"] == "cpu"
 
 
 @without_cuda
-def test_an_assigned_gpu_that_torch_cannot_use_is_an_error_for_the_other_formats(tmp_path: Path) -> None:
-    artifact = artifacts.torchscript(tmp_path / "artifact")
-    with pytest.raises(EngineError, match="no usable CUDA device"):
-        opened(context_of(artifact, tmp_path, 0, allow_fallback=True))
+def test_a_fallback_is_no_way_to_run_what_is_for_cuda_only(tmp_path: Path) -> None:
+    artifact = artifacts.onnx(tmp_path / "artifact", device="cuda")
+    with pytest.raises(EngineError, match="runs on cuda only"):
+        opened(context_of(artifact, tmp_path, None, allow_fallback=True))
 
 
 @pytest.mark.parametrize("name", ["model.pt", "handler.py", "serve/runtime/images.py", "model-config.yaml"])

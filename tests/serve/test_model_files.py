@@ -22,8 +22,9 @@ from onnx import TensorProto, helper
 from torch import nn
 
 from serve.runtime.card import load_card
-from serve.runtime.engines.base import Opening, open_engine
+from serve.runtime.engines.base import open_engine
 from serve.runtime.errors import EngineError
+from serve.runtime.execution import Execution
 from serve.runtime.onnx_file import external_files
 from serve.runtime.predictor import Predictor
 from serve.runtime.program_file import check_program, load_program
@@ -403,7 +404,7 @@ def test_a_graph_that_reads_what_its_card_does_not_name_is_refused(location: str
     (folder / "model.onnx").write_bytes(model_of(graph).SerializeToString())
     artifacts.write_artifact(folder, "x", "onnx", "model.onnx", extra=("named.bin",))
     with pytest.raises(EngineError, match="which is not one of the card's files"):
-        open_engine(folder, load_card(folder), Opening(CPU))
+        open_engine(folder, load_card(folder), Execution("onnxruntime"))
 
 
 def test_a_graph_may_keep_tensors_in_a_file_that_the_card_names(tmp_path: Path) -> None:
@@ -416,7 +417,7 @@ def test_a_graph_may_keep_tensors_in_a_file_that_the_card_names(tmp_path: Path) 
     graph.node[0].CopyFrom(helper.make_node("Add", ["x", "w"], ["y"]))
     (folder / "model.onnx").write_bytes(model_of(graph).SerializeToString())
     artifacts.write_artifact(folder, "x", "onnx", "model.onnx", extra=("model.onnx.data",))
-    assert open_engine(folder, load_card(folder), Opening(CPU)).run(torch.ones(4)).tolist() == [1, 2, 3, 4]
+    assert open_engine(folder, load_card(folder), Execution("onnxruntime")).run(torch.ones(4)).tolist() == [1, 2, 3, 4]
 
 
 @settings(max_examples=200)

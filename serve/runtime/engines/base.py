@@ -1,26 +1,28 @@
-"""What an engine is: which files it opens and what it needs for that; and the registry of them.
+"""What an engine is: which artifacts it accepts, how it opens and runs them; and the registry of them.
 
 An engine is one file of this package; the registry finds it because it is there, the archive packs it, the keys cover
-its source and the machine's versions list its libraries because it declares them. It tells the truth about where it
-runs: a provider that was asked for and is not active is an error, never a silent fallback.
+its source and the machine's versions list its libraries because it declares them. It tells the truth about what really
+executes: what was asked for and is not active is an error, never a silent fallback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..card import Card
-from ..errors import EngineError
+from ..errors import EngineError, UserError, did_you_mean, one_line
+from ..execution import Execution, Option
 from ..registry import Registry
 
 
 class Engine(Protocol):
-    """An opened model file. Called from one thread at a time.
+    """An opened model file. Called from one thread, which owns the device: not safe to share.
 
     ``run`` maps the network's input, ``(N, C, H, W)`` of the card's input dtype on ``device``, to
     logits ``(N, classes)``. ``provider`` names what really executes it.
@@ -35,19 +37,15 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Opening:
-    """How a model file is to be opened.
+class EngineOption:
+    """One of an engine's own options: its default, whose type is the option's, and what it means."""
 
-    Attributes:
-        device: where to run.
-        threads: intra-op threads of engines with a pool of their own (PyTorch's are a setting of the process);
-            None leaves the engine's default, one per core.
-        allow_fallback: let it run on the CPU where what ``device`` needs is not active; ``provider`` then says so.
-    """
+    default: Option
+    description: str
 
-    device: torch.device
-    threads: int | None = None
-    allow_fallback: bool = False
+
+def _accepts_all(card: Card) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -55,25 +53,62 @@ class EngineType:
     """One registered engine.
 
     Attributes:
-        name: the word for it in messages.
-        formats: formats of model files that it opens; of two engines for one format the first by name is taken.
-        open: opens the card's model file in a folder, whose files were verified.
+        name: the word for it in recipes, archives and reports.
+        formats: formats of model files that it opens; other engines may open the same.
+        open: opens the card's model file in a folder, whose files were verified, as an execution says.
+        probe: opens a session of its own on a device (``cpu``, ``cuda``) and runs it, raising whatever fails there:
+            that a library lists a provider proves nothing.
+        devices: where it runs, the usual one first.
+        rank: of the engines that open an artifact, the order in which they are preferred where none was measured;
+            lower first.
+        accepts: why it cannot run an artifact of one of its formats; None if it can.
+        computes_with_torch: whether it runs on torch's threads; else torch gets one in the engine's process.
+        options: what can be set of it, by name.
         libraries: distributions that it runs with, beside torch.
         companions: endings of the files that may lie beside a model file of these formats and belong to it.
-        falls_back: whether it can run on the CPU where a GPU was asked for.
     """
 
     name: str
     formats: tuple[str, ...]
-    open: Callable[[Path, Card, Opening], Engine]
+    open: Callable[[Path, Card, Execution], Engine]
+    probe: Callable[[torch.device], object]
+    devices: tuple[str, ...] = ("cpu",)
+    rank: int = 50
+    accepts: Callable[[Card], str | None] = _accepts_all
+    computes_with_torch: bool = True
+    options: Mapping[str, EngineOption] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
-    falls_back: bool = False
 
     @property
     def module(self) -> str:
         """The module that the engine is written in: what an archive packs and a key covers."""
         return self.open.__module__
+
+    def refuses(self, card: Card, device: str) -> str | None:
+        """Why this engine cannot run the card's artifact on a device (``cpu``, ``cuda``); None if it can."""
+        if card.format not in self.formats:
+            return f"{self.name} opens {' and '.join(self.formats)} files, not {card.format}"
+        if card.device not in ("any", device):
+            return f"this artifact runs on {card.device} only, not on {device}"
+        if device not in self.devices:
+            return f"{self.name} runs on {' and '.join(self.devices)}, not on {device}"
+        return self.accepts(card)
+
+    def settings(self, options: Mapping[str, Option]) -> dict[str, Any]:
+        """All of its options: those given, the others by default.
+
+        Raises:
+            UserError: one is unknown or of another type.
+        """
+        for name, value in options.items():
+            if name not in self.options:
+                known = f"; known are {', '.join(self.options)}" if self.options else ": it has none"
+                raise UserError(f"{self.name} has no option {name!r}{did_you_mean(name, self.options)}{known}")
+            wanted = type(self.options[name].default)
+            if type(value) is not wanted and not (wanted is float and type(value) is int):
+                raise UserError(f"{self.name}: option {name} must be of type {wanted.__name__}, found {value!r}")
+        return {name: options.get(name, option.default) for name, option in self.options.items()}
 
 
 _REGISTRY: Registry[EngineType] = Registry("engine", package=__package__, group="serve.engines")
@@ -83,10 +118,12 @@ def register(entry: EngineType) -> EngineType:
     """Add an engine to the registry.
 
     Raises:
-        ValueError: its name is taken, or it opens nothing.
+        ValueError: its name is taken, or it opens nothing or runs nowhere.
     """
     if not entry.formats:
         raise ValueError(f"the engine {entry.name!r} must say which formats it opens")
+    if not entry.devices or not set(entry.devices) <= {"cpu", "cuda"}:
+        raise ValueError(f"the engine {entry.name!r} must say where it runs: on cpu, cuda or both")
     return _REGISTRY.register(entry)
 
 
@@ -95,37 +132,121 @@ def engines() -> dict[str, EngineType]:
     return _REGISTRY.all()
 
 
-def engine_for(card: Card) -> EngineType:
-    """The engine that opens the card's model file.
+def find_engine(name: str) -> EngineType:
+    """The engine called ``name``.
+
+    Raises:
+        UserError: there is none; the message names the nearest and lists all.
+    """
+    return _REGISTRY.find(name)
+
+
+def engines_for(card: Card) -> list[EngineType]:
+    """The engines that run the card's artifact somewhere, the preferred one first.
 
     Raises:
         EngineError: there is none for its format.
     """
     known = engines().values()
-    for entry in known:
-        if card.format in entry.formats:
-            return entry
-    formats = sorted({format_ for entry in known for format_ in entry.formats})
-    raise EngineError(
-        f"{card.name}: no engine here opens {card.format!r} files; there are engines for {', '.join(formats)}"
-    )
+    found = [entry for entry in known if any(entry.refuses(card, device) is None for device in entry.devices)]
+    if not found:
+        formats = sorted({format_ for entry in known for format_ in entry.formats})
+        raise EngineError(
+            f"{card.name}: no engine here opens {card.format!r} files; there are engines for {', '.join(formats)}"
+        )
+    return sorted(found, key=lambda entry: (entry.rank, entry.name))
 
 
-def open_engine(folder: Path, card: Card, opening: Opening) -> Engine:
+def executions_for(card: Card, device: str = "cpu") -> list[Execution]:
+    """Every way to run the card's artifact on a device, with all settings as usual, the preferred one first.
+
+    Args:
+        card: the artifact's.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        EngineError: no engine opens its format.
+    """
+    kind = device.partition(":")[0]
+    return [Execution(entry.name, device) for entry in engines_for(card) if entry.refuses(card, kind) is None]
+
+
+def preferred(card: Card, device: str) -> Execution:
+    """The first way to run the card's artifact on a device that works on this machine.
+
+    Args:
+        card: the artifact's.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        EngineError: there is none; each that does not work is named, with the reason.
+    """
+    reasons = []
+    for execution in executions_for(card, device):
+        reason = unavailable(execution.engine, execution.device_type)
+        if reason is None:
+            return execution
+        reasons.append(reason)
+    if not reasons:
+        entries = engines_for(card)
+        kind = device.partition(":")[0]
+        reasons = list(dict.fromkeys(reason for entry in entries if (reason := entry.refuses(card, kind)) is not None))
+    raise EngineError(f"{card.name}: {'; '.join(reasons)}")
+
+
+def execution_id(execution: Execution) -> str:
+    """An execution in one word: its engine, and in brackets whatever is not as usual for that engine.
+
+    ``openvino``, ``exported[cuda]``, ``onnxruntime[threads=1]``.
+    """
+    usual = find_engine(execution.engine)
+    said = [] if execution.device == usual.devices[0] else [execution.device]
+    said += [f"threads={execution.threads}"] if execution.threads is not None else []
+    said += [f"buckets={'+'.join(map(str, execution.buckets))}"] if execution.buckets else []
+    said += [f"{name}={value}" for name, value in sorted(execution.options.items())]
+    return execution.engine + (f"[{','.join(said)}]" if said else "")
+
+
+def pair_id(artifact: str, execution: Execution) -> str:
+    """The name of an artifact with what runs it, for recipes, reports and archives: ``onnx-int8@openvino``."""
+    return f"{artifact}@{execution_id(execution)}"
+
+
+@functools.cache
+def unavailable(engine: str, device: str) -> str | None:
+    """Why an engine does not work on a device (``cpu``, ``cuda``) of this machine; None if its probe ran there.
+
+    Probed once for each process.
+    """
+    entry = find_engine(engine)
+    if device not in entry.devices:
+        return f"{entry.name} runs on {' and '.join(entry.devices)}, not on {device}"
+    if device == "cuda" and not torch.cuda.is_available():
+        return "this machine has no usable CUDA device"
+    try:
+        entry.probe(torch.device(device))
+    except Exception as error:  # noqa: BLE001 - a library that is half installed fails in any way
+        said = str(error) if isinstance(error, EngineError) else one_line(error)
+        return f"{entry.name} does not run here: {said}"
+    return None
+
+
+def open_engine(folder: Path, card: Card, execution: Execution) -> Engine:
     """Open the card's model file.
 
     Args:
         folder: the artifact's folder.
         card: its card, already verified.
-        opening: where and how.
+        execution: what runs it.
 
     Raises:
-        EngineError: no engine opens its format, it cannot run on the device, or its provider is not active.
+        UserError: there is no such engine, or it has no such option.
+        EngineError: the engine cannot run this artifact on that device, or what it needs is not active.
     """
-    entry, device = engine_for(card), opening.device
-    if card.device not in ("any", device.type):
-        raise EngineError(f"{card.name}: this artifact runs on {card.device} only, not on {device.type}")
-    may_fall_back = opening.allow_fallback and entry.falls_back
-    if device.type == "cuda" and not torch.cuda.is_available() and not may_fall_back:
+    entry = find_engine(execution.engine)
+    entry.settings(execution.options)
+    if (reason := entry.refuses(card, execution.device_type)) is not None:
+        raise EngineError(f"{card.name}: {reason}")
+    if execution.device_type == "cuda" and not torch.cuda.is_available():
         raise EngineError(f"{card.name}: CUDA was asked for and this machine has no usable CUDA device")
-    return entry.open(folder, card, opening)
+    return entry.open(folder, card, execution)

@@ -7,16 +7,17 @@ from pathlib import Path
 import torch
 
 from ..card import Card
+from ..execution import Execution
 from ..program_file import load_program
-from .base import Engine, EngineType, Opening, register
+from .base import Engine, EngineType, register
 
 
 class ExportedProgramEngine:
     """See `Engine`."""
 
-    def __init__(self, folder: Path, card: Card, opening: Opening) -> None:
+    def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
         program = load_program(folder / card.file)
-        self.device = opening.device
+        self.device = torch.device(execution.device)
         if self.device.type != "cpu":
             from torch.export.passes import move_to_device_pass
 
@@ -30,8 +31,14 @@ class ExportedProgramEngine:
         return logits
 
 
-def _open(folder: Path, card: Card, opening: Opening) -> Engine:
-    return ExportedProgramEngine(folder, card, opening)
+def _open(folder: Path, card: Card, execution: Execution) -> Engine:
+    return ExportedProgramEngine(folder, card, execution)
 
 
-EXPORTED = register(EngineType("exported", formats=("exported_program",), open=_open))
+def _probe(device: torch.device) -> torch.Tensor:
+    return torch.nn.functional.conv2d(torch.ones(1, 1, 2, 2, device=device), torch.ones(1, 1, 2, 2, device=device))
+
+
+EXPORTED = register(
+    EngineType("exported", formats=("exported_program",), open=_open, probe=_probe, devices=("cpu", "cuda"))
+)

@@ -8,17 +8,18 @@ import torch
 
 from ..card import Card
 from ..errors import EngineError
+from ..execution import Execution
 from ..script_file import load_script
-from .base import Engine, EngineType, Opening, register
+from .base import Engine, EngineType, register
 
 
 class TorchScriptEngine:
     """See `Engine`."""
 
-    def __init__(self, folder: Path, card: Card, opening: Opening) -> None:
-        if card.precision.startswith("int8") and opening.device.type == "cpu":
+    def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
+        self.device = torch.device(execution.device)
+        if card.precision.startswith("int8") and self.device.type == "cpu":
             use_int8_kernels()
-        self.device = opening.device
         self.provider = f"torchscript/{self.device.type}"
         self._module = load_script(folder / card.file, self.device)
 
@@ -46,8 +47,16 @@ def use_int8_kernels() -> None:
     torch.backends.quantized.engine = engine
 
 
-def _open(folder: Path, card: Card, opening: Opening) -> Engine:
-    return TorchScriptEngine(folder, card, opening)
+def _open(folder: Path, card: Card, execution: Execution) -> Engine:
+    return TorchScriptEngine(folder, card, execution)
 
 
-TORCHSCRIPT = register(EngineType("torchscript", formats=("torchscript",), open=_open))
+def _probe(device: torch.device) -> torch.Tensor:
+    unit = torch.jit.CompilationUnit("def negative(x):\n    return -x\n")
+    negative: torch.Tensor = unit.negative(torch.ones(1, device=device))
+    return negative
+
+
+TORCHSCRIPT = register(
+    EngineType("torchscript", formats=("torchscript",), open=_open, probe=_probe, devices=("cpu", "cuda"))
+)

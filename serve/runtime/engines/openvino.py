@@ -1,0 +1,81 @@
+"""``openvino``: an ONNX graph, float or QDQ, read as it is and compiled by OpenVINO for the CPU."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..card import Card
+from ..execution import Execution
+from ..onnx_file import TINY_GRAPH, check_graph
+from .base import Engine, EngineOption, EngineType, register
+
+
+class OpenVinoEngine:
+    """See `Engine`."""
+
+    def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
+        path = folder / card.file
+        check_graph(path, card)
+        self.device = torch.device("cpu")
+        settings = OPENVINO.settings(execution.options)
+        core = _core()
+        compiled = core.compile_model(str(path), "CPU", _properties(execution.cores, settings["precision"]))
+        # What it says it runs with, and not what it was asked for.
+        precision = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
+        self.provider = f"openvino/{compiled.get_property('EXECUTION_DEVICES')[0]}"
+        if precision != "f32":
+            self.provider += f"/{precision}"
+        self._request = compiled.create_infer_request()
+
+    def run(self, batch: torch.Tensor) -> torch.Tensor:
+        """Logits ``(N, classes)`` of a batch."""
+        answers = self._request.infer({0: batch.contiguous().numpy()}, share_inputs=True)
+        return torch.from_numpy(answers[0])
+
+
+def _core() -> Any:
+    # Imported only for what it runs: the other artifacts run where it is not installed.
+    return importlib.import_module("openvino").Core()
+
+
+def _properties(threads: int, precision: str) -> dict[str, Any]:
+    return {
+        # Left alone it takes bfloat16 where the CPU has it, and answers differ.
+        "INFERENCE_PRECISION_HINT": precision,
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_NUM_THREADS": threads,
+    }
+
+
+def _open(folder: Path, card: Card, execution: Execution) -> Engine:
+    return OpenVinoEngine(folder, card, execution)
+
+
+def _probe(device: torch.device) -> object:
+    core = _core()
+    compiled = core.compile_model(core.read_model(TINY_GRAPH), "CPU", _properties(1, "f32"))
+    return compiled(torch.ones(1).numpy())
+
+
+OPENVINO = register(
+    EngineType(
+        "openvino",
+        formats=("onnx",),
+        open=_open,
+        probe=_probe,
+        rank=10,
+        computes_with_torch=False,
+        options={
+            "precision": EngineOption(
+                "f32", "arithmetic of the float parts: f32, or bf16 where the CPU has it (answers differ)"
+            )
+        },
+        libraries=("openvino",),
+        companions=(".data",),
+    )
+)

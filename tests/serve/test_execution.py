@@ -1,0 +1,125 @@
+"""Executions as records, their names, and which engines run what on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from serve.runtime.card import load_card
+from serve.runtime.engines.base import (
+    engines,
+    execution_id,
+    executions_for,
+    open_engine,
+    pair_id,
+    preferred,
+    unavailable,
+)
+from serve.runtime.errors import EngineError, UserError
+from serve.runtime.execution import Execution
+from serve.runtime.onnx_file import TINY_GRAPH
+from tests.serve import artifacts
+
+
+@given(
+    threads=st.none() | st.integers(1, 64),
+    buckets=st.lists(st.integers(1, 512), unique=True).map(sorted),
+    options=st.dictionaries(st.text("abc_", min_size=1), st.booleans() | st.integers(0, 9) | st.text("xyz")),
+)
+def test_an_execution_survives_json(threads: int | None, buckets: list[int], options: dict[str, Any]) -> None:
+    execution = Execution("openvino", "cpu", threads, tuple(buckets), options)
+    assert Execution.from_json(json.loads(json.dumps(execution.to_json()))) == execution
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"engine": "OpenVINO"}, "engine must be a word"),
+        ({"engine": "openvino", "device": "gpu"}, "device must be cpu, cuda or cuda:N, found 'gpu'"),
+        ({"engine": "openvino", "threads": 0}, "threads must be a whole number from 1"),
+        ({"engine": "openvino", "buckets": [8, 1]}, r"buckets must ascend, found \[8, 1\]"),
+        ({"engine": "openvino", "options": {"x": [1]}}, "option x must be a number, a word, true or false"),
+        ({"engine": "openvino", "thread": 1}, "unknown field 'thread' .did you mean threads"),
+        ({"device": "cpu"}, "must name its engine"),
+        (["openvino"], "must be a mapping"),
+    ],
+)
+def test_an_illegal_execution_is_refused_by_field_and_value(body: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Execution.from_json(body)
+
+
+def test_the_name_of_an_execution_says_only_what_is_not_as_usual() -> None:
+    assert execution_id(Execution("openvino")) == "openvino"
+    assert execution_id(Execution("exported", "cuda")) == "exported[cuda]"
+    assert execution_id(Execution("onnxruntime-cuda", "cuda")) == "onnxruntime-cuda"
+    assert execution_id(Execution("onnxruntime", threads=1, buckets=(1, 8))) == "onnxruntime[threads=1,buckets=1+8]"
+    assert pair_id("onnx-int8", Execution("openvino", options={"precision": "bf16"})) == (
+        "onnx-int8@openvino[precision=bf16]"
+    )
+
+
+def test_every_engine_of_the_cpu_works_here_by_its_own_probe() -> None:
+    on_cpu = [name for name, entry in engines().items() if "cpu" in entry.devices]
+    assert {"torchscript", "exported", "onnxruntime", "openvino"} <= set(on_cpu)
+    assert [unavailable(name, "cpu") for name in on_cpu] == [None] * len(on_cpu)
+
+
+def test_the_graph_of_the_probes_is_a_negation() -> None:
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["y"])],
+        "tiny",
+        [value("x", TensorProto.FLOAT, [1])],
+        [value("y", TensorProto.FLOAT, [1])],
+    )
+    model = onnx.load_from_string(TINY_GRAPH)
+    onnx.checker.check_model(model)
+    assert model.graph == graph
+
+
+def test_one_graph_gives_the_same_logits_in_every_engine_that_opens_it(tmp_path: Path) -> None:
+    folder = artifacts.onnx(tmp_path / "artifact")
+    card = load_card(folder)
+    executions = executions_for(card)
+    assert [execution.engine for execution in executions] == ["openvino", "onnxruntime"]
+    batch = torch.rand(3, *card.preprocessing.shape)
+    session = onnx.reference.ReferenceEvaluator(str(folder / card.file))
+    wanted = np.asarray(session.run(None, {session.input_names[0]: batch.numpy()})[0])
+    for execution in executions:
+        with torch.inference_mode():
+            found = open_engine(folder, card, execution).run(batch)
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-5, err_msg=execution.engine)
+
+
+def test_an_option_that_an_engine_does_not_have_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    folder = artifacts.onnx(tmp_path / "artifact")
+    card = load_card(folder)
+    with pytest.raises(UserError, match=r"openvino has no option 'precison' .did you mean precision"):
+        open_engine(folder, card, Execution("openvino", options={"precison": "f32"}))
+    with pytest.raises(UserError, match="option precision must be of type str, found 32"):
+        open_engine(folder, card, Execution("openvino", options={"precision": 32}))
+    with pytest.raises(UserError, match=r"unknown engine 'openvin' .did you mean openvino"):
+        open_engine(folder, card, Execution("openvin"))
+
+
+def test_an_engine_that_cannot_open_an_artifact_says_so(tmp_path: Path) -> None:
+    folder = artifacts.torchscript(tmp_path / "artifact")
+    with pytest.raises(EngineError, match="openvino opens onnx files, not torchscript"):
+        open_engine(folder, load_card(folder), Execution("openvino"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_where_nothing_works_every_engine_is_named_with_its_reason(tmp_path: Path) -> None:
+    card = load_card(artifacts.onnx(tmp_path / "artifact"))
+    with pytest.raises(EngineError, match="this machine has no usable CUDA device"):
+        preferred(card, "cuda")
