@@ -94,7 +94,7 @@ def test_one_graph_gives_the_same_logits_in_every_engine_that_opens_it(tmp_path:
     assert [execution.engine for execution in executions] == ["openvino", "onnxruntime"]
     batch = torch.rand(3, *card.preprocessing.shape)
     session = onnx.reference.ReferenceEvaluator(str(folder / card.file))
-    wanted = np.asarray(session.run(None, {session.input_names[0]: batch.numpy()})[0])
+    wanted = np.asarray(session.run(None, {"input": batch.numpy()})[0])
     for execution in executions:
         with torch.inference_mode():
             found = open_engine(folder, card, execution).run(batch)
