@@ -288,7 +288,9 @@ def compare(
             rows=measured.rows,
             references=measured.references,
             references_of=measured.references_of,
-            recommendation=recommend(measured.rows, measured.speeds, rule),
+            yardstick=measured.turns.yardstick,
+            eager=measured.turns.eager,
+            recommendation=recommend(measured.rows, measured.turns.speeds, rule),
             measurement=measured.measurement,
         )
     )

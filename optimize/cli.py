@@ -200,7 +200,7 @@ def list_runs(store: _Store = DEFAULT_STORE) -> None:
         console = Console()
         (console if console.is_terminal else Console(width=1000)).print(table)
         # Two days, or two runs at once, and the same network takes another time.
-        typer.echo("speed is to each run's own baseline; `compare RUN RUN` measures runs together")
+        typer.echo("speed is to each run's own fastest float execution; `compare RUN RUN` measures runs together")
 
 
 @app.command()

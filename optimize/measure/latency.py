@@ -34,8 +34,8 @@ class Speed:
 
     rounds: Mapping[int, Sequence[Sequence[float]]]
 
-    def against(self, baseline: Speed) -> Timed:
-        """Latency at batch 1, throughput by batch size, and the speed-up over ``baseline``.
+    def against(self, yardstick: Speed, eager: Speed) -> Timed:
+        """Latency at batch 1, throughput by batch size, and the speed-up over ``yardstick`` and over ``eager``.
 
         p50 is the median of the rounds' medians; p95 and p99 are those of all calls, because a tail is
         made of the rare ones; throughput is the median of the rounds'.
@@ -49,7 +49,8 @@ class Speed:
         return Timed(
             latency_ms=Latency(p50=p50, p95=tail.p95, p99=tail.p99, samples=len(single)),
             throughput=throughput,
-            speedup=compare(baseline, self),
+            speedup=compare(yardstick, self),
+            vs_eager=compare(eager, self),
         )
 
     def medians(self) -> list[float]:

@@ -1,21 +1,35 @@
 """The typed row of a report, one shape from the measurement to the page; and the report that is made of rows.
 
 Records only: nothing is measured, judged or worded here, and nothing here needs torch. Accuracies and their
-differences are fractions, latencies milliseconds at batch 1, sizes bytes, durations seconds.
+differences are fractions, latencies milliseconds at batch 1, sizes bytes, durations seconds. What was measured is
+always a pair: an artifact and an execution of it, called as `serve.runtime.engines.base.pair_id` spells it.
 """
 
 from __future__ import annotations
 
 import datetime
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
 from optimize.measure.timing import Timing
 from serve.runtime.card import Preprocessing
+from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
 
 #: Version of ``report.json``.
-SCHEMA: Final = 2
+SCHEMA: Final = 3
+
+
+def _execution(body: object) -> Execution:
+    try:
+        return body if isinstance(body, Execution) else Execution.from_json(body)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+#: An `Execution` as a field of a record.
+RunBy = Annotated[Execution, PlainValidator(_execution), PlainSerializer(Execution.to_json)]
 
 
 class Record(BaseModel):
@@ -119,22 +133,17 @@ class Footprint(Record):
     memory_bytes: int
 
 
-class Execution(Record):
-    """What ran the artifact."""
-
-    provider: str
-    threads: int
-
-
 class Timed(Record):
     """What a measurement in turns gives of each contestant.
 
-    ``throughput`` is images per second by batch size, ``speedup`` is to the baseline.
+    ``throughput`` is images per second by batch size; ``speedup`` is to the fastest float execution
+    (`Results.yardstick`), ``vs_eager`` to the model as PyTorch runs it (`Results.eager`).
     """
 
     latency_ms: Latency
     throughput: dict[int, float]
     speedup: Ratio
+    vs_eager: Ratio
 
     @property
     def best_batch(self) -> int:
@@ -148,13 +157,36 @@ class Timed(Record):
 
 
 class Measured(Timed):
-    """All that is measured of an artifact; what is compared with a parent is None where that was not measured."""
+    """All that is measured of a pair; what is compared with a parent is None where that was not measured."""
 
     accuracy: Accuracy
     footprint: Footprint
-    execution: Execution
     parity: Parity | None = None
     vs_parent: Ratio | None = None
+
+
+class Pair(Record):
+    """An artifact as one execution runs it, measured or not, and the reason if not.
+
+    ``id`` is the pair's (``onnx-int8@openvino``), ``provider`` what really executed it, None where it was not opened.
+    """
+
+    id: str
+    execution: RunBy
+    provider: str | None = None
+    measured: Measured | None = None
+    skip: Skip | None = None
+
+    @model_validator(mode="after")
+    def _measured_or_skipped(self) -> Self:
+        if (self.measured is None) == (self.skip is None):
+            raise ValueError("a pair is either measured or skipped, with the reason")
+        return self
+
+    @property
+    def runs_on(self) -> str:
+        """The execution in one word, as the id has it: ``openvino``."""
+        return self.id.rpartition("@")[2]
 
 
 class ModelFile(Record):
@@ -165,6 +197,11 @@ class ModelFile(Record):
     key: str
     format: str
     precision: str
+
+    @property
+    def is_float(self) -> bool:
+        """Whether no part of it computes with integers."""
+        return "int" not in self.precision
 
 
 class Archive(Record):
@@ -179,7 +216,8 @@ class Row(Record):
     """A stage of a recipe and what became of it: an artifact or none, measured or not, and the reason if not.
 
     ``operation`` is the pass (``baseline`` for the first), ``made`` when the artifact was made, ``seconds`` how
-    long that took, ``cached`` whether it was at an earlier run.
+    long that took, ``cached`` whether it was at an earlier run. ``pairs`` has an entry for each execution that the
+    artifact was to be measured with; ``skip`` says why it was not made, or with none of them measured.
     """
 
     name: str
@@ -191,22 +229,35 @@ class Row(Record):
     seconds: float | None = None
     file: ModelFile | None = None
     archive: Archive | None = None
-    measured: Measured | None = None
+    pairs: tuple[Pair, ...] = ()
     skip: Skip | None = None
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _measured_or_skipped(self) -> Self:
-        if (self.measured is None) == (self.skip is None):
+        if (self.best is None) == (self.skip is None):
             raise ValueError("a row is either measured or skipped, with the reason")
-        if self.measured is not None and self.file is None:
+        if self.best is not None and self.file is None:
             raise ValueError("what was measured has a file")
         return self
 
+    @property
+    def best(self) -> Pair | None:
+        """The measured pair of the lowest p50; None if none was measured."""
+        measured = [(pair.measured.latency_ms.p50, pair) for pair in self.pairs if pair.measured]
+        return min(measured, key=lambda entry: entry[0])[1] if measured else None
+
+    @property
+    def measured(self) -> Measured | None:
+        """What was measured of the best pair."""
+        return self.best.measured if self.best else None
+
     def measurements(self) -> dict[str, Any]:
         """What was measured, or why nothing was, as JSON values: what an artifact's card repeats of its row."""
-        measured = self.measured.to_json() if self.measured else {}
-        return measured | {"skip": self.skip.to_json() if self.skip else None}
+        return {
+            "pairs": [pair.to_json() for pair in self.pairs],
+            "skip": self.skip.to_json() if self.skip else None,
+        }
 
 
 class Reference(Record):
@@ -228,13 +279,16 @@ Line = Row | Reference
 
 
 class Recommendation(Record):
-    """The chosen artifact's name (None if none was measured), the rule, and the reason against each other one.
+    """The chosen pair (None if none was measured), the rule, and the reason against each other one.
 
-    ``unproven`` is the artifact that would be chosen if more images showed what these suggest; ``remarks`` are
-    sentences about what the rule does not see.
+    ``name`` is its artifact's, ``pair`` its id, ``execution`` what is to run it. ``rejected`` is by pair's id, and by
+    row's name where no pair of it was measured. ``unproven`` is the id of the pair that would be chosen if more images
+    showed what these suggest; ``remarks`` are sentences about what the rule does not see.
     """
 
     name: str | None
+    pair: str | None = None
+    execution: RunBy | None = None
     rule: str
     rejected: dict[str, str] = {}
     unproven: str | None = None
@@ -253,13 +307,17 @@ class Measurement(Record):
 class Results(Record):
     """Artifacts and references that were measured in turns, the first row being the baseline of all differences.
 
-    ``references_of`` is the artifact whose eager module the references run.
+    ``references_of`` is the artifact whose eager module the references run. Speeds are multiples of those of two pairs
+    or references: ``yardstick`` is the fastest float execution (the baseline's best, where no float was measured),
+    ``eager`` the reference of that name (the baseline's best pair, where it was not measured).
     """
 
     title: str
     rows: tuple[Row, ...]
     references: tuple[Reference, ...] = ()
     references_of: str | None = None
+    yardstick: str | None = None
+    eager: str | None = None
     recommendation: Recommendation
     measurement: Measurement
 
@@ -268,6 +326,17 @@ class Results(Record):
         """Rows, then references."""
         return (*self.rows, *self.references)
 
+    def timed(self, name: str | None) -> Timed | None:
+        """The times of a pair, by its id, or of a reference; None if there is none or it was not measured."""
+        found = {pair.id: pair.measured for row in self.rows for pair in row.pairs}
+        return {**found, **{reference.name: reference.measured for reference in self.references}}.get(name or "")
+
+    @property
+    def float_yardstick(self) -> bool:
+        """Whether ``yardstick`` is a float execution, and not the baseline for want of one."""
+        holders = [row.file for row in self.rows for pair in row.pairs if pair.id == self.yardstick]
+        return all(file is not None and file.is_float for file in holders)
+
     @property
     def baseline(self) -> Row:
         """The row that the others are compared with."""
@@ -275,8 +344,14 @@ class Results(Record):
 
     @property
     def chosen(self) -> Row | None:
-        """The recommended row."""
+        """The row of the recommended pair."""
         return next((row for row in self.rows if row.name == self.recommendation.name), None)
+
+    @property
+    def chosen_pair(self) -> Pair | None:
+        """The recommended pair."""
+        pairs = self.chosen.pairs if self.chosen else ()
+        return next((pair for pair in pairs if pair.id == self.recommendation.pair), None)
 
 
 class Gpu(Record):
@@ -322,9 +397,9 @@ class Data(Record):
 
 
 class Report(Results):
-    """A finished run, as ``report.json`` holds it; ``title`` is the run's name, ``recommended`` what is served."""
+    """A finished run, as ``report.json`` holds it; ``title`` is its name, ``recommended`` the artifact to serve."""
 
-    schema_version: Literal[2] = Field(default=SCHEMA, alias="schema")
+    schema_version: Literal[3] = Field(default=SCHEMA, alias="schema")
     model: str
     created: datetime.datetime
     seconds: float

@@ -18,7 +18,6 @@ from optimize.report.words import (
     family,
     number,
     percent,
-    plural,
     points,
     seconds,
     signed,
@@ -180,9 +179,10 @@ def _apart(measured: Measured) -> Cell:
     return Cell(small(measured.parity.max_abs), (f"mean {small(measured.parity.mean_abs)}",))
 
 
-def _runs_on(measured: Measured) -> Cell:
-    execution = measured.execution
-    return Cell(execution.provider, (plural(execution.threads, "thread"),))
+def _runs_on(line: Line, _: Results) -> Cell:
+    if not isinstance(line, Row) or line.best is None:
+        return EMPTY
+    return Cell(line.best.runs_on, (line.best.provider,) if line.best.provider else ())
 
 
 def _made(line: Line, _: Results) -> Cell:
@@ -212,6 +212,6 @@ COLUMNS: tuple[Column, ...] = (
     Column("apart", "largest difference", "", _measured(_apart), table="details"),
     Column("memory", "memory", "", _measured(lambda m: size(m.footprint.memory_bytes)), table="details"),
     Column("load", "load", "ms", _measured(lambda m: number(m.footprint.load_ms)), table="details"),
-    Column("runs_on", "runs on", "", _measured(_runs_on), table="details", left=True),
+    Column("runs_on", "runs on", "", _runs_on, table="details", left=True),
     Column("made", "made in", "", _made, table="details"),
 )

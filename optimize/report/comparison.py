@@ -74,5 +74,9 @@ class Comparison:
         import pandas
 
         # What was measured is the subject here, and stands beside the row's own fields.
-        flat = [body | (body.pop("measured") or {}) for body in (row.to_json() for row in self.rows)]
+        flat = []
+        for row in self.rows:
+            body = row.to_json() | (row.best.to_json() if row.best else {})
+            measured = body.pop("measured", None) or {}
+            flat.append({key: value for key, value in body.items() if key != "pairs"} | measured)
         return pandas.json_normalize(flat).set_index("name")

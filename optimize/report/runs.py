@@ -21,9 +21,9 @@ HEADS = ("run", "model", "data", "artifacts", "recommended", "top-1 %", "speed",
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One line about a run; ``top1`` and ``speedup`` are those of the recommended artifact.
+    """One line about a run; ``top1`` and ``speedup`` are those of the recommended pair.
 
-    A speed-up is to the run's own baseline: times of different measurements do not compare.
+    A speed-up is to the run's own fastest float execution: times of different measurements do not compare.
     """
 
     name: str
@@ -65,13 +65,13 @@ def read_runs(store: Path) -> Iterator[RunSummary | SchemaError]:
         except SchemaError as error:
             yield error
             continue
-        measured = report.chosen.measured if report.chosen else None
+        measured = report.chosen_pair.measured if report.chosen_pair else None
         yield RunSummary(
             name=path.parent.name,
             model=report.model,
             data=report.data.name,
             artifacts=sum(row.file is not None for row in report.rows),
-            recommended=report.recommended,
+            recommended=report.recommendation.pair,
             top1=measured.accuracy.top1 if measured else None,
             speedup=measured.speedup.value if measured else None,
             taken=moment(report.measurement.taken),
@@ -96,7 +96,8 @@ def report_of(store: Path, run: str) -> Report:
     except ValidationError as error:
         if isinstance(body, dict) and isinstance(version := body.get("schema"), int) and version != SCHEMA:
             raise SchemaError(
-                f"{path} has schema {version}, this version reads {SCHEMA}; run the model again to rebuild it"
+                f"{path} is of {'an older' if version < SCHEMA else 'a newer'} version (schema {version}, and not "
+                f"{SCHEMA}); run the model again to make it anew"
             ) from None
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"

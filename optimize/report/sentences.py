@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optimize.measure.rows import Data, Measurement, Report, Results, Row
+from optimize.measure.rows import Data, Measured, Measurement, Pair, Report, Results, Row
 from optimize.report.words import NONE, count, moment, number, percent, plain, plural, points, seconds, size, times
 
 Fact = tuple[str, str]
@@ -10,26 +10,31 @@ Fact = tuple[str, str]
 
 def verdict(results: Results) -> str:
     """What was found, in one sentence."""
-    chosen, start = results.chosen, results.baseline
-    if chosen is None or chosen.measured is None:
+    chosen, pair, start = results.chosen, results.chosen_pair, results.baseline
+    if chosen is None or pair is None or pair.measured is None:
         return "No artifact is recommended."
-    unproven = results.recommendation.unproven is not None
-    found = [*_faster(chosen, start, unproven=unproven), *_smaller(chosen, start), _as_accurate(chosen, start)]
-    return f"{chosen.name} is recommended: {'; '.join(found)}."
+    found = [_speed(results, pair, pair.measured), *_smaller(chosen, start), _as_accurate(pair.measured)]
+    return f"{pair.id} is recommended: {'; '.join(found)}."
 
 
-def _faster(chosen: Row, start: Row, *, unproven: bool) -> list[str]:
-    if chosen is start and unproven:
-        return ["of no other artifact do the images show that it is accurate enough"]
-    if chosen is start:
-        return ["no other artifact is better by the rule below"]
-    if chosen.measured is None:
-        return []
-    spoken = f"{times(chosen.measured.speedup.value)} the speed of the baseline"
-    if start.measured is None:
-        return [spoken]
-    p50, before = number(chosen.measured.latency_ms.p50), number(start.measured.latency_ms.p50)
-    return [f"{spoken} ({p50} instead of {before} ms at p50)"]
+def _speed(results: Results, pair: Pair, measured: Measured) -> str:
+    if results.chosen is results.baseline and results.recommendation.unproven is not None:
+        return "of no other artifact do the images show that it is accurate enough"
+    if results.chosen is results.baseline:
+        return "no other artifact is better by the rule below"
+    p50 = number(measured.latency_ms.p50)
+    eager = f"{times(measured.vs_eager.value)} {_eager(results)}"
+    kind = "fastest float execution" if results.float_yardstick else "baseline"
+    if pair.id == results.yardstick or (against := results.timed(results.yardstick)) is None:
+        return f"the {kind} ({p50} ms at p50), {eager}"
+    before = f"{results.yardstick}; {p50} instead of {number(against.latency_ms.p50)} ms at p50"
+    return f"{times(measured.speedup.value)} the speed of the {kind} ({before}), {eager}"
+
+
+def _eager(results: Results) -> str:
+    """What ``vs_eager`` is a multiple of."""
+    named = [reference for reference in results.references if reference.name == results.eager]
+    return "eager PyTorch" if named else f"the baseline ({results.eager})"
 
 
 def _smaller(chosen: Row, start: Row) -> list[str]:
@@ -38,9 +43,8 @@ def _smaller(chosen: Row, start: Row) -> list[str]:
     return [f"{size(chosen.file.bytes)} instead of {size(start.file.bytes)}"]
 
 
-def _as_accurate(chosen: Row, start: Row) -> str:
-    assert chosen.measured is not None
-    accuracy = chosen.measured.accuracy
+def _as_accurate(measured: Measured) -> str:
+    accuracy = measured.accuracy
     if (d := accuracy.difference) is None:
         return f"top-1 {percent(accuracy.top1)} %"
     bounds = f"95 % interval {points(d.low)} to {points(d.high)}"

@@ -18,15 +18,16 @@ from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, load_answers
 from optimize.measure.footprint import FootprintMeter
 from optimize.measure.latency import compare, measure_speed
-from optimize.measure.rows import Execution, Footprint, Measured, Measurement, Report, Results, Row, Skip
+from optimize.measure.rows import Footprint, Measured, Measurement, Pair, Report, Results, Row, Skip
 from optimize.measure.timing import Timing
 from optimize.report.runs import report_of
 from optimize.run.recommendation import Recommend, recommend
+from optimize.run.turns import turns
 from optimize.store.objects import Store
 from serve import layout
 from serve.runs import sample_image
 from serve.runtime.card import read_card
-from serve.runtime.engines.base import preferred
+from serve.runtime.engines.base import pair_id, preferred
 from serve.runtime.errors import EngineError, UserError, did_you_mean
 from serve.runtime.images import load
 from serve.runtime.predictor import Predictor
@@ -50,8 +51,9 @@ class _Contestant:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A contestant that runs here, and its own input at every batch size."""
+    """A contestant that runs here, and its own input at every batch size; ``id`` is the pair's."""
 
+    id: str
     predictor: Predictor
     batches: Mapping[int, torch.Tensor]
 
@@ -98,36 +100,37 @@ def compare_runs(
     listener.ended("memory", 0.0, cached=False, skipped=None)
     listener.started("speed")
     begun = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {name: o.call for name, o in opened.items()}
+    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {o.id: o.call for o in opened.values()}
     # Each call has its images; of the batch it reads the size alone.
     speeds = measure_speed(calls, torch.empty, device, timing, listener)
     taken = sum(sum(map(sum, turns)) for speed in speeds.values() for turns in speed.rounds.values()) / 1e3
     listener.ended("speed", taken, cached=False, skipped=None)
+    floats = [opened[c.name].id for c in contestants if c.name in opened and c.row.file and c.row.file.is_float]
+    every = turns(speeds, floats=floats, baseline=[opened[first].id])
 
-    def measured(contestant: _Contestant) -> Measured:
-        name, parent = contestant.name, f"{contestant.run}/{contestant.row.parent}"
+    def pair(contestant: _Contestant) -> Pair:
+        name, parent = contestant.name, opened.get(f"{contestant.run}/{contestant.row.parent}")
         assert contestant.row.measured is not None
-        timed = speeds[name].against(speeds[first])
-        return Measured(
-            latency_ms=timed.latency_ms,
-            throughput=timed.throughput,
-            speedup=timed.speedup,
+        own = opened[name]
+        measured = Measured(
+            **dict(every.timed(own.id)),
             accuracy=accuracy(
                 answers[name],
                 answers[first] if name != first else None,
                 contestant.row.measured.accuracy.answers,
             ),
             footprint=footprints[name],
-            execution=Execution(provider=opened[name].predictor.engine.provider, threads=torch.get_num_threads()),
-            vs_parent=compare(speeds[parent], speeds[name]) if parent in speeds else None,
+            vs_parent=compare(speeds[parent.id], speeds[own.id]) if parent else None,
         )
+        engine = own.predictor.engine
+        return Pair(id=own.id, execution=own.predictor.execution, provider=engine.provider, measured=measured)
 
     rows = [
         c.row.model_copy(
             update={
                 "name": c.name,
                 "parent": f"{c.run}/{c.row.parent}" if c.row.parent else None,
-                "measured": None if c.name in skips else measured(c),
+                "pairs": () if c.name in skips else (pair(c),),
                 "skip": skips.get(c.name),
             }
         )
@@ -136,6 +139,8 @@ def compare_runs(
     return Results(
         title=" and ".join(dict.fromkeys(c.run for c in contestants)),
         rows=tuple(rows),
+        yardstick=every.yardstick,
+        eager=every.eager,
         recommendation=recommend(rows, speeds, rule),
         measurement=Measurement(timing=timing, taken=begun, seconds=taken, cached=False),
     )
@@ -194,7 +199,8 @@ def _open(store: Path, contestant: _Contestant, device: torch.device, timing: Ti
     if sample is None:
         raise UserError(f"{store / contestant.run} has no sample image; run {contestant.run} again")
     image = load(sample.read_bytes(), predictor.card.preprocessing)
-    return _Opened(predictor, {size: image.expand(size, -1, -1, -1).contiguous() for size in timing.batch_sizes})
+    batches = {size: image.expand(size, -1, -1, -1).contiguous() for size in timing.batch_sizes}
+    return _Opened(pair_id(contestant.name, execution), predictor, batches)
 
 
 def _footprints(

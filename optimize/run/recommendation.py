@@ -1,4 +1,4 @@
-"""Which artifact to deploy: one rule that the user chooses, in a sentence, and why each other one was not chosen."""
+"""Which pair to deploy: one rule that the user chooses, in a sentence, and why each other one was not chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from optimize.measure.latency import LEVEL, Speed, level
-from optimize.measure.rows import Measured, Recommendation, Row
+from optimize.measure.rows import Measured, Pair, Recommendation, Row
 from optimize.measure.statistics import PairedDifference, images_needed, paired_interval, smallest_loss
 from serve.config import Config
 
@@ -49,13 +49,21 @@ class _Goal:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A measured row, its times, and its difference to the baseline at the rule's confidence."""
+    """A measured pair, its times, and its difference to the baseline at the rule's confidence."""
 
-    name: str
+    row: Row
+    pair: Pair
     measured: Measured
-    bytes: int
     speed: Speed
     difference: PairedDifference
+
+    @property
+    def id(self) -> str:
+        return self.pair.id
+
+    @property
+    def bytes(self) -> int:
+        return self.row.file.bytes if self.row.file else 0
 
 
 _GOALS: dict[Objective, _Goal] = {
@@ -72,16 +80,17 @@ _GOALS: dict[Objective, _Goal] = {
 
 
 def recommend(rows: Sequence[Row], speeds: Mapping[str, Speed], by: Recommend) -> Recommendation:
-    """Choose among the report's rows.
+    """Choose among the measured pairs of all rows.
 
     Args:
         rows: artifacts of the report, the baseline first.
-        speeds: their times, from one measurement in turns.
+        speeds: the times of their pairs by id, from one measurement in turns.
         by: the user's rule.
     """
     rule = _rule(by)
     rejected = {row.name: str(row.skip) for row in rows if row.skip is not None}
-    candidates = [candidate for row in rows if (candidate := _candidate(row, speeds, by)) is not None]
+    rejected |= {pair.id: str(pair.skip) for row in rows if not row.skip for pair in row.pairs if pair.skip}
+    candidates = [_candidate(row, *found, speeds, by) for row in rows for found in _measured(row)]
     if not candidates:
         return Recommendation(name=None, rule=rule, rejected=rejected)
     baseline = candidates[0]
@@ -89,17 +98,23 @@ def recommend(rows: Sequence[Row], speeds: Mapping[str, Speed], by: Recommend) -
     proven = [c for c in candidates if c is baseline or c.difference.low > -by.max_drop]
     for candidate in candidates:
         if candidate not in proven:
-            rejected[candidate.name] = _unproven(candidate, by)
+            rejected[candidate.id] = _unproven(candidate, by)
     chosen, reasons = _best(proven, by)
     remarks, unproven = _doubts(chosen, candidates, by)
     if chosen is not baseline and chosen.measured.speedup.value < 1:
         remarks.append(
-            f"{chosen.name} is not faster than the baseline: at batch 1 it has {chosen.measured.speedup.value:.2f} "
-            "times its speed."
+            f"{chosen.id} is not faster than the fastest float execution: at batch 1 it has "
+            f"{chosen.measured.speedup.value:.2f} times its speed."
         )
     remarks += _tail(chosen, candidates, proven, by)
     return Recommendation(
-        name=chosen.name, rule=rule, rejected=rejected | reasons, unproven=unproven, remarks=tuple(remarks)
+        name=chosen.row.name,
+        pair=chosen.id,
+        execution=chosen.pair.execution,
+        rule=rule,
+        rejected=rejected | reasons,
+        unproven=unproven,
+        remarks=tuple(remarks),
     )
 
 
@@ -112,13 +127,15 @@ def _rule(by: Recommend) -> str:
     )
 
 
-def _candidate(row: Row, speeds: Mapping[str, Speed], by: Recommend) -> _Candidate | None:
-    if row.measured is None or row.file is None:
-        return None
-    found = row.measured.accuracy.difference
+def _measured(row: Row) -> list[tuple[Pair, Measured]]:
+    return [(pair, pair.measured) for pair in row.pairs if pair.measured is not None]
+
+
+def _candidate(row: Row, pair: Pair, measured: Measured, speeds: Mapping[str, Speed], by: Recommend) -> _Candidate:
+    found = measured.accuracy.difference
     gained, lost = (found.gained, found.lost) if found else (0, 0)
-    difference = paired_interval(gained, lost, row.measured.accuracy.images, by.confidence)
-    return _Candidate(row.name, row.measured, row.file.bytes, speeds[row.name], difference)
+    difference = paired_interval(gained, lost, measured.accuracy.images, by.confidence)
+    return _Candidate(row, pair, measured, speeds[pair.id], difference)
 
 
 def _best(candidates: Sequence[_Candidate], by: Recommend) -> tuple[_Candidate, dict[str, str]]:
@@ -132,7 +149,7 @@ def _best(candidates: Sequence[_Candidate], by: Recommend) -> tuple[_Candidate, 
         if candidate is first or not ratio.slower:
             equals.append(candidate)
         else:
-            reasons[candidate.name] = f"{1 / ratio.value:.2f} times the {goal.worse} of {first.name}"
+            reasons[candidate.id] = f"{1 / ratio.value:.2f} times the {goal.worse} of {first.id}"
 
     def tie(candidate: _Candidate) -> float:
         return candidate.measured.latency_ms.p50 if by.objective == "size" else candidate.bytes
@@ -144,12 +161,12 @@ def _best(candidates: Sequence[_Candidate], by: Recommend) -> tuple[_Candidate, 
             last = "slower" if by.objective == "size" else "a larger file"
             why = f"its interval of top-1 begins {behind:.2f} points lower" if behind > 0 else last
             as_good = "as small" if by.objective == "size" else "as fast"
-            reasons[candidate.name] = f"{as_good} as {chosen.name}, and {why}"
+            reasons[candidate.id] = f"{as_good} as {chosen.id}, and {why}"
     return chosen, reasons
 
 
 def _unproven(candidate: _Candidate, by: Recommend) -> str:
-    """Why an artifact is not shown to be accurate enough, and how many images would show it."""
+    """Why a pair is not shown to be accurate enough, and how many images would show it."""
     found = candidate.difference
     reason = f"its top-1 may be {-found.low * 100:.1f} points below the baseline's"
     if found.delta <= -by.max_drop:
@@ -164,7 +181,7 @@ def _side(delta: float) -> str:
 
 
 def _doubts(chosen: _Candidate, candidates: Sequence[_Candidate], by: Recommend) -> tuple[list[str], str | None]:
-    """What more images might change: the remarks, and the artifact that would then be chosen."""
+    """What more images might change: the remarks, and the pair that would then be chosen."""
     plausible = [c for c in candidates if c is chosen or c.difference.delta > -by.max_drop]
     best, _ = _best(plausible, by)
     goal = _GOALS[by.objective]
@@ -183,8 +200,8 @@ def _doubts(chosen: _Candidate, candidates: Sequence[_Candidate], by: Recommend)
         )
     if unproven is not None:
         better = f"{gain:.2f} times the size" if by.objective == "size" else f"{gain:.2f} times as fast"
-        remarks.append(f"Unproven best: {unproven.name} ({better}); {_unproven(unproven, by)}.")
-    return remarks, unproven.name if unproven else None
+        remarks.append(f"Unproven best: {unproven.id} ({better}); {_unproven(unproven, by)}.")
+    return remarks, unproven.id if unproven else None
 
 
 def _tail(
@@ -203,8 +220,8 @@ def _tail(
         return []
     steady, _ = _best(proven, by.model_copy(update={"objective": "p95"}))
     latency = chosen.measured.latency_ms
-    instead = f" would choose {steady.name}" if steady is not chosen else " would choose it too"
+    instead = f" would choose {steady.id}" if steady is not chosen else " would choose it too"
     return [
-        f"One answer in twenty of {chosen.name} takes {latency.p95:.2f} ms or more, {ratio(chosen):.1f} times its p50 "
+        f"One answer in twenty of {chosen.id} takes {latency.p95:.2f} ms or more, {ratio(chosen):.1f} times its p50 "
         f"of {latency.p50:.2f} (others: {usual:.1f} times). Where that matters, objective: p95{instead}."
     ]

@@ -19,11 +19,12 @@ def timed(ms: float, samples: int = 250) -> dict[str, Any]:
     return {
         "latency_ms": {"p50": ms, "p95": ms * 1.11, "p99": ms * 1.33, "samples": samples},
         "throughput": {str(b): 1000 / ms * (1 + math.log2(b) / 8) for b in (1, 4, 16, 32)},
-        "speedup": ratio(22.2 / ms, 22.0 / ms, 22.4 / ms),
+        "speedup": ratio(13.3 / ms, 13.2 / ms, 13.4 / ms),
+        "vs_eager": ratio(25.5 / ms, 25.3 / ms, 25.7 / ms),
     }
 
 
-def measured(top1: float, ms: float, mb: float, parent: str | None, provider: str) -> dict[str, Any]:
+def measured(top1: float, ms: float, mb: float, parent: str | None) -> dict[str, Any]:
     delta = top1 - 0.9111
     difference = {"delta": delta, "low": delta - 0.0062, "high": delta + 0.0058, "gained": 11, "lost": 13}
     accuracy = {"top1": top1, "top5": 0.9922, "images": 2222, "answers": "a" * 64}
@@ -40,9 +41,18 @@ def measured(top1: float, ms: float, mb: float, parent: str | None, provider: st
         **timed(ms),
         "accuracy": accuracy | {"difference": difference if parent else None},
         "footprint": {"memory_bytes": int(3 * mb * 1e6), "load_ms": 77.7},
-        "execution": {"provider": provider, "threads": 2},
         "parity": parity if parent else None,
         "vs_parent": ratio(1.23, 1.11, 1.44) if parent else None,
+    }
+
+
+def pair(artifact: str, engine: str, figures: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": f"{artifact}@{engine}",
+        "execution": {"engine": engine, "device": "cpu", "threads": None, "buckets": [], "options": {}},
+        "provider": f"{engine}/cpu",
+        "measured": figures,
+        "skip": None,
     }
 
 
@@ -65,7 +75,7 @@ def row(name: str, parent: str | None, precision: str, figures: tuple[float, flo
             "precision": precision,
         },
         "archive": {"path": f"archives/toy-{name}.mar", "bytes": int(mb * 1.1e6), "sha256": "1" * 64},
-        "measured": measured(top1, ms, mb, parent, "CPUExecutionProvider" if onnx else "torch"),
+        "pairs": [pair(name, "openvino" if onnx else "torchscript", measured(top1, ms, mb, parent))],
         "skip": None,
         "notes": [],
     }
@@ -86,13 +96,13 @@ def body() -> dict[str, Any]:
         row("onnx-int8-qat", "qat", "int8", (0.9122, 6.77, 11.3)),
     ]
     by_name = {r["name"]: r for r in rows}
-    by_name["half"]["measured"]["vs_parent"] = ratio(0.82, 0.77, 0.88, slower=True)
+    by_name["half"]["pairs"][0]["measured"]["vs_parent"] = ratio(0.82, 0.77, 0.88, slower=True)
     by_name["half"]["notes"] = ["bfloat16 in place of FP16: this processor has no FP16 kernels"]
-    by_name["onnx-half"] |= {"measured": None, "skip": {"kind": "cannot_run_here", "reason": NO_GPU}}
+    by_name["onnx-half"] |= {"pairs": [], "skip": {"kind": "cannot_run_here", "reason": NO_GPU}}
     by_name["fuse"]["cached"] = True
-    by_name["onnx"]["measured"]["parity"] |= {"sqnr_db": None, "max_abs": 0.0, "mean_abs": 0.0}
+    by_name["onnx"]["pairs"][0]["measured"]["parity"] |= {"sqnr_db": None, "max_abs": 0.0, "mean_abs": 0.0}
     return {
-        "schema": 2,
+        "schema": 3,
         "title": "toynet",
         "model": "toynet",
         "created": "2001-02-03T04:05:06Z",
@@ -135,10 +145,14 @@ def body() -> dict[str, Any]:
         "recommended": "qat",
         "recommendation": {
             "name": "qat",
+            "pair": "qat@torchscript",
+            "execution": {"engine": "torchscript"},
             "rule": RULE,
-            "rejected": {"ptq": "its interval reaches below the limit"},
+            "rejected": {"ptq@torchscript": "its interval reaches below the limit"},
         },
         "rows": rows,
+        "yardstick": "onnx@openvino",
+        "eager": "eager",
         "references": [
             {"name": "eager", "measured": timed(25.5), "skip": None},
             {

@@ -247,7 +247,7 @@ def test_verify_names_what_is_damaged_and_exits_with_1(copied_store: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"schema": 2, "rows": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"schema": 3, "rows": 3}'])
 def test_a_damaged_report_is_one_line(copied_store: Path, content: str) -> None:
     (copied_store / "tiny" / "report.json").write_text(content)
     for words in (("list",), ("show", "tiny"), ("verify", "tiny")):

@@ -60,14 +60,14 @@ def test_a_run_stands_for_its_baseline_and_its_recommended_artifact(tiny_run: Ti
         run, artifact = name.split("/")
         report = json.loads((two_runs / run / "report.json").read_text())
         stored = next(entry for entry in report["rows"] if entry["name"] == artifact)
-        assert row.measured.accuracy.top1 == stored["measured"]["accuracy"]["top1"]
+        assert row.measured.accuracy.top1 == stored["pairs"][0]["measured"]["accuracy"]["top1"]
         assert row.file is not None
         assert row.file.bytes == stored["file"]["bytes"]
         # Times of two sessions do not compare: these are none of the stored ones.
-        assert row.measured.latency_ms.p50 != stored["measured"]["latency_ms"]["p50"]
+        assert row.measured.latency_ms.p50 != stored["pairs"][0]["measured"]["latency_ms"]["p50"]
     first = rows["tiny/baseline"].measured
     assert first is not None
-    assert first.speedup.value == 1
+    assert first.vs_eager.value == 1
 
 
 def test_the_difference_between_two_models_is_paired_by_image(two_runs: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_list_of_runs_has_no_latencies_side_by_side(two_runs: Path) -> None:
     head, *lines = result.stdout.splitlines()
     assert "ms" not in head
     assert [line.split()[0] for line in lines[:2]] == ["other", "tiny"]
-    assert "speed is to each run's own baseline" in lines[-1]
+    assert "speed is to each run's own fastest float execution" in lines[-1]
 
 
 def test_a_report_of_another_version_is_left_out_of_the_list_and_named(two_runs: Path, tmp_path: Path) -> None:
@@ -133,4 +133,5 @@ def test_a_report_of_another_version_is_left_out_of_the_list_and_named(two_runs:
     assert "other" not in result.stdout
     assert "tiny" in result.stdout
     (line,) = result.stderr.splitlines()
-    assert line.endswith("other/report.json has schema 1, this version reads 2; run the model again to rebuild it")
+    assert "other/report.json is of an older version (schema 1, and not 3)" in line
+    assert line.endswith("run the model again to make it anew")

@@ -50,7 +50,7 @@ def images(size: int) -> torch.Tensor:
 
 
 def figures(speed: Speed) -> Timed:
-    return speed.against(speed)
+    return speed.against(speed, speed)
 
 
 def turns(log: list[tuple[str, int]]) -> list[tuple[str, int, int]]:

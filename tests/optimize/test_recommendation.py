@@ -12,10 +12,10 @@ from optimize.measure.latency import Speed
 from optimize.measure.rows import (
     Accuracy,
     Difference,
-    Execution,
     Footprint,
     Measured,
     ModelFile,
+    Pair,
     Recommendation,
     Row,
     Skip,
@@ -23,6 +23,7 @@ from optimize.measure.rows import (
 from optimize.measure.statistics import paired_difference
 from optimize.run.recommendation import Recommend, recommend
 from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Case:
         known: dict[str, Any] = {"name": self.name, "operation": "pass", "config": {}, "parent": None, "file": file}
         if self.rounds is None:
             return Row(**known, skip=Skip(kind="cannot_run_here", reason=self.skip))
-        timed = self.speed().against(baseline)
+        timed = self.speed().against(baseline, baseline)
         # The table's interval is not what the rule goes by: it takes the counts, at its own confidence.
         delta = (self.gained - self.lost) / self.images
         difference = Difference(delta=delta, low=-1, high=1, gained=self.gained, lost=self.lost)
@@ -51,9 +52,8 @@ class Case:
             **dict(timed),
             accuracy=Accuracy(top1=0.9, top5=1.0, images=self.images, answers="a", difference=difference),
             footprint=Footprint(load_ms=1.0, memory_bytes=1),
-            execution=Execution(provider="torch", threads=1),
         )
-        return Row(**known, measured=measured)
+        return Row(**known, pairs=(Pair(id=f"{self.name}@e", execution=Execution("e"), measured=measured),))
 
     def speed(self) -> Speed:
         assert self.rounds is not None
@@ -61,8 +61,8 @@ class Case:
 
 
 def choose(*cases: Case, **rule: Any) -> Recommendation:
-    speeds = {case.name: case.speed() for case in cases if case.rounds}
-    baseline = speeds.get(cases[0].name, Speed({1: [[1.0]] * 7, 8: [[1.0]] * 7}))
+    speeds = {f"{case.name}@e": case.speed() for case in cases if case.rounds}
+    baseline = speeds.get(f"{cases[0].name}@e", Speed({1: [[1.0]] * 7, 8: [[1.0]] * 7}))
     return recommend([case.row(baseline) for case in cases], speeds, Recommend(**rule))
 
 
@@ -80,7 +80,10 @@ def low(gained: int, lost: int, images: int) -> float:
 def test_the_fastest_is_chosen_among_accurate_ones() -> None:
     chosen = choose(row("baseline", 10, 100), row("fuse", 8, 100), row("ptq", 2, 30, gained=2, lost=4))
     assert chosen.name == "ptq"
-    assert chosen.rejected == {"baseline": "5.00 times the latency of ptq", "fuse": "4.00 times the latency of ptq"}
+    assert chosen.rejected == {
+        "baseline@e": "5.00 times the latency of ptq@e",
+        "fuse@e": "4.00 times the latency of ptq@e",
+    }
     assert "less than 2 points below" in chosen.rule
     assert (chosen.unproven, chosen.remarks) == (None, ())
 
@@ -89,14 +92,14 @@ def test_one_that_may_lose_too_much_is_rejected_however_fast() -> None:
     assert low(0, 14, 1000) < -0.02 < low(0, 9, 1000)
     chosen = choose(row("baseline", 10, 100), row("ptq", 2, 30, lost=14), row("qat", 3, 30, lost=9))
     assert chosen.name == "qat"
-    assert chosen.rejected["ptq"].startswith(
+    assert chosen.rejected["ptq@e"].startswith(
         "its top-1 may be 2.3 points below the baseline's (measured on 1,000 images"
     )
 
 
 def test_a_loss_that_was_measured_is_named_and_more_images_are_not_asked_for() -> None:
     chosen = choose(row("baseline", 10, 100), row("ptq", 2, 30, lost=40))
-    assert chosen.rejected["ptq"] == "its top-1 may be 5.4 points below the baseline's (measured: 4.0)"
+    assert chosen.rejected["ptq@e"] == "its top-1 may be 5.4 points below the baseline's (measured: 4.0)"
     assert chosen.unproven is None
 
 
@@ -111,10 +114,10 @@ def test_what_the_interval_must_exclude_is_the_users_choice() -> None:
 def test_too_few_images_say_how_many_would_do_and_name_the_unproven_best() -> None:
     chosen = choose(row("baseline", 10, 100, images=60), row("onnx-int8", 2, 30, images=60))
     assert chosen.name == "baseline"
-    assert chosen.unproven == "onnx-int8"
+    assert chosen.unproven == "onnx-int8@e"
     said = " ".join(chosen.remarks)
     assert "60 images cannot show a loss below 2 points, 189 would" in said
-    assert "Unproven best: onnx-int8 (5.00 times as fast)" in said
+    assert "Unproven best: onnx-int8@e (5.00 times as fast)" in said
     # With 189 images the very same rows prove it.
     chosen = choose(row("baseline", 10, 100, images=189), row("onnx-int8", 2, 30, images=189))
     assert (chosen.name, chosen.unproven, chosen.remarks) == ("onnx-int8", None, ())
@@ -123,8 +126,8 @@ def test_too_few_images_say_how_many_would_do_and_name_the_unproven_best() -> No
 
 def test_with_enough_images_an_unproven_best_is_named_with_the_number_that_would_decide() -> None:
     chosen = choose(row("baseline", 10, 100), row("ptq", 2, 30, gained=20, lost=30), row("qat", 5, 30))
-    assert (chosen.name, chosen.unproven) == ("qat", "ptq")
-    needed = int(re.search(r"if it goes on so, ([\d,]+) images", chosen.rejected["ptq"])[1].replace(",", ""))  # type: ignore[index]
+    assert (chosen.name, chosen.unproven) == ("qat", "ptq@e")
+    needed = int(re.search(r"if it goes on so, ([\d,]+) images", chosen.rejected["ptq@e"])[1].replace(",", ""))  # type: ignore[index]
     assert low(round(needed * 0.02), round(needed * 0.03), needed) > -0.02 - 1e-4
     assert low(round(needed * 0.018), round(needed * 0.027), round(needed * 0.9)) < -0.02
 
@@ -132,21 +135,21 @@ def test_with_enough_images_an_unproven_best_is_named_with_the_number_that_would
 def test_of_those_level_in_speed_the_surely_more_accurate_is_chosen() -> None:
     chosen = choose(row("baseline", 10, 100), row("ptq", 2, 20), row("qat", [2.02] * 6 + [1.9], 30, gained=60))
     assert chosen.name == "qat"
-    assert chosen.rejected["ptq"].startswith("as fast as qat, and its interval of top-1 begins ")
+    assert chosen.rejected["ptq@e"].startswith("as fast as qat@e, and its interval of top-1 begins ")
 
 
 def test_a_more_accurate_one_that_is_plainly_slower_is_not_chosen() -> None:
     chosen = choose(row("baseline", 10, 100), row("ptq", 2, 20), row("qat", 2.2, 30, gained=60))
     assert chosen.name == "ptq"
-    assert chosen.rejected["qat"] == "1.10 times the latency of ptq"
+    assert chosen.rejected["qat@e"] == "1.10 times the latency of ptq@e"
 
 
 def test_of_those_level_in_speed_and_accuracy_the_smallest_file_is_chosen() -> None:
     noisy = [2.1, 1.9, 2.04, 2.0, 2.1, 1.95, 2.02]
     chosen = choose(row("baseline", 10, 100), row("ptq", 2, 30), row("onnx-int8", noisy, 20), row("onnx", 4, 10))
     assert chosen.name == "onnx-int8"
-    assert chosen.rejected["ptq"] == "as fast as onnx-int8, and a larger file"
-    assert chosen.rejected["onnx"] == "2.00 times the latency of ptq"
+    assert chosen.rejected["ptq@e"] == "as fast as onnx-int8@e, and a larger file"
+    assert chosen.rejected["onnx@e"] == "2.00 times the latency of ptq@e"
 
 
 def test_each_objective_has_its_own_winner() -> None:
@@ -160,8 +163,8 @@ def test_each_objective_has_its_own_winner() -> None:
     )
     winners = {goal: choose(*cases, objective=goal).name for goal in ("latency", "p95", "throughput", "size")}
     assert winners == {"latency": "spread", "p95": "steady", "throughput": "batched", "size": "small"}
-    assert choose(*cases, objective="size").rejected["batched"] == "7.00 times the size of small"
-    assert choose(*cases, objective="throughput").rejected["spread"] == "3.00 times the time per image of batched"
+    assert choose(*cases, objective="size").rejected["batched@e"] == "7.00 times the size of small@e"
+    assert choose(*cases, objective="throughput").rejected["spread@e"] == "3.00 times the time per image of batched@e"
 
 
 def test_a_long_tail_of_the_chosen_one_is_said_and_who_has_none() -> None:
@@ -170,7 +173,7 @@ def test_a_long_tail_of_the_chosen_one_is_said_and_who_has_none() -> None:
     assert chosen.name == "spread"
     (remark,) = chosen.remarks
     assert "4.64 ms or more, 8.9 times its p50 of 0.52 (others: 1.0 times)" in remark
-    assert "objective: p95 would choose steady" in remark
+    assert "objective: p95 would choose steady@e" in remark
     everyone = Case("baseline", [[10.0] * 18 + [90.0] * 2] * 7, 100)
     assert choose(everyone, spread).remarks == ()  # the machine's, not the artifact's
     assert choose(row("baseline", 10, 100), steady, spread, objective="p95").remarks == ()
@@ -181,13 +184,15 @@ def test_what_is_slower_than_the_baseline_is_not_recommended_without_saying_so()
     assert choose(*cases).name == "baseline"
     chosen = choose(*cases, objective="size")
     assert chosen.name == "ptq"
-    assert chosen.remarks == ("ptq is not faster than the baseline: at batch 1 it has 0.67 times its speed.",)
+    assert chosen.remarks == (
+        "ptq@e is not faster than the fastest float execution: at batch 1 it has 0.67 times its speed.",
+    )
 
 
 def test_the_baseline_is_chosen_where_nothing_is_better() -> None:
     chosen = choose(row("baseline", 2, 100), row("ptq", 3, 30))
     assert chosen.name == "baseline"
-    assert "1.50 times the latency of baseline" in chosen.rejected["ptq"]
+    assert "1.50 times the latency of baseline@e" in chosen.rejected["ptq@e"]
     assert chosen.unproven is None
 
 

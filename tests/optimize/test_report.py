@@ -95,14 +95,17 @@ def test_the_page_shows_every_artifact_and_baseline_with_its_numbers(tmp_path: P
     assert shown["top-1 %"] == "90.88"
     assert (shown["Δ points"], shown["95 %"]) == ("−0.23", "−0.85 to +0.35")
     assert (shown["p50 ms"], shown["p99 ms"]) == ("4.44", "5.91 of 250")
-    assert shown["speed"] == "5.00×"
+    assert shown["speed"] == "3.00×"
     assert shown["size"] == "11.1 MB"
     assert "25.5" in page.row("eager")[1]
 
 
 def test_the_page_opens_with_the_verdict_and_its_rule(tmp_path: Path) -> None:
     page = page_of(synthetic(), tmp_path)
-    verdict = "qat is recommended: 4.88× the speed of the baseline (4.55 instead of 22.2 ms at p50); "
+    verdict = (
+        "qat@torchscript is recommended: 2.92× the speed of the fastest float execution (onnx@openvino; 4.55 instead "
+        "of 13.3 ms at p50), 5.60× eager PyTorch; "
+    )
     assert verdict + "11.1 MB instead of 44.4 MB; top-1 91.33 % (+0.22 points" in page.text
     assert page.text.index(verdict) < page.text.index("img/s")
     assert f"Rule: {RULE}" in page.text
@@ -164,6 +167,7 @@ def test_names_are_shown_and_never_obeyed(hostile: str, tmp_path: Path) -> None:
     made = body()
     made["model"] = made["title"] = made["data"]["name"] = made["versions"]["torch"] = hostile
     made["rows"][4]["name"] = made["recommended"] = made["recommendation"]["name"] = hostile
+    made["rows"][4]["pairs"][0]["id"] = made["recommendation"]["pair"] = f"{hostile}@torchscript"
     made["rows"][6] |= {"notes": [hostile], "parent": hostile}
     made["rows"][7]["skip"]["reason"] = made["recommendation"]["rule"] = hostile
     report = Report.from_json(made)
@@ -184,7 +188,7 @@ def test_the_terminal_table_keeps_the_key_figures(width: int) -> None:
     lines = {words[0]: line for line in text.splitlines() if (words := line.replace("★", " ").split())}
     for row in synthetic().rows:
         assert row.name in lines
-    for figure in ("90.88", "−0.23", "4.44", "5.00×", "11.1 MB"):
+    for figure in ("90.88", "−0.23", "4.44", "3.00×", "11.1 MB"):
         assert figure in lines["ptq"]
     assert "…" not in text.replace(" … ", "")
     assert "0.82× slower" in text
@@ -209,9 +213,11 @@ def test_the_wide_table_adds_interval_tail_and_throughput() -> None:
 def nothing_measured() -> Report:
     """The same report of a machine that can run nothing of it."""
     made = body()
-    for line in (*made["rows"], *made["references"]):
-        line |= {"measured": None, "skip": {"kind": "cannot_run_here", "reason": NO_GPU}}
-    made["recommended"] = made["recommendation"]["name"] = None
+    skip = {"kind": "cannot_run_here", "reason": NO_GPU}
+    made["rows"] = [row | {"pairs": [], "skip": skip} for row in made["rows"]]
+    made["references"] = [line | {"measured": None, "skip": skip} for line in made["references"]]
+    made["recommended"] = made["yardstick"] = made["eager"] = None
+    made["recommendation"] |= {"name": None, "pair": None, "execution": None}
     return Report.from_json(made)
 
 
@@ -238,7 +244,7 @@ def test_no_json_is_written_with_a_number_it_cannot_hold(number: float, tmp_path
     path = tmp_path / "report.json"
     path.write_text("before")
     made = body()
-    made["rows"][3]["measured"]["accuracy"]["top1"] = number
+    made["rows"][3]["pairs"][0]["measured"]["accuracy"]["top1"] = number
     with pytest.raises(ValueError, match="JSON"):
         write_json(made, path)
     with pytest.raises(ValidationError, match="finite"):
@@ -312,7 +318,7 @@ def test_whiskers_end_at_a_hundred_per_cent() -> None:
     accuracy = {"top1": 0.998, "top5": 1.0, "images": 500, "answers": "a" * 64}
     difference = {"delta": 0.002, "low": -0.006, "high": 0.012, "gained": 1, "lost": 0}
     made = body()
-    made["rows"][5]["measured"]["accuracy"] = accuracy | {"difference": difference}
+    made["rows"][5]["pairs"][0]["measured"]["accuracy"] = accuracy | {"difference": difference}
     bounds = {point.name: point.bounds for point in marks(Report.from_json(made))}
     assert bounds["qat"] == pytest.approx((0.990, 1.0))
     assert bounds["ptq"] == pytest.approx((0.9111 - 0.0023 - 0.0062, 0.9111 - 0.0023 + 0.0058))
@@ -343,9 +349,13 @@ def test_a_report_that_is_not_of_its_schema_is_refused(fault: dict[str, Any], wo
 
 def test_a_row_is_measured_or_skipped_and_never_both_or_neither() -> None:
     made = body()["rows"][4]
-    for measured, skip in ((None, None), (made["measured"], {"kind": "failed", "reason": "it fell over"})):
-        with pytest.raises(ValidationError, match="either measured or skipped"):
-            Row.from_json(made | {"measured": measured, "skip": skip})
+    skip = {"kind": "failed", "reason": "it fell over"}
+    for row in (made | {"pairs": []}, made | {"skip": skip}):
+        with pytest.raises(ValidationError, match="a row is either measured or skipped"):
+            Row.from_json(row)
+    for pair in (made["pairs"][0] | {"measured": None}, made["pairs"][0] | {"skip": skip}):
+        with pytest.raises(ValidationError, match="a pair is either measured or skipped"):
+            Row.from_json(made | {"pairs": [pair], "skip": skip})
 
 
 def test_a_report_says_when_it_was_measured_and_not_when_it_was_looked_up(tmp_path: Path) -> None:
@@ -381,7 +391,7 @@ def test_captions_wrap_and_what_scrolls_says_so(tmp_path: Path) -> None:
 
 def test_a_verdict_for_the_baseline_says_whether_the_others_are_worse_or_only_unproven() -> None:
     made = body() | {"recommended": "baseline"}
-    made["recommendation"] |= {"name": "baseline", "rejected": {}}
+    made["recommendation"] |= {"name": "baseline", "pair": "baseline@torchscript", "rejected": {}}
     assert "no other artifact is better by the rule below" in verdict(Report.from_json(made))
-    made["recommendation"]["unproven"] = "qat"
+    made["recommendation"]["unproven"] = "qat@torchscript"
     assert "of no other artifact do the images show that it is accurate enough" in verdict(Report.from_json(made))
