@@ -20,6 +20,7 @@ from optimize.errors import NotApplicableError
 from optimize.export.layers import left_whole
 from optimize.export.program import save_program, write_script
 from optimize.export.trace import trace
+from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.choices import Chosen
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.qdq import reference_program
@@ -62,8 +63,15 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
     # FX would trace into layers of foreign classes again, and fail.
     whole = PrepareCustomConfig().set_non_traceable_module_classes(left_whole(module))
     insert = prepare_qat_fx if module.training else prepare_fx
-    prepared: fx.GraphModule = insert(module, mapping, (example,), whole, backend_config=target.backend_config())
-    return prepared
+    unbound: frozenset[str] = frozenset()
+    while True:
+        bounded = copy.deepcopy(module)
+        bounds = bound_relus(bounded, mapping, target, but_not=unbound)
+        prepared: fx.GraphModule = insert(bounded, mapping, (example,), whole, backend_config=target.backend_config())
+        lost = bind(prepared, bounds)
+        if not lost:
+            return prepared
+        unbound |= lost
 
 
 def choose(

@@ -1,0 +1,125 @@
+"""ReLU6 for int8: a layer's ReLU whose range ends at 6, so that the integers' own end is the bound.
+
+torch.ao (2.11 to 2.14) has kernels of a convolution with a ReLU and none with a ReLU6: it would give the convolution a
+range of its own, half of it for negative numbers that the ReLU6 cuts off, and then clamp in another pass over memory.
+Where a range ends at or below 6, the largest integer stands for all above it, and the clamp changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import fx, nn
+from torch.ao.quantization import FakeQuantizeBase, QConfigMapping
+from torch.ao.quantization.observer import ObserverBase
+from torch.nn import functional
+
+from optimize.quantization.targets import Target
+
+#: Layers whose kernels take a ReLU along.
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class _Bound:
+    """A pre-hook that cuts what a watcher sees, and passes on, at the bound."""
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+
+    def __call__(self, watcher: nn.Module, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return given[0].clamp(max=self._most)
+
+
+def bound_relus(
+    module: fx.GraphModule, mapping: QConfigMapping, target: Target, but_not: Collection[str] = ()
+) -> dict[str, float]:
+    """Replace each ReLU6 behind a layer that will be quantized by a ReLU, in place.
+
+    Nothing is replaced where the target's range is narrower than its type: packed kernels let integers beyond it
+    through.
+
+    Args:
+        module: see `trace_calls`.
+        mapping: which layers are quantized; None for a name means in float.
+        target: what the model is quantized for.
+        but_not: layers whose ReLU6 stays.
+
+    Returns:
+        The bound of each such layer by its name, for `bind`.
+    """
+    if target.activation_max < 255:
+        return {}
+    bounds: dict[str, float] = {}
+    for node in list(module.graph.nodes):
+        most = _bound(module, node)
+        layer = _layer_before(module, node) if most is not None else None
+        if most is None or layer is None or layer in but_not or not _quantized(module, layer, mapping):
+            continue
+        name = f"{layer.replace('.', '_')}_relu"
+        module.add_submodule(name, nn.ReLU().train(module.training))
+        with module.graph.inserting_before(node):
+            relu = module.graph.call_module(name, (node.args[0],))
+        node.replace_all_uses_with(relu)
+        module.graph.erase_node(node)
+        bounds[layer] = most
+    module.recompile()
+    return bounds
+
+
+def bind(prepared: fx.GraphModule, bounds: Mapping[str, float]) -> frozenset[str]:
+    """Let what watches those layers see, and pass on, nothing above their bounds.
+
+    Args:
+        prepared: with observers or fake-quantize modules.
+        bounds: from `bound_relus`, of the module that was prepared.
+
+    Returns:
+        The layers that have no watcher of their own: one that others share (those of a concatenation) may find a range
+        that goes beyond the bound, and theirs would be lost.
+    """
+    watching: dict[str, nn.Module] = {}
+    places: Counter[nn.Module] = Counter()
+    for node in prepared.graph.nodes:
+        watcher = prepared.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(watcher, (ObserverBase, FakeQuantizeBase)):
+            places[watcher] += 1
+            if node.args[0].op == "call_module":
+                watching[str(node.args[0].target)] = watcher
+    own = {name for name in bounds if name in watching and places[watching[name]] == 1}
+    for name in own:
+        watching[name].register_forward_pre_hook(_Bound(bounds[name]))
+    return frozenset(bounds.keys() - own)
+
+
+def _bound(module: fx.GraphModule, node: fx.Node) -> float | None:
+    """The bound of a ReLU6, or of a Hardtanh from 0; None for other nodes."""
+    if node.op == "call_module":
+        layer = module.get_submodule(str(node.target))
+        if type(layer) in (nn.ReLU6, nn.Hardtanh) and isinstance(layer, nn.Hardtanh) and layer.min_val == 0:
+            return float(layer.max_val)
+    if node.op == "call_function" and node.target is functional.relu6:
+        return 6.0
+    return None
+
+
+def _layer_before(module: fx.GraphModule, node: fx.Node) -> str | None:
+    """The layer whose output, normalised or not, this node alone takes."""
+    before = node.args[0]
+    while isinstance(before, fx.Node) and before.op == "call_module" and len(before.users) == 1:
+        kind = type(module.get_submodule(str(before.target)))
+        if kind in _LAYERS:
+            return str(before.target)
+        if kind not in _NORMS:
+            return None
+        before = before.args[0]
+    return None
+
+
+def _quantized(module: fx.GraphModule, layer: str, mapping: QConfigMapping) -> bool:
+    if layer in mapping.module_name_qconfigs:
+        return mapping.module_name_qconfigs[layer] is not None
+    kind = type(module.get_submodule(layer))
+    return mapping.object_type_qconfigs.get(kind, mapping.global_qconfig) is not None

@@ -1,0 +1,114 @@
+"""ReLU6 behind quantized layers: in the integers' own end, with the answers of the float network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optimize.context import Context
+from optimize.passes import ptq as ptq_module
+from optimize.passes.ptq import PTQ, Ptq
+from optimize.passes.qat import QAT, Qat
+from optimize.quantization.targets import Target
+from serve.runtime.engines.torchscript import use_int8_kernels
+
+from .workbench import noise_context, parent_of, quantizers
+
+
+class Blocks(nn.Module):
+    """Every form of a bounded ReLU; the last of them shares its range with what goes far beyond its bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, padding=1)
+        self.clip = nn.ReLU6()  # called twice
+        self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.norm = nn.BatchNorm2d(8)
+        self.wide = nn.Conv2d(8, 8, 1)
+        self.tanh = nn.Hardtanh(0.0, 2.0)
+        self.joined = nn.Conv2d(8, 8, 1)
+        self.open = nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = self.clip(self.norm(self.deep(self.clip(self.first(batch)))))
+        batch = self.tanh(self.wide(batch))
+        bounded = nn.functional.relu6(self.joined(batch))
+        batch = torch.cat([bounded, torch.relu(self.open(batch))], dim=1)
+        logits: torch.Tensor = self.head(batch.mean((2, 3)))
+        return logits
+
+
+def blocks() -> nn.Module:
+    """Half of what each layer gives is beyond its bound: lost, the bounds would change every answer."""
+    torch.manual_seed(0)
+    module = Blocks().eval()
+    with torch.no_grad():
+        for name, layer in module.named_children():
+            if isinstance(layer, nn.Conv2d):
+                layer.weight.mul_(4)
+                layer.bias.fill_(40.0 if name == "open" else 4.0)  # type: ignore[union-attr]
+    return module
+
+
+def written(name: str, module: nn.Module, context: Context, folder: Path) -> Path:
+    folder.mkdir()
+    parent: Any = parent_of(module, context, folder / "parent")
+    if name == "ptq":
+        PTQ.apply(parent, Ptq(observer="minmax", min_sqnr=0.0), context, folder)
+    else:
+        QAT.apply(parent, Qat(epochs=1, learning_rate=1e-6, min_sqnr=0.0), context, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["ptq", "qat"])
+def test_a_bound_is_the_end_of_the_integers_and_the_answers_stay(name: str, tmp_path: Path) -> None:
+    context, module = noise_context(), blocks()
+    folder = written(name, module, context, tmp_path / name)
+    ends = [((high - zero) * scale, zero) for scale, zero, _, high in quantizers(folder)]
+    # In the graph's order: input, first, deep, wide; joined has a range of its own before its ReLU6 and after.
+    assert [zero for _, zero in ends[1:4]] == [0, 0, 0]
+    for (end, _), bound in zip(ends[1:4], (6.0, 6.0, 2.0), strict=True):
+        assert end == pytest.approx(bound, rel=5e-3)
+        assert end <= bound * (1 + 1e-6)
+    use_int8_kernels()
+    program = torch.jit.load(str(folder / "model.pt"))
+    images = context.example(16)
+    with torch.no_grad():
+        wanted, found = module(images), program(images)
+        module.clip.max_val = module.tanh.max_val = float("inf")  # type: ignore[union-attr]
+        boundless = module(images)
+    assert (found - wanted).abs().max() < 0.05 * (boundless - wanted).abs().max()
+    # Nothing clamps but where the range is shared with the tensor beyond the bound.
+    kinds = [node.kind().partition("::")[2] for node in program.inlined_graph.nodes()]
+    assert [kind for kind in kinds if kind in ("hardtanh", "relu6", "clamp")] == ["relu6"]
+
+
+def test_where_integers_are_narrower_than_their_type_the_clamp_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ptq_module, "x86_target", lambda: Target("x86", 127))
+    context, module = noise_context(), nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU6(), nn.Flatten(), nn.Linear(784, 4))
+    with torch.no_grad():
+        module.get_parameter("0.bias").fill_(4.0)
+    folder = written("ptq", module.eval(), context, tmp_path / "ptq")
+    graph = str(torch.jit.load(str(folder / "model.pt")).inlined_graph)
+    assert "hardtanh" in graph or "relu6" in graph or "clamp" in graph
+
+
+def test_a_layer_that_is_kept_in_float_keeps_its_relu6(tmp_path: Path) -> None:
+    context, module = noise_context(), nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU6(), nn.Flatten(), nn.Linear(784, 4))
+    with torch.no_grad():
+        module.get_parameter("0.weight").mul_(50)
+    (tmp_path / "ptq").mkdir()
+    parent = parent_of(module.eval(), context, tmp_path / "ptq" / "parent")
+    PTQ.apply(parent, Ptq(keep_float=("0",), min_sqnr=0.0), context, tmp_path / "ptq")
+    program = torch.jit.load(str(tmp_path / "ptq" / "model.pt"))
+    images = context.example(8)
+    with torch.no_grad():
+        wanted, found = module(images), program(images)
+    assert (found - wanted).abs().max() < 0.1 * wanted.abs().max()
