@@ -73,8 +73,8 @@ class Context:
             said=self.listener.said,
         )
 
-    def example(self, images: int = 4) -> torch.Tensor:
-        """A batch of real, normalised training images, ``float32 (images, C, H, W)`` on the CPU."""
+    def pixels(self, images: int = 4) -> torch.Tensor:
+        """A batch of real training images, ``uint8 (images, C, H, W)`` on the CPU."""
         batch, _ = next(
             iter(
                 loader(
@@ -88,5 +88,8 @@ class Context:
                 )
             )
         )
-        batch = batch.repeat(-(-images // len(batch)), 1, 1, 1)[:images]  # some may be unreadable
-        return normalise(batch, self.preprocessing, torch.device("cpu"), torch.float32)
+        return batch.repeat(-(-images // len(batch)), 1, 1, 1)[:images].cpu()  # some may be unreadable
+
+    def example(self, images: int = 4) -> torch.Tensor:
+        """The same images as `pixels`, normalised: ``float32 (images, C, H, W)`` on the CPU."""
+        return normalise(self.pixels(images), self.preprocessing, torch.device("cpu"), torch.float32)

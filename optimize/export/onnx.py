@@ -78,7 +78,12 @@ def _drop_metadata(model: onnx.ModelProto) -> None:
 
 
 def run_onnx(path: Path, batch: torch.Tensor) -> torch.Tensor:
-    """Logits ``float32 (N, classes)`` of an ONNX file in ONNX Runtime on the CPU, for ``float32 (N, C, H, W)``."""
+    """Logits ``float32 (N, classes)`` of an ONNX file in ONNX Runtime on the CPU.
+
+    Args:
+        path: the file.
+        batch: ``(N, C, H, W)``, pixels for a graph that takes them, else float32.
+    """
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -88,22 +93,19 @@ def run_onnx(path: Path, batch: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits).float()
 
 
-def check_against(path: Path, module: nn.Module, example: torch.Tensor, tolerance: float) -> None:
-    """Run the file in ONNX Runtime on the CPU and compare its logits with the module's.
+def check_against(path: Path, batch: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Run the file in ONNX Runtime on the CPU and compare its logits with those of what it was made from.
 
     Args:
         path: the ONNX file.
-        module: float32, in eval mode.
-        example: ``float32 (N, C, H, W)``.
-        tolerance: largest allowed difference, relative to the module's largest logit.
+        batch: as for `run_onnx`.
+        expected: float32 logits ``(N, classes)`` of the same images.
+        tolerance: largest allowed difference, relative to the largest expected logit.
 
     Raises:
         PassError: it differs by more, or gives NaN.
     """
-    logits = run_onnx(path, example)
-    with torch.no_grad():
-        expected = module(example)
-    difference = (logits - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
+    difference = (run_onnx(path, batch) - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
     if not difference <= tolerance:
         raise PassError(
             f"ONNX graph: logits differ from the parent's by {difference:.2e} of the largest, "

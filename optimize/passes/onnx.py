@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from pydantic import Field
 
 from optimize.context import Context
 from optimize.export.onnx import check_against, export_onnx
+from optimize.export.pixels import INPUT_TYPES, TakesPixels, entered, graph_input
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
-from serve.config import Config
+
+#: Training images that answers are compared on.
+_IMAGES = 8
 
 
-class Onnx(Config):
+class Onnx(TakesPixels):
     """Settings of ``onnx``."""
 
     tolerance: float = Field(
@@ -24,11 +28,13 @@ class Onnx(Config):
 
 
 def _apply(parent: Artifact, config: Onnx, context: Context, folder: Path) -> Product:
-    module, example = parent.module(), context.example(8)
+    module, given = parent.module(), graph_input(context, config.input, _IMAGES)
     path = folder / "model.onnx"
-    export_onnx(module, example, path)
-    check_against(path, module, example, config.tolerance)
-    return Product(path.name, "onnx", parent.card.precision)
+    export_onnx(entered(module, config.input, context.preprocessing), given, path)
+    with torch.no_grad():
+        expected = module(context.example(_IMAGES))
+    check_against(path, given, expected, config.tolerance)
+    return Product(path.name, "onnx", parent.card.precision, input_dtype=INPUT_TYPES[config.input])
 
 
 ONNX = register(

@@ -1,4 +1,4 @@
-"""``onnx-half``: an FP16 ONNX graph, for ONNX Runtime on CUDA; inputs and outputs in FP32 or FP16 by choice."""
+"""``onnx-half``: an FP16 ONNX graph, for ONNX Runtime on CUDA; it takes pixels, FP32 or FP16 by choice."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 from optimize.context import Context
 from optimize.export.half import check_half
 from optimize.export.onnx import check_against, export_onnx
+from optimize.export.pixels import INPUT_TYPES, GraphInput, entered, graph_input
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
 
-#: Training images whose answers must be finite.
+#: Training images whose answers must be finite, and are compared.
 _IMAGES = 8
 
 
@@ -25,13 +26,25 @@ class OnnxHalf(Config):
 
     io: Literal["float32", "float16"] = Field(
         default="float32",
-        description="dtype of the graph's input and output; with float32 the graph casts, and clients do not change",
+        description="dtype of the graph's output, and of its input if that is float; with float32 the graph casts, and "
+        "clients do not change",
+    )
+    input: GraphInput = Field(
+        default_factory=lambda others: "float" if others.get("io") == "float16" else "uint8",
+        description="what the graph takes: uint8, pixels as they are, which it normalises itself, or float, normalised "
+        "floats of the dtype io; by default uint8, and float where io is float16",
     )
     tolerance: float = Field(
         default=0.05,
         gt=0,
         description="largest allowed difference of any logit to the float32 parent's, relative to its largest logit",
     )
+
+    @model_validator(mode="after")
+    def _one_input(self) -> OnnxHalf:
+        if self.io == "float16" and self.input == "uint8":
+            raise ValueError("io=float16 is for input=float; with input=uint8 the graph takes pixels and gives float32")
+        return self
 
 
 class _FloatEnds(nn.Module):
@@ -47,23 +60,27 @@ class _FloatEnds(nn.Module):
 
 
 def _apply(parent: Artifact, config: OnnxHalf, context: Context, folder: Path) -> Product:
-    module, example = parent.module(), context.example(8)
+    module, example = parent.module(), context.example(_IMAGES)
     # ONNX Runtime's CPU provider computes FP16 graphs in FP32: what overflows on CUDA would not be seen below.
-    check_half(module, torch.float16, context.example(_IMAGES))
+    check_half(module, torch.float16, example)
     half = parent.module().half()
     path = folder / "model.onnx"
+    given = graph_input(context, config.input, _IMAGES)
     if config.io == "float32":
-        export_onnx(_FloatEnds(half).eval(), example, path)
+        export_onnx(entered(_FloatEnds(half).eval(), config.input, context.preprocessing), given, path)
     else:
-        export_onnx(half, example.half(), path)
-    check_against(path, module, example, config.tolerance)
-    return Product(path.name, "onnx", precision="float16", input_dtype=config.io)
+        export_onnx(half, given.half(), path)
+    with torch.no_grad():
+        expected = module(example)
+    check_against(path, given, expected, config.tolerance)
+    taken = "float16" if config.io == "float16" else INPUT_TYPES[config.input]
+    return Product(path.name, "onnx", precision="float16", input_dtype=taken)
 
 
 ONNX_HALF = register(
     Pass(
         name="onnx-half",
-        summary="FP16 ONNX graph, FP32 or FP16 at its ends",
+        summary="FP16 ONNX graph of pixels, FP32 or FP16",
         config=OnnxHalf,
         accepts=frozenset({"module"}),
         yields="onnx-half",

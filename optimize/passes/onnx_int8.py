@@ -10,6 +10,7 @@ from pydantic import Field
 from optimize.context import Context
 from optimize.errors import PassError
 from optimize.export.onnx import run_onnx
+from optimize.export.pixels import INPUT_TYPES, TakesPixels, entered, graph_input
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES, Gate, check_answers
 from optimize.quantization.qdq import lower
@@ -20,7 +21,7 @@ from serve.runtime.program_file import load_program
 _STRUCTURE_BYTES = 256 << 10
 
 
-class OnnxInt8(Gate):
+class OnnxInt8(TakesPixels, Gate):
     """Settings of ``onnx-int8``."""
 
     max_size_ratio: float = Field(
@@ -41,7 +42,12 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
     assert parent.parent is not None
     program = load_program(parent.folder / REFERENCE_FILE)
     path = folder / "model.onnx"
-    summary = lower(program, context.example(), path)
+    summary = lower(
+        program,
+        graph_input(context, config.input, 4),
+        path,
+        lambda module: entered(module, config.input, context.preprocessing),
+    )
     size, floats = path.stat().st_size, (parent.parent.folder / WEIGHTS_FILE).stat().st_size
     if size > config.max_size_ratio * floats + summary.float_bytes + _STRUCTURE_BYTES:
         raise PassError(
@@ -52,11 +58,18 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
         f"{summary.weights} int8 weights, {summary.activations} activation quantizers, "
         f"{size / floats:.2f} of the float weights' bytes"
     )
-    images = context.example(IMAGES)
     with torch.no_grad():
-        expected = program.module()(images)
-    found = check_answers(expected, run_onnx(path, images), config, "ONNX Runtime against exact arithmetic")
-    return Product(path.name, "onnx", precision="int8", device="cpu", notes=(note, found))
+        expected = program.module()(context.example(IMAGES))
+    answers = run_onnx(path, graph_input(context, config.input, IMAGES))
+    found = check_answers(expected, answers, config, "ONNX Runtime against exact arithmetic")
+    return Product(
+        path.name,
+        "onnx",
+        precision="int8",
+        device="cpu",
+        input_dtype=INPUT_TYPES[config.input],
+        notes=(note, found),
+    )
 
 
 ONNX_INT8 = register(

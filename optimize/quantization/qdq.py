@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,20 @@ def reference_program(
     return _export(module, example)
 
 
-def lower(program: torch.export.ExportedProgram, example: torch.Tensor, path: Path) -> QdqSummary:
+def lower(
+    program: torch.export.ExportedProgram,
+    example: torch.Tensor,
+    path: Path,
+    entered: Callable[[nn.Module], nn.Module] = lambda module: module,
+) -> QdqSummary:
     """Write a reference program (see `reference_program`) as a QDQ ONNX file and check it.
+
+    Args:
+        program: what is written.
+        example: what the graph takes, ``(N, C, H, W)`` with N >= 2.
+        path: the file.
+        entered: puts in front of the program what lies between its input, normalised float32, and the graph's. It
+            stays in float: no quantizer, and nothing that is folded into one.
 
     Raises:
         PassError: the graph that came out is not the quantized graph that went in.
@@ -86,7 +98,7 @@ def lower(program: torch.export.ExportedProgram, example: torch.Tensor, path: Pa
     assert isinstance(module, fx.GraphModule)
     expected = Counter(_operator(node) for node in module.graph.nodes if _operator(node))
     clamps = _clamp_narrow_ranges(module)
-    export_onnx(module, example, path)
+    export_onnx(entered(module), example, path)
     return lint(
         onnx.load(path),
         activations=expected["quantize_per_tensor"],

@@ -57,7 +57,7 @@ def test_a_family_keeps_its_answers_through_fuse_ptq_and_int8_onnx(name: str, di
     with torch.no_grad():
         folded = fused.module()(inputs)
         packed = torch.jit.load(str(quantized.path))(inputs)
-    (exported,) = onnxruntime.InferenceSession(str(graph.path)).run(None, {"input": inputs.numpy()})
+    (exported,) = onnxruntime.InferenceSession(str(graph.path)).run(None, {"input": pixels.numpy()})
     torch.testing.assert_close(folded, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
     centred = (expected - expected.mean(0)).flatten().numpy()
     for int8 in (packed.numpy(), exported):

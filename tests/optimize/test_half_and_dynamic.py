@@ -297,7 +297,7 @@ for folder, out in json.loads({folders!r}):
         continue
     card = load_card(Path(folder))
     engine = open_engine(Path(folder), card, preferred(card, "cpu"))
-    batch = torch.load({batch!r}).to(getattr(torch, card.input_dtype))
+    batch = torch.load({batch!r})["pixels" if card.input_dtype == "uint8" else "floats"]
     torch.save(engine.run(batch).detach().float(), out)
     assert not [name for name in sys.modules if "tiny_net" in name or name.split(".")[0] in ("optimize", "tests")]
     sys.exit()
@@ -306,8 +306,9 @@ for folder, out in json.loads({folders!r}):
 
 def test_the_files_open_without_the_models_code(made, digits_context, tmp_path):
     passes = [(), ("fuse",), ("dynamic",), ("ptq",), ("qat",), ("onnx",), ("onnx-half",), ("ptq", "onnx-int8")]
-    artifacts, batch = [made(*names) for names in passes], digits_context.example(5)
-    torch.save(batch, tmp_path / "batch.pt")
+    artifacts = [made(*names) for names in passes]
+    batches = {"pixels": digits_context.pixels(5), "floats": digits_context.example(5)}
+    torch.save(batches, tmp_path / "batch.pt")
     outs = [tmp_path / f"{number}.pt" for number in range(len(artifacts))]
     folders = [(str(artifact.folder), str(out)) for artifact, out in zip(artifacts, outs, strict=True)]
     (tmp_path / "open.py").write_text(
@@ -318,6 +319,7 @@ def test_the_files_open_without_the_models_code(made, digits_context, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     for artifact, out in zip(artifacts, outs, strict=True):
+        batch = batches["pixels" if artifact.card.input_dtype == "uint8" else "floats"]
         torch.testing.assert_close(torch.load(out), run(artifact, batch), rtol=1e-4, atol=1e-4)
 
 

@@ -28,11 +28,13 @@ def types(model: onnx.ModelProto) -> tuple[int, int]:
 
 
 def test_the_float_graph_computes_what_its_parent_does_at_any_batch_size(trained, made, digits_context):
-    artifact = made("onnx")
     module, batch = trained.module(), digits_context.example(16)
-    for count in (1, 3, 16):
-        with torch.no_grad():
-            torch.testing.assert_close(infer(artifact.path, batch[:count]), module(batch[:count]), rtol=1e-4, atol=1e-4)
+    for given, inputs in (("uint8", digits_context.pixels(16)), ("float", batch)):
+        path = made("onnx", input=given).path
+        for count in (1, 3, 16):
+            with torch.no_grad():
+                expected = module(batch[:count])
+            torch.testing.assert_close(infer(path, inputs[:count]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_float_graph_is_valid_and_names_its_ends_and_its_batch(made):
@@ -44,8 +46,8 @@ def test_the_float_graph_is_valid_and_names_its_ends_and_its_batch(made):
     assert first.dim_param == "batch"
     assert [dimension.dim_value for dimension in rest] == [1, 16, 16]
     assert [d.dim_param or d.dim_value for d in taken.type.tensor_type.shape.dim] == ["batch", 10]
-    assert types(model) == (TensorProto.FLOAT, TensorProto.FLOAT)
-    assert made("onnx").card.precision == "float32"
+    assert types(model) == (TensorProto.UINT8, TensorProto.FLOAT)
+    assert (made("onnx").card.precision, made("onnx").card.input_dtype) == ("float32", "uint8")
 
 
 def test_the_file_holds_its_weights_and_no_note_of_the_machine_that_built_it(made, trained):
@@ -62,6 +64,7 @@ def test_the_half_graph_stores_every_weight_in_fp16(made):
     stored = {tensor.data_type for tensor in model.graph.initializer if numpy_helper.to_array(tensor).size > 1}
     assert TensorProto.FLOAT16 in stored
     assert TensorProto.FLOAT not in stored
+    assert types(model) == (TensorProto.UINT8, TensorProto.FLOAT)
     assert made("onnx-half").path.stat().st_size < 0.65 * made("onnx").path.stat().st_size
     assert made("onnx-half").card.precision == "float16"
 
@@ -70,7 +73,7 @@ def test_the_half_graph_stores_every_weight_in_fp16(made):
     ("io", "expected"), [("float32", TensorProto.FLOAT), ("float16", TensorProto.FLOAT16)], ids=["float32", "float16"]
 )
 def test_the_ends_of_the_half_graph_are_as_asked(io, expected, session, trained, digits_context):
-    artifact = session.apply(trained, OnnxHalf(io=io), f"half-{io}").artifact
+    artifact = session.apply(trained, OnnxHalf(io=io, input="float"), f"half-{io}").artifact
     assert types(onnx.load(artifact.path)) == (expected, expected)
     assert artifact.card.input_dtype == io
     batch = digits_context.example(16)
@@ -108,10 +111,12 @@ def test_a_tolerance_that_is_not_met_is_an_error_with_both_numbers(tmp_path):
 def test_a_graph_of_other_weights_is_noticed(tmp_path):
     context, module = noise_context(), classifier()
     export_onnx(module, context.example(), tmp_path / "model.onnx")
-    check_against(tmp_path / "model.onnx", module, context.example(8), 1e-3)
-    layer(module, 4, nn.Linear).weight.data += 0.1
-    with pytest.raises(PassError, match="differ from the parent's"):
-        check_against(tmp_path / "model.onnx", module, context.example(8), 1e-3)
+    batch = context.example(8)
+    with torch.no_grad():
+        check_against(tmp_path / "model.onnx", batch, module(batch), 1e-3)
+        layer(module, 4, nn.Linear).weight.data += 0.1
+        with pytest.raises(PassError, match="differ from the parent's"):
+            check_against(tmp_path / "model.onnx", batch, module(batch), 1e-3)
 
 
 class TwoOutputs(nn.Module):

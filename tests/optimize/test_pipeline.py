@@ -152,12 +152,13 @@ def test_bytes_are_the_files(tiny_run: TinyRun) -> None:
 
 def independent_logits(file: ModelFile, pixels: torch.Tensor) -> torch.Tensor:
     """The file opened with its library alone, in batches of 64: dynamic quantization takes its scale from the batch."""
-    images = functional.resize(pixels, [32, 32], antialias=True).float() / 255
-    batches = ((images - 0.5) / 0.25).split(64)
+    resized = functional.resize(pixels, [32, 32], antialias=True)
     path = file.path
-    if file.format == "onnx":
+    if file.format == "onnx":  # the graph normalises
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        return torch.cat([torch.from_numpy(session.run(None, {"input": b.numpy()})[0]).float() for b in batches])
+        answers = [session.run(None, {"input": batch.numpy()})[0] for batch in resized.split(64)]
+        return torch.cat([torch.from_numpy(logits).float() for logits in answers])
+    batches = ((resized.float() / 255 - 0.5) / 0.25).split(64)
     module = load_program(Path(path)).module() if file.format == "exported_program" else torch.jit.load(path)
     dtype = torch.bfloat16 if file.precision == "bfloat16" else torch.float32
     with torch.no_grad():
