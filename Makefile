@@ -36,7 +36,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install optimize serve stop package test lint bench bench-data clean
+.PHONY: help install optimize serve stop package test lint bench bench-cpu bench-data clean
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
@@ -66,6 +66,13 @@ optimize: $(VENV)/.installed ## build, measure and pack MODEL's artifacts
 bench: $(VENV)/.installed ## as optimize, and time the artifacts anew
 	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' --remeasure \
 		$(RUN_OPTIONS)
+
+$(VENV)/.installed-peers: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	@touch $@
+
+bench-cpu: $(VENV)/.installed-peers ## ours against NNCF, OpenVINO and ONNX Runtime; writes docs/bench-cpu.md
+	$(BIN)/python -m benchmarks.cpu --store '$(STORE)' --write docs/bench-cpu.md
 
 bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/bench-data.md
 	$(BIN)/python benchmarks/imagenet_scale.py --write docs/bench-data.md

@@ -1,4 +1,4 @@
-"""``openvino``: an ONNX graph, float or QDQ, read as it is and compiled by OpenVINO for the CPU."""
+"""``openvino``: an ONNX graph, float or QDQ, read as it is (or OpenVINO's own format), compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from ..execution import Execution
 from ..onnx_file import TINY_GRAPH, check_graph
 from .base import Engine, EngineOption, EngineType, register
 
+#: Ending of the weights beside a graph of OpenVINO's own format (``.xml``).
+_WEIGHTS = ".bin"
+
 
 class OpenVinoEngine:
     """See `Engine`."""
 
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
         path = folder / card.file
-        check_graph(path, card)
+        if card.format == "onnx":
+            check_graph(path, card)
         self.device = torch.device("cpu")
         settings = OPENVINO.settings(execution.options)
         core = _core()
-        compiled = core.compile_model(str(path), "CPU", _properties(execution.cores, settings["precision"]))
+        weights = path.with_name(f"{path.name}{_WEIGHTS}")
+        model = core.read_model(str(path), str(weights)) if card.format == "openvino" else core.read_model(str(path))
+        compiled = core.compile_model(model, "CPU", _properties(execution.cores, settings["precision"]))
         # What it says it runs with, and not what it was asked for.
         precision = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
         self.provider = f"openvino/{compiled.get_property('EXECUTION_DEVICES')[0]}"
@@ -65,7 +71,7 @@ def _probe(device: torch.device) -> object:
 OPENVINO = register(
     EngineType(
         "openvino",
-        formats=("onnx",),
+        formats=("onnx", "openvino"),
         open=_open,
         probe=_probe,
         rank=10,
@@ -76,6 +82,6 @@ OPENVINO = register(
             )
         },
         libraries=("openvino",),
-        companions=(".data",),
+        companions=(".data", _WEIGHTS),
     )
 )

@@ -1,0 +1,42 @@
+"""The peers that the CPU benchmark compares with: their artifacts are int8, and run in the engines that we measure."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from optimize.passes import base
+from optimize.passes.onnx import Onnx
+from serve.runtime.engines.base import executions_for, open_engine
+
+pytestmark = pytest.mark.peers
+pytest.importorskip("nncf")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def peers() -> Iterator[None]:
+    """The peers' passes, until these tests are over: the project itself does not have them."""
+    own = dict(base._REGISTRY.all())
+    importlib.import_module("benchmarks.peers")
+    yield
+    base._REGISTRY._entries = own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "engines"), [("nncf", ["openvino"]), ("ort-static", ["openvino", "onnxruntime"])])
+def test_what_a_peer_makes_is_smaller_and_answers_as_the_float_graph(name, engines, session, trained, digits_context):
+    graph = session.apply(trained, Onnx(), "onnx").artifact
+    artifact = session.apply(graph, base.find_pass(name).config(images=64), name).artifact
+    weights = artifact.path.with_name(f"{artifact.path.name}.bin") if name == "nncf" else artifact.path
+    assert weights.stat().st_size < 0.6 * graph.path.stat().st_size
+    executions = executions_for(artifact.card)
+    assert [execution.engine for execution in executions] == engines
+    batch = digits_context.example(32)
+    with torch.no_grad():
+        wanted = trained.module()(batch)
+        for execution in executions:
+            found = open_engine(artifact.folder, artifact.card, execution).run(batch)
+            assert (found.argmax(1) == wanted.argmax(1)).float().mean() >= 0.9, execution.engine
