@@ -97,7 +97,7 @@ def start(  # noqa: PLR0917 - each is an option of the command line
 
 @app.command()
 def status(store: Store = DEFAULT_STORE) -> None:
-    """Show the running server: its models, their workers, and what really executes each.
+    """Show the running server: its models, their workers, what really executes each, and what it passed over.
 
     The exit code is 1 when no server of this store is running.
     """
@@ -114,8 +114,11 @@ def status(store: Store = DEFAULT_STORE) -> None:
                 default = "  (default)" if model == running.default_model else ""
                 typer.echo(
                     f"  {model}: {ready} of {len(workers)} worker(s) ready, "
-                    f"{told.get('precision', '?')} on {told.get('provider', '?')}{default}"
+                    f"{told.get('precision', '?')} by {told.get('execution', '?')} ({told.get('provider', '?')}, "
+                    f"{told.get('threads', '?')} threads){default}"
                 )
+                for entry in told.get("passed_over", ()):
+                    typer.echo(f"    passed over {entry['execution']}: {entry['reason']}")
             client.write_header_file()
 
 

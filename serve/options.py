@@ -1,43 +1,73 @@
-"""How an archive is served: what ``model-config.yaml`` is made of, for TorchServe and for the handler."""
+"""How an archive is to be served, in words: what a recipe, a program or a command line may set of `Serving`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 from pydantic import Field, field_validator
 
 from serve.config import Config
 from serve.runtime.budget import SERVING, Budget
-from serve.runtime.errors import did_you_mean
+from serve.runtime.card import Card
+from serve.runtime.errors import CardError, UserError, did_you_mean
+from serve.runtime.execution import Execution, Option
+from serve.runtime.serving import Serving
+
+_OWN = frozenset(entry.name for entry in dataclasses.fields(Serving))
 
 
 class ServingOptions(Config):
-    """How an archive is served: TorchServe's batching and the handler's own settings."""
+    """How an archive is served. What is not set stays as it is: as the run found it, or as it usually is."""
 
-    workers: int = Field(default=1, ge=1, description="Worker processes; each loads the model and uses all threads.")
-    batch_size: int = Field(default=8, ge=1, le=1024, description="Most requests that are answered together.")
+    workers: int = Field(
+        default=Serving.workers, ge=1, description="Worker processes; each loads the model and uses all threads."
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="Intra-op threads of a worker on the CPU; None: one per core."
+    )
+    batch_size: int = Field(
+        default=Serving.batch_size, ge=1, le=1024, description="Most requests that are answered together."
+    )
     max_batch_delay_ms: int = Field(
-        default=1,
+        default=Serving.max_batch_delay_ms,
         ge=1,
         description="How long the first request of a batch waits for others, idle workers or not. While a worker "
         "is busy, batches form in the queue by themselves, so that a longer wait costs a lone client and buys little.",
     )
-    response_timeout_s: int = Field(default=60, ge=1, description="A batch that takes longer has its worker restarted.")
-    startup_timeout_s: int = Field(
-        default=600, ge=1, description="Most time for a worker to load and warm up, its turn awaited."
+    buckets: tuple[int, ...] = Field(
+        default=(),
+        description="Batch sizes to prepare for, ascending; a smaller batch is padded to the next.",
     )
-    k: int = Field(default=5, ge=1, description="Classes in an answer where the request does not say.")
-    allow_fallback: bool = Field(
-        default=False, description="Let an ONNX artifact run on the CPU where CUDA is not active."
+    engines: tuple[str, ...] = Field(
+        default=(),
+        description="Engines to prefer, the best first, with the device where there are two: exported[cuda]. "
+        "The others that open the artifact follow as they stand.",
     )
+    options: Mapping[str, Mapping[str, Option]] = Field(
+        default={}, description="What an engine is told: {'openvino': {'precision': 'bf16'}}."
+    )
+    strict: bool = Field(
+        default=Serving.strict, description="Only the first engine may run it: where it does not work, loading fails."
+    )
+    k: int = Field(default=Serving.k, ge=1, description="Classes in an answer where the request does not say.")
+    instance_limit: int = Field(default=Serving.instance_limit, ge=1, description="Most images in one JSON request.")
     budget: Budget = Field(
         default=SERVING,
         description="Pixels and seconds that decoding an image, a request and a batch may take. A batch is given half "
         "of response_timeout_s at most.",
     )
-    instance_limit: int = Field(default=64, ge=1, description="Most images in one JSON request.")
-    threads: int | None = Field(default=None, ge=1, description="Intra-op threads of a worker; None: one per core.")
+    response_timeout_s: int = Field(
+        default=Serving.response_timeout_s, ge=1, description="A batch that takes longer has its worker restarted."
+    )
+    startup_timeout_s: int = Field(
+        default=Serving.startup_timeout_s,
+        ge=1,
+        description="Most time for a worker to load and warm up, its turn awaited.",
+    )
 
     @field_validator("budget", mode="before")
     @classmethod
@@ -50,3 +80,82 @@ class ServingOptions(Config):
             if name not in known:
                 raise ValueError(f"unknown limit {name}{did_you_mean(str(name), known)}; known are {', '.join(known)}")
         return {**known, **value}
+
+    @field_validator("buckets")
+    @classmethod
+    def _ascend(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        with _as_a_fault():
+            Execution("any", buckets=value)
+        return value
+
+    @field_validator("engines")
+    @classmethod
+    def _know_engines(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        from serve.runtime.engines.base import find_engine  # imports torch
+
+        with _as_a_fault():
+            for word in value:
+                name, _, device = word.removesuffix("]").partition("[")
+                if device and device not in (runs_on := find_engine(name).devices):
+                    raise UserError(f"{name} runs on {' and '.join(runs_on)}, not on {device}")
+                find_engine(name)
+        return value
+
+    @field_validator("options")
+    @classmethod
+    def _know_options(cls, value: Mapping[str, Mapping[str, Option]]) -> Mapping[str, Mapping[str, Option]]:
+        from serve.runtime.engines.base import find_engine  # imports torch
+
+        with _as_a_fault():
+            for name, given in value.items():
+                find_engine(name).settings(given)
+        return value
+
+    def over(self, serving: Serving, card: Card) -> Serving:
+        """``serving`` with what is set here.
+
+        Args:
+            serving: how the card's artifact is served otherwise.
+            card: the artifact's.
+
+        Raises:
+            UserError: it cannot be served so.
+        """
+        given = {name: getattr(self, name) for name in self.model_fields_set if name in _OWN}
+        try:
+            return replace(serving, **given, executions=tuple(self._executions(serving.executions, card)))
+        except CardError as error:
+            raise UserError(f"{card.name}: {error}") from None
+
+    def _executions(self, usual: tuple[Execution, ...], card: Card) -> Iterable[Execution]:
+        from serve.runtime.engines.base import chain_for
+
+        named = {(entry.engine, entry.device) for entry in usual}
+        known = [*usual, *(entry for entry in chain_for(card) if (entry.engine, entry.device) not in named)]
+        chosen = [
+            entry
+            for word in self.engines
+            for entry in known
+            if word in (entry.engine, f"{entry.engine}[{entry.device}]")
+        ]
+        for entry in dict.fromkeys([*chosen, *usual]):
+            changes: dict[str, Any] = {"options": {**entry.options, **self.options.get(entry.engine, {})}}
+            if "threads" in self.model_fields_set and entry.device == "cpu":
+                changes["threads"] = self.threads
+            if "buckets" in self.model_fields_set:
+                changes["buckets"] = self.buckets
+            yield replace(entry, **changes)
+
+
+def _words(execution: Execution) -> tuple[str, str]:
+    """What `ServingOptions.engines` may call it."""
+    return execution.engine, f"{execution.engine}[{execution.device}]"
+
+
+@contextlib.contextmanager
+def _as_a_fault() -> Iterator[None]:
+    """What is wrong with a value, as pydantic wants to be told."""
+    try:
+        yield
+    except UserError as error:
+        raise ValueError(str(error)) from None

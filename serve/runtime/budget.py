@@ -7,6 +7,7 @@ header tells; they are looked at between images.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,8 +44,10 @@ class Budget:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and not value > 0:
-                raise UserError(f"budget: {field.name} must be above 0, got {value}")
+            if value is None and field.default is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise UserError(f"budget: {field.name} must be above 0 and finite, got {value!r}")
 
 
 #: For a server. The slowest codings that were found (run-length BMP, WebP, PNG) decode 11 to 30 megapixels a

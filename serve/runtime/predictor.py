@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,14 @@ def infer(engine: Engine, batch: torch.Tensor, preprocessing: Preprocessing, dty
         return engine.run(inputs).float().cpu()
 
 
+@dataclass(frozen=True)
+class PassedOver:
+    """An execution that would have been preferred and does not work here: its name, and why."""
+
+    execution: str
+    reason: str
+
+
 class Predictor:
     """An artifact folder, opened by an execution.
 
@@ -62,6 +71,7 @@ class Predictor:
         execution: what runs it; None takes the preferred engine that works here, on the CPU.
         max_batch: images that go through the network at once; more are split.
         budget: what decoding may cost; by default each image is bounded, and requests are not.
+        passed_over: what was tried before, for `describe`.
 
     Raises:
         CardError: the folder is not a whole artifact.
@@ -76,10 +86,12 @@ class Predictor:
         *,
         max_batch: int = 32,
         budget: Budget | None = None,
+        passed_over: tuple[PassedOver, ...] = (),
     ) -> None:
         self.card: Card = load_card(folder)
         self.max_batch = max_batch
         self.budget = budget or Budget()
+        self.passed_over = passed_over
         self.execution = execution or preferred(self.card, "cpu")
         self.engine: Engine = open_engine(folder, self.card, self.execution)
         self.device = self.engine.device
@@ -156,6 +168,11 @@ class Predictor:
             for value, index in zip(values[:k].tolist(), indices[:k].tolist(), strict=True)
         ]
 
+    @property
+    def execution_name(self) -> str:
+        """What runs it, in one word, whichever GPU it is on."""
+        return execution_id(dataclasses.replace(self.execution, device=self.execution.device_type))
+
     def describe(self) -> dict[str, Any]:
         """What is served and what executes it, for the endpoint's ``describe``."""
         card = self.card
@@ -164,9 +181,11 @@ class Predictor:
             "model": card.model,
             "format": card.format,
             "precision": card.precision,
-            "execution": execution_id(self.execution),
+            "execution": self.execution_name,
+            "passed_over": [dataclasses.asdict(entry) for entry in self.passed_over],
             "provider": self.engine.provider,
             "device": str(self.device),
+            "threads": self.execution.cores,
             "max_batch": self.max_batch,
             "input": {"shape": list(card.preprocessing.shape), "dtype": card.input_dtype},
             "classes": len(card.classes),

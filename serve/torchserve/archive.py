@@ -22,8 +22,9 @@ import serve
 from serve.hints import command
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, Card, load_card, parse_card, write_card
-from serve.runtime.engines.base import engines_for
+from serve.runtime.engines.base import chain_for, engines_for, execution_id, find_engine
 from serve.runtime.errors import CardError, UserError
+from serve.runtime.serving import SERVING_FILE, Serving, read_serving
 
 CONFIG_FILE = "model-config.yaml"
 
@@ -54,8 +55,8 @@ _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 
 
 _CONFIG_HEAD = """\
-# TorchServe reads the first part (a lone request waits the whole of maxBatchDelay, in ms),
-# the handler the second. Times are in seconds where not said otherwise.
+# What TorchServe reads of serving.json, which the handler obeys. Times are in seconds where not said otherwise; a
+# lone request waits the whole of maxBatchDelay, in ms.
 """
 
 
@@ -79,27 +80,30 @@ def build_archive(
     """Pack an artifact into ``destination``, atomically; the same artifact gives the same bytes.
 
     The archive holds the model file, its card (restricted to the files that travel), the class names,
-    the handler and the runtime, and a configuration made of ``options``.
+    the handler and the runtime, ``serving.json``, and of that what TorchServe itself reads.
 
     Args:
-        artifact_folder: holds ``card.json`` and the files that it names.
+        artifact_folder: holds ``card.json`` and the files that it names, and perhaps how the artifact is served.
         destination: the ``.mar`` to write; its folder is made.
         model_name: the name that TorchServe serves it by.
-        options: how it is served; None takes the defaults.
+        options: how it is served otherwise than the folder says, or than is usual.
 
     Returns:
         ``destination``.
 
     Raises:
         CardError: the folder is not a whole artifact.
-        UserError: ``model_name`` is not a legal name, or ``destination`` cannot be written.
+        UserError: ``model_name`` is not a legal name, the artifact cannot be served so, or ``destination`` cannot be
+            written.
     """
     check_model_name(model_name)
     card = load_card(artifact_folder)
+    serving = serving_of(artifact_folder, card, options)
     travelling = {name: card.files[name] for name in _files_to_serve(card)}
     packed: dict[str, bytes] = {
         CLASSES_FILE: _json({str(index): label for index, label in enumerate(card.classes)}),
-        CONFIG_FILE: model_config(card, options or ServingOptions()).encode(),
+        SERVING_FILE: serving.text.encode(),
+        CONFIG_FILE: model_config(serving).encode(),
         MANIFEST_FILE: _manifest(model_name, card),
         **_runtime(card),
     }
@@ -187,24 +191,38 @@ def _runtime(card: Card) -> dict[str, bytes]:
     return {name: source.read_bytes() for name, source in sources.items()}
 
 
-def model_config(card: Card, options: ServingOptions) -> str:
-    """The text of ``model-config.yaml``."""
+def serving_of(artifact_folder: Path, card: Card, options: ServingOptions | None = None) -> Serving:
+    """How an artifact is served: as its folder says, or as is usual; and what ``options`` set of it.
+
+    Raises:
+        CardError: the folder's ``serving.json`` is no such file.
+        UserError: one of the executions cannot be of this artifact.
+    """
+    serving = read_serving(artifact_folder) or Serving(chain_for(card))
+    if options is not None:
+        serving = options.over(serving, card)
+    for execution in serving.executions:
+        entry = find_engine(execution.engine)
+        entry.settings(execution.options)
+        if (reason := entry.refuses(card, execution.device)) is not None:
+            raise UserError(f"{card.name} cannot be served by {execution_id(execution)}: {reason}")
+    return serving
+
+
+def model_config(serving: Serving) -> str:
+    """The text of ``model-config.yaml``: what TorchServe itself reads of how an artifact is served."""
     config: dict[str, object] = {
-        "minWorkers": options.workers,
-        "maxWorkers": options.workers,
-        "batchSize": options.batch_size,
-        "maxBatchDelay": options.max_batch_delay_ms,
-        "responseTimeout": options.response_timeout_s,
-        "startupTimeout": options.startup_timeout_s,
+        "minWorkers": serving.workers,
+        "maxWorkers": serving.workers,
+        "batchSize": serving.batch_size,
+        "maxBatchDelay": serving.max_batch_delay_ms,
+        "responseTimeout": serving.response_timeout_s,
+        "startupTimeout": serving.startup_timeout_s,
     }
-    if card.device != "any":  # left out, TorchServe assigns a GPU where there is one
-        config["deviceType"] = "cpu" if card.device == "cpu" else "gpu"
-    handler = options.model_dump(include={"k", "allow_fallback", "instance_limit", "threads"}, exclude_none=True)
-    # What is not decided by then would be by TorchServe: it kills the worker, and nobody in the batch is answered.
-    most = options.response_timeout_s / 2
-    seconds = most if options.budget.batch_seconds is None else min(options.budget.batch_seconds, most)
-    handler["budget"] = dataclasses.asdict(dataclasses.replace(options.budget, batch_seconds=seconds))
-    return _CONFIG_HEAD + yaml.safe_dump({**config, "handler": handler}, sort_keys=False)
+    devices = {execution.device for execution in serving.executions[: 1 if serving.strict else None]}
+    if len(devices) == 1:  # left out, TorchServe assigns a GPU where there is one
+        config["deviceType"] = "cpu" if devices == {"cpu"} else "gpu"
+    return _CONFIG_HEAD + yaml.safe_dump(config, sort_keys=False)
 
 
 def _files_to_serve(card: Card) -> list[str]:

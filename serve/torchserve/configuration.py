@@ -124,7 +124,7 @@ def metrics_yaml() -> str:
 
     stock = Path(torchserve).parent / "configs" / "metrics.yaml"
     config: dict[str, Any] = yaml.safe_load(stock.read_text(encoding="utf-8"))
-    ours = ["ModelName", "Level", "Provider"]
+    ours = ["ModelName", "Level", "Provider", "Execution"]
     config["model_metrics"]["gauge"] += [
         {"name": "DecodeTime", "unit": "ms", "dimensions": [*ours]},
         {"name": "InferenceTime", "unit": "ms", "dimensions": [*ours]},

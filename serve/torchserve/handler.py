@@ -11,16 +11,14 @@ import fcntl
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 if TYPE_CHECKING:
     from serve.runtime.errors import Refusal
     from serve.runtime.predictor import Predictor
     from serve.runtime.protocol import Request
+    from serve.runtime.serving import Serving
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -58,11 +56,10 @@ class ImageClassifierHandler:
 
     def __init__(self) -> None:
         self._predictor: Predictor | None = None
-        self._k = 5
-        self._instance_limit = 1
+        self._serving: Serving | None = None
 
     def initialize(self, context: Any) -> None:
-        """Open the artifact on the device that TorchServe assigned, and warm up every batch size.
+        """Open the artifact as its ``serving.json`` says, on the GPU that TorchServe assigned if there is one.
 
         Raises:
             CardError: the archive's files do not match its card.
@@ -71,40 +68,12 @@ class ImageClassifierHandler:
         # Imported here and not above: TorchServe 0.12 takes an ImportError of this module for "no such
         # file" and reports "No module named 'ts.torch_handler.handler'" in place of the cause.
         prefer_own_runtime()
-        from serve.runtime.budget import SERVING
-        from serve.runtime.card import read_card
-        from serve.runtime.engines.base import find_engine, preferred
-        from serve.runtime.errors import EngineError
-        from serve.runtime.execution import settle
-        from serve.runtime.predictor import Predictor
+        from serve.runtime.chain import open_served
 
         properties = context.system_properties
         folder = Path(properties["model_dir"])
-        options = (context.model_yaml_config or {}).get("handler", {})
-        batch_size = int(properties.get("batch_size") or 1)
-        card = read_card(folder)
-        device = assigned_device(properties.get("gpu_id"), card.device)
-        try:
-            execution = preferred(card, str(device))
-        except EngineError:
-            if not options.get("allow_fallback", False):
-                raise
-            execution = preferred(card, "cpu")
-        execution = replace(execution, threads=options.get("threads"))
-        settle(execution, computes_with_torch=find_engine(execution.engine).computes_with_torch)
-        if device.type == "cuda" and torch.cuda.is_available():
-            torch.cuda.set_device(device)
         with _one_at_a_time(folder.parent):
-            predictor = Predictor(
-                folder,
-                execution,
-                max_batch=batch_size,
-                budget=replace(SERVING, **options.get("budget", {})),
-            )
-            predictor.warm_up(range(1, batch_size + 1), repeats=2)
-        self._k = int(options.get("k", self._k))
-        self._instance_limit = int(options.get("instance_limit", 64))
-        self._predictor = predictor
+            self._predictor, self._serving = open_served(folder, properties.get("gpu_id"))
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
         """Answer a batch of requests, one body for each, with its own status.
@@ -149,7 +118,7 @@ class ImageClassifierHandler:
         return bodies
 
     def describe_handle(self) -> dict[str, Any]:
-        """What is served, and by which provider: the answer to ``GET /models/NAME?customized=true``."""
+        """What is served, and what executes it: the answer to ``GET /models/NAME?customized=true``."""
         return self._opened().describe()
 
     def _opened(self) -> Predictor:
@@ -157,12 +126,17 @@ class ImageClassifierHandler:
             raise RuntimeError("the handler was called before it was initialised")
         return self._predictor
 
+    def _rules(self) -> Serving:
+        if self._serving is None:
+            raise RuntimeError("the handler was called before it was initialised")
+        return self._serving
+
     def _parse(self, parameters: dict[str, Any], context: Any, index: int) -> Request | Refusal:
         from serve.runtime.errors import Refusal, RequestError
         from serve.runtime.protocol import BODY_NAMES, Request, parse
 
         if _asks_to_describe(context, index):
-            return Request((), self._k, listed=True)
+            return Request((), 1, listed=True)
         if context.get_request_header(index, "explain") == "True":
             return Refusal(501, "explanations are not offered: ask /predictions")
         name = next((name for name in BODY_NAMES if name in parameters), "body")
@@ -178,8 +152,8 @@ class ImageClassifierHandler:
                 {**asked, **parameters},
                 says_json=kind.partition(";")[0].strip().lower() == "application/json",
                 request_type=str(headers.get("content-type", "")).lower(),
-                default_k=self._k,
-                instance_limit=self._instance_limit,
+                default_k=self._rules().k,
+                instance_limit=self._rules().instance_limit,
             )
         except RequestError as error:
             return error.refusal
@@ -203,6 +177,7 @@ class ImageClassifierHandler:
                 Dimension("ModelName", context.model_name),
                 Dimension("Level", "Model"),
                 Dimension("Provider", predictor.engine.provider),
+                Dimension("Execution", predictor.execution_name),
             ]
             context.metrics.add_metric(name, value, unit, dimensions=dimensions, metric_type=kind)
 
@@ -219,17 +194,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
             lock = stack.enter_context((folder / ".loading").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def assigned_device(gpu: int | None, runs_on: str) -> torch.device:
-    """The device to open an artifact on.
-
-    ``gpu`` is what TorchServe assigned (None: no GPU). An artifact that runs on CUDA only asks for CUDA
-    even so: the engine then says what is missing, or falls back where that is allowed.
-    """
-    if gpu is not None:
-        return torch.device("cuda", gpu)
-    return torch.device("cuda" if runs_on == "cuda" else "cpu")
 
 
 def _asks_to_describe(context: Any, index: int) -> bool:

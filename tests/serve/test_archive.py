@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +21,9 @@ from serve.options import ServingOptions
 from serve.runtime.budget import SERVING, Budget
 from serve.runtime.card import load_card, sha256_file
 from serve.runtime.errors import CardError, UserError
+from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
+from serve.runtime.serving import Serving
 from serve.torchserve.archive import build_archive, check_archive
 from tests.serve import artifacts
 
@@ -68,34 +72,126 @@ def test_onnx_weights_kept_beside_the_graph_travel(tmp_path: Path) -> None:
     assert "model.onnx.data" in zipfile.ZipFile(path).namelist()
 
 
+def packed_with(folder: Path, target: Path, **options: Any) -> dict[str, Any]:
+    """An archive's ``serving.json`` and ``model-config.yaml``."""
+    path = build_archive(folder, target / "x.mar", model_name="x", options=ServingOptions(**options))
+    with zipfile.ZipFile(path) as archive:
+        return {
+            "serving": json.loads(archive.read("serving.json")),
+            "torchserve": yaml.safe_load(archive.read("model-config.yaml")),
+        }
+
+
 def test_the_options_are_written_where_torchserve_and_the_handler_read_them(tmp_path: Path) -> None:
-    folder = artifacts.torchscript(tmp_path / "artifact", device="cpu")
-    options = ServingOptions(batch_size=4, max_batch_delay_ms=7, workers=2, k=1, threads=1, budget=Budget(1000))
-    path = build_archive(folder, tmp_path / "x.mar", model_name="x", options=options)
-    config = yaml.safe_load(zipfile.ZipFile(path).read("model-config.yaml"))
-    handler = config.pop("handler")
-    budget = handler.pop("budget")
-    assert handler == {"k": 1, "allow_fallback": False, "instance_limit": 64, "threads": 1}
-    assert budget.pop("image_pixels") == 1000
-    assert budget.pop("batch_seconds") == 30, "half of responseTimeout, where no other limit is set"
-    assert budget == {"jpeg_scans": 100, "request_pixels": None, "batch_pixels": None, "request_seconds": None}
-    assert config == {
+    folder = artifacts.onnx(tmp_path / "artifact", device="cpu")
+    found = packed_with(
+        folder,
+        tmp_path,
+        batch_size=4,
+        max_batch_delay_ms=7,
+        workers=2,
+        k=1,
+        threads=1,
+        budget=Budget(1000),
+        engines=["onnxruntime"],
+        options={"openvino": {"precision": "bf16"}},
+        buckets=[1, 4],
+        strict=True,
+        instance_limit=9,
+        response_timeout_s=8,
+    )
+    usual = {"device": "cpu", "threads": 1, "buckets": [1, 4]}
+    assert found["serving"] == {
+        "schema": 1,
+        "executions": [
+            {"engine": "onnxruntime", "options": {}, **usual},
+            {"engine": "openvino", "options": {"precision": "bf16"}, **usual},
+        ],
+        "strict": True,
+        "workers": 2,
+        "batch_size": 4,
+        "max_batch_delay_ms": 7,
+        "response_timeout_s": 8,
+        "startup_timeout_s": 600,
+        "k": 1,
+        "instance_limit": 9,
+        "budget": {
+            "image_pixels": 1000,
+            "jpeg_scans": 100,
+            "request_pixels": None,
+            "batch_pixels": None,
+            "request_seconds": None,
+            "batch_seconds": None,
+        },
+    }
+    assert found["torchserve"] == {
         "minWorkers": 2,
         "maxWorkers": 2,
         "batchSize": 4,
         "maxBatchDelay": 7,
-        "responseTimeout": 60,
+        "responseTimeout": 8,
         "startupTimeout": 600,
         "deviceType": "cpu",
     }
 
 
-def test_a_batch_is_given_less_time_than_torchserve_gives_its_worker(tmp_path: Path) -> None:
+def test_where_nothing_was_measured_every_execution_is_named_and_those_on_a_gpu_come_first(tmp_path: Path) -> None:
+    found = packed_with(artifacts.torchscript(tmp_path / "artifact"), tmp_path)
+    order = [(entry["engine"], entry["device"]) for entry in found["serving"]["executions"]]
+    assert order == [("torchscript", "cuda"), ("torchscript", "cpu")]
+    assert "deviceType" not in found["torchserve"], "TorchServe assigns a GPU where there is one"
+
+
+def test_an_archive_that_only_its_first_execution_may_run_asks_for_that_device(tmp_path: Path) -> None:
     folder = artifacts.torchscript(tmp_path / "artifact")
-    path = build_archive(
-        folder, tmp_path / "x.mar", model_name="x", options=ServingOptions(response_timeout_s=8, budget=SERVING)
-    )
-    assert yaml.safe_load(zipfile.ZipFile(path).read("model-config.yaml"))["handler"]["budget"]["batch_seconds"] == 4
+    on_gpu = packed_with(folder, tmp_path, strict=True)
+    assert on_gpu["torchserve"]["deviceType"] == "gpu"
+    on_cpu = packed_with(folder, tmp_path, strict=True, engines=["torchscript[cpu]"])
+    assert on_cpu["torchserve"]["deviceType"] == "cpu"
+
+
+def test_what_lies_beside_the_card_is_served_so_and_options_change_what_they_name(tmp_path: Path) -> None:
+    folder = artifacts.onnx(tmp_path / "artifact", device="cpu")
+    kept = Serving((Execution("onnxruntime", threads=2), Execution("openvino")), k=2, workers=3)
+    (folder / "serving.json").write_text(kept.text)
+    assert packed_with(folder, tmp_path)["serving"] == json.loads(kept.text)
+    changed = packed_with(folder, tmp_path, k=4, threads=None)["serving"]
+    assert changed["executions"][0] == {
+        "engine": "onnxruntime",
+        "device": "cpu",
+        "threads": None,
+        "buckets": [],
+        "options": {},
+    }
+    assert (changed["k"], changed["workers"]) == (4, 3)
+
+
+def test_how_an_artifact_is_served_changes_its_archive_and_is_answered_for_by_the_card(tmp_path: Path) -> None:
+    folder = artifacts.torchscript(tmp_path / "artifact", device="cpu")
+    one = build_archive(folder, tmp_path / "1.mar", model_name="x")
+    other = build_archive(folder, tmp_path / "2.mar", model_name="x", options=ServingOptions(threads=1))
+    differing = {name for name, content in contents(one).items() if contents(other)[name] != content}
+    assert differing == {"serving.json", "card.json"}
+    assert check_archive(other).packed["serving.json"] == hashlib.sha256(contents(other)["serving.json"]).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("execution", "said"),
+    [
+        (Execution("openvino"), "cannot be served by openvino: openvino opens onnx files, not torchscript"),
+        (Execution("torchscript", "cuda"), r"cannot be served by torchscript\[cuda\]: this artifact runs on cpu only"),
+        (Execution("torchscript", options={"speed": 2}), "torchscript has no option 'speed'"),
+        (Execution("torchscrip"), "unknown engine 'torchscrip' .did you mean torchscript"),
+    ],
+)
+def test_an_execution_that_cannot_be_of_the_artifact_is_not_packed(
+    execution: Execution, said: str, tmp_path: Path
+) -> None:
+    folder = artifacts.torchscript(tmp_path / "artifact", device="cpu")
+    (folder / "serving.json").write_text(Serving((execution,)).text)
+    with pytest.raises(UserError, match=said):
+        build_archive(folder, tmp_path / "x.mar", model_name="x")
+    assert not (tmp_path / "x.mar").exists()
 
 
 def test_a_budget_that_names_one_limit_keeps_the_other_defaults() -> None:

@@ -293,18 +293,22 @@ def test_the_server_listens_on_loopback_only(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "provider"),
+    ("kind", "execution", "provider"),
     [
-        ("script", "torchscript/cpu"),
-        ("int8", "torchscript/cpu"),
-        ("exported", "aten/cpu"),
-        ("onnx", "onnxruntime/CPUExecutionProvider"),
+        ("script", "torchscript", "torchscript/cpu"),
+        ("int8", "torchscript", "torchscript/cpu"),
+        ("exported", "exported", "aten/cpu"),
+        ("onnx", "openvino", "openvino/CPU"),
     ],
 )
-def test_describe_tells_what_is_served_and_what_executes_it(served: Served, kind: str, provider: str) -> None:
+def test_describe_tells_what_is_served_and_what_executes_it(
+    served: Served, kind: str, execution: str, provider: str
+) -> None:
     described = served.client.describe(name_of(kind))
     if described["device"] == "cpu":
-        assert described["provider"] == provider
+        assert (described["execution"], described["provider"]) == (execution, provider)
+        assert described["threads"] == len(os.sched_getaffinity(0))
+    assert described["passed_over"] == []
     assert described["artifact"] == kind
     assert described["max_batch"] == 8
     assert described["classes"] == len(CLASSES)
@@ -324,7 +328,9 @@ def test_the_handlers_metrics_are_in_prometheus_form_with_their_provider(served:
     assert _metric(text, "BatchSize", "onnx") == 3
     assert _metric(text, "DecodeTime", "onnx") > 0
     assert _metric(text, "InferenceTime", "onnx") > 0
-    assert 'Provider="onnxruntime/' in text
+    labels = next(line for line in text.splitlines() if line.startswith("Images{") and name_of("onnx") in line)
+    described = served.client.describe(name_of("onnx"))
+    assert f'Provider="{described["provider"]}",Execution="{described["execution"]}",' in labels
     assert "ts_inference_requests_total" in text
 
 

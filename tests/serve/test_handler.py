@@ -1,7 +1,8 @@
-"""The handler in process, with TorchServe's own context: devices, providers and fall-backs."""
+"""The handler in process, with TorchServe's own context: which execution it opens, and what it refuses."""
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ts.context import Context
 from serve.options import ServingOptions
 from serve.runtime.errors import CardError, EngineError
 from serve.torchserve.archive import build_archive
-from serve.torchserve.handler import ImageClassifierHandler, assigned_device
+from serve.torchserve.handler import ImageClassifierHandler
 from tests.serve import artifacts
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -36,38 +37,49 @@ def opened(context: Context) -> ImageClassifierHandler:
     return handler
 
 
+@without_cuda
+def test_on_a_machine_without_a_gpu_the_cpu_is_taken_and_nothing_is_said_of_the_gpu(tmp_path: Path) -> None:
+    described = opened(context_of(artifacts.onnx(tmp_path / "artifact"), tmp_path, None)).describe_handle()
+    assert (described["execution"], described["device"], described["passed_over"]) == ("openvino", "cpu", [])
+    assert described["threads"] == len(os.sched_getaffinity(0))
+
+
+@without_cuda
+def test_a_gpu_that_is_assigned_and_does_not_work_is_passed_over_and_told(tmp_path: Path) -> None:
+    described = opened(context_of(artifacts.onnx(tmp_path / "artifact"), tmp_path, 0)).describe_handle()
+    assert (described["execution"], described["device"]) == ("openvino", "cpu")
+    assert described["passed_over"] == [
+        {"execution": "onnxruntime-cuda", "reason": "this machine has no usable CUDA device"}
+    ]
+
+
+@without_cuda
 @pytest.mark.parametrize(
-    ("gpu", "runs_on", "device"),
-    [(None, "any", "cpu"), (None, "cpu", "cpu"), (None, "cuda", "cuda"), (0, "any", "cuda:0"), (3, "cuda", "cuda:3")],
+    ("gpu", "reason"),
+    [
+        (0, "onnxruntime-cuda: this machine has no usable CUDA device"),
+        (None, "onnxruntime-cuda: it runs on a GPU, and none was assigned here"),
+    ],
 )
-def test_the_device_is_the_one_that_torchserve_assigns(gpu: int | None, runs_on: str, device: str) -> None:
-    assert assigned_device(gpu, runs_on) == torch.device(device)
+def test_what_only_runs_on_a_gpu_fails_at_load_with_the_reason(gpu: int | None, reason: str, tmp_path: Path) -> None:
+    for number, artifact in enumerate(
+        (artifacts.onnx(tmp_path / "for-cuda", device="cuda"), artifacts.onnx(tmp_path / "any"))
+    ):
+        context = context_of(artifact, tmp_path / str(number), gpu, strict=True)
+        with pytest.raises(EngineError, match=reason) as caught:
+            opened(context)
+        assert "openvino" not in str(caught.value)
 
 
-@without_cuda
-@pytest.mark.parametrize(("gpu", "device"), [(0, "any"), (None, "cuda")])
-def test_an_onnx_artifact_without_its_provider_fails_with_the_reason(
-    gpu: int | None, device: Any, tmp_path: Path
-) -> None:
-    artifact = artifacts.onnx(tmp_path / "artifact", device=device)
-    with pytest.raises(EngineError, match="no usable CUDA device"):
-        opened(context_of(artifact, tmp_path, gpu))
-
-
-@without_cuda
-def test_a_fallback_that_is_allowed_is_taken_and_told(tmp_path: Path) -> None:
-    artifact = artifacts.onnx(tmp_path / "artifact")
-    handler = opened(context_of(artifact, tmp_path, 0, allow_fallback=True))
+def test_the_handler_obeys_serving_json_and_not_what_torchserve_says(tmp_path: Path) -> None:
+    artifact = artifacts.onnx(tmp_path / "artifact", device="cpu")
+    context = context_of(artifact, tmp_path, None, threads=1, engines=["onnxruntime"], batch_size=3)
+    context.system_properties["batch_size"] = 7
+    context.model_yaml_config = {"handler": {"threads": 2}}
+    handler = opened(context)
     described = handler.describe_handle()
-    assert described["execution"] == "openvino"
-    assert described["device"] == "cpu"
-
-
-@without_cuda
-def test_a_fallback_is_no_way_to_run_what_is_for_cuda_only(tmp_path: Path) -> None:
-    artifact = artifacts.onnx(tmp_path / "artifact", device="cuda")
-    with pytest.raises(EngineError, match="runs on cuda only"):
-        opened(context_of(artifact, tmp_path, None, allow_fallback=True))
+    assert (described["execution"], described["threads"], described["max_batch"]) == ("onnxruntime[threads=1]", 1, 3)
+    assert described["provider"] == "onnxruntime/CPUExecutionProvider"
 
 
 @pytest.mark.parametrize("name", ["model.pt", "handler.py", "serve/runtime/images.py", "model-config.yaml"])

@@ -61,7 +61,7 @@ def onnx_for_cuda(folder: Path) -> Path:
     ("make", "reason"),
     [
         pytest.param(broken_script, "is not a whole zip file", id="a model file that is not one"),
-        pytest.param(onnx_for_cuda, "CUDA was asked for and this machine has no usable CUDA device", id="no CUDA"),
+        pytest.param(onnx_for_cuda, "onnxruntime-cuda: it runs on a GPU, and none was assigned here", id="no CUDA"),
     ],
 )
 def test_a_worker_that_dies_at_load_ends_the_start_with_its_own_last_lines(
@@ -149,7 +149,9 @@ def test_status_and_predict_speak_to_the_running_server(served: Served, tmp_path
     image.write_bytes(artifacts.jpeg(1))
     told = command("status", "--store", served.store)
     assert told.returncode == 0, told.stderr
-    assert "small-onnx: 1 of 1 worker(s) ready, float32 on onnxruntime/" in told.stdout
+    threads = len(os.sched_getaffinity(0))
+    assert f"small-onnx: 1 of 1 worker(s) ready, float32 by openvino (openvino/CPU, {threads} threads)" in told.stdout
+    assert "passed over" not in told.stdout
     answer = command("predict", image, "--store", served.store, "--model", name_of("onnx"), "--k", "2", "--json")
     assert answer.returncode == 0, answer.stderr
     expected = served.client.predict(name_of("onnx"), artifacts.jpeg(1), k=2)

@@ -171,6 +171,15 @@ def executions_for(card: Card, device: str = "cpu") -> list[Execution]:
     return [Execution(entry.name, device) for entry in engines_for(card) if entry.refuses(card, kind) is None]
 
 
+def chain_for(card: Card) -> tuple[Execution, ...]:
+    """Every way to run the card's artifact wherever it may come to, with all settings as usual, CUDA's ways first.
+
+    Raises:
+        EngineError: no engine opens its format.
+    """
+    return (*executions_for(card, "cuda"), *executions_for(card, "cpu"))
+
+
 def preferred(card: Card, device: str) -> Execution:
     """The first way to run the card's artifact on a device that works on this machine.
 

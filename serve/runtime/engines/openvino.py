@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..card import Card
+from ..errors import EngineError
 from ..execution import Execution
 from ..onnx_file import TINY_GRAPH, check_graph
 from .base import Engine, EngineOption, EngineType, register
@@ -27,9 +28,13 @@ class OpenVinoEngine:
         self.device = torch.device("cpu")
         settings = OPENVINO.settings(execution.options)
         core = _core()
-        weights = path.with_name(f"{path.name}{_WEIGHTS}")
-        model = core.read_model(str(path), str(weights)) if card.format == "openvino" else core.read_model(str(path))
-        compiled = core.compile_model(model, "CPU", _properties(execution.cores, settings["precision"]))
+        weights = (str(path.with_name(f"{path.name}{_WEIGHTS}")),) if card.format == "openvino" else ()
+        try:
+            model = core.read_model(str(path), *weights)
+            compiled = core.compile_model(model, "CPU", _properties(execution.cores, settings["precision"]))
+        except RuntimeError as error:  # its cause stands last, below the places in OpenVINO's own sources (2026.4)
+            said = [line for line in str(error).splitlines() if line.strip()]
+            raise EngineError(f"{card.name}: OpenVINO cannot compile it: {said[-1][:300]}") from error
         # What it says it runs with, and not what it was asked for.
         precision = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
         self.provider = f"openvino/{compiled.get_property('EXECUTION_DEVICES')[0]}"

@@ -1,0 +1,106 @@
+"""Which of an archive's executions runs here: the first that works; and why those before it do not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from .card import read_card
+from .engines.base import execution_id, find_engine, unavailable
+from .errors import CardError, EngineError, PipelineError, one_line
+from .execution import Execution, settle
+from .predictor import PassedOver, Predictor
+from .serving import SERVING_FILE, Serving, read_serving
+
+_LOG = logging.getLogger(__name__)
+_NO_GPU = "it runs on a GPU, and none was assigned here"
+
+
+def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
+    """Open an unpacked archive as its ``serving.json`` says, in a process that serves nothing else, and warm it up.
+
+    What is said of it in the log: which execution runs, and why those that it prefers do not. One for CUDA where there
+    is no GPU is nothing to speak of.
+
+    Args:
+        folder: of the archive; every file is checked against its card.
+        gpu: index of the GPU that the server assigned to this process; None: no GPU.
+
+    Returns:
+        The artifact, opened and warm, and how it is to be served.
+
+    Raises:
+        CardError: a file does not match the card, or there is no ``serving.json``.
+        EngineError: no execution works here, or not the first and the file is strict; each is named, with its reason.
+    """
+    card = read_card(folder)  # the files themselves are checked before one is opened
+    serving = read_serving(folder)
+    if serving is None:
+        raise CardError(f"{folder}: there is no {SERVING_FILE}, which says what runs it; pack it again")
+    passed: list[PassedOver] = []
+    for execution in serving.executions:
+        told = tuple(entry for entry in passed if entry.reason != _NO_GPU)
+        try:
+            predictor = _open(folder, execution, gpu, serving, told)
+        except CardError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a library may fail in any way; the next may do
+            passed.append(
+                PassedOver(_named(execution), str(error) if isinstance(error, EngineError) else one_line(error))
+            )
+        else:
+            _log(predictor)
+            return predictor, serving
+        if serving.strict:
+            break
+    reasons = "; ".join(f"{entry.execution}: {entry.reason}" for entry in passed)
+    rule = f" ({SERVING_FILE} is strict: nothing else may)" if serving.strict else ""
+    raise EngineError(f"{card.name}: what should run it does not work here{rule}: {reasons}")
+
+
+def _open(
+    folder: Path, execution: Execution, gpu: int | None, serving: Serving, passed: tuple[PassedOver, ...]
+) -> Predictor:
+    """The artifact, opened and warm.
+
+    Raises:
+        EngineError: the engine does not work here, or does not run this file.
+        Exception: whatever its library raises.
+    """
+    if execution.device_type == "cuda":
+        if gpu is None:
+            raise EngineError(_NO_GPU)
+        execution = replace(execution, device=f"cuda:{gpu}")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(gpu)
+    if (reason := unavailable(execution.engine, execution.device_type)) is not None:
+        raise EngineError(reason)
+    # Before anything runs: the threads of an engine that was tried before would otherwise be this one's.
+    settle(execution, computes_with_torch=find_engine(execution.engine).computes_with_torch)
+    predictor = Predictor(folder, execution, max_batch=serving.batch_size, budget=serving.allowance, passed_over=passed)
+    predictor.warm_up(_sizes(execution, serving.batch_size), repeats=2)
+    return predictor
+
+
+def _sizes(execution: Execution, most: int) -> Sequence[int]:
+    """The batch sizes that will be run: all that may come, or one of each bucket."""
+    return [*(size for size in execution.buckets if size < most), most] if execution.buckets else range(1, most + 1)
+
+
+def _named(execution: Execution) -> str:
+    """An execution in one word, also if its engine is not here."""
+    try:
+        return execution_id(execution)
+    except PipelineError:
+        return execution.engine
+
+
+def _log(predictor: Predictor) -> None:
+    told = predictor.describe()
+    _LOG.info("%s: runs by %s (%s, %d threads)", told["artifact"], told["execution"], told["provider"], told["threads"])
+    for entry in predictor.passed_over:
+        _LOG.warning("%s: passed over %s: %s", told["artifact"], entry.execution, entry.reason)
