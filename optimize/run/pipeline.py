@@ -76,7 +76,15 @@ def run(job: Job, listener: Listener) -> Outcome:
                 refuse_replacing(folder, opened.identity)  # one that has been made meanwhile
             write_identity(opened.identity, folder)
             example = sample(context.data.val, context.preprocessing)
-            published = publish(session.store, folder, artifacts, measured.rows, machine=here, sample=example)
+            published = publish(
+                session.store,
+                folder,
+                artifacts,
+                measured.rows,
+                options=recipe.serving,
+                machine=here,
+                sample=example,
+            )
             write_json(sorted(measured.keys.union(published.keys)), folder / layout.OBJECTS_FILE)
             report = Report(
                 title=opened.run,

@@ -17,7 +17,11 @@ from optimize.store.keys import ArchiveKey
 from optimize.store.objects import Store
 from optimize.store.sources import code_of
 from serve import layout
+from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, Card
+from serve.runtime.engines.base import chain_for
+from serve.runtime.execution import Execution
+from serve.runtime.serving import SERVING_FILE, Serving
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
@@ -40,6 +44,7 @@ def publish(
     artifacts: Mapping[str, Artifact],
     rows: Sequence[Row],
     *,
+    options: ServingOptions,
     machine: Machine,
     sample: bytes,
 ) -> Published:
@@ -56,6 +61,7 @@ def publish(
         folder: the run's folder.
         artifacts: what was made, by name.
         rows: the report's rows, without the archives.
+        options: how they are served, where that is not as usual.
         machine: what they were measured on.
         sample: an encoded image to try the endpoint with.
     """
@@ -67,9 +73,10 @@ def publish(
             published.append(row)
             continue
         target = layout.artifact_folder(folder.parent, folder.name, artifact.name)
-        _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()})
+        serving = options.over(Serving(preferred_executions(row, artifact.card)), artifact.card)
+        _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()}, serving)
         path = layout.archive_path(folder.parent, folder.name, artifact.name)
-        key, digest = _publish_archive(store, target, artifact.card, path)
+        key, digest = _publish_archive(store, target, artifact.card, serving, path)
         file = row.file.model_copy(update={"path": str(target / artifact.card.file)})
         archived = Archive(path=str(path), bytes=path.stat().st_size, sha256=digest)
         published.append(row.model_copy(update={"file": file, "archive": archived}))
@@ -81,19 +88,36 @@ def publish(
     return Published(tuple(published), frozenset(keys))
 
 
-def _publish_artifact(store: Store, artifact: Artifact, folder: Path, measurements: dict[str, Any]) -> None:
+def preferred_executions(row: Row, card: Card) -> tuple[Execution, ...]:
+    """What may run an artifact, best first: by the measured p50; then what was not measured, as the engines rank.
+
+    Which GPU it was measured on, a server decides for itself.
+    """
+    measured = [(pair.measured.latency_ms.p50, pair.execution) for pair in row.pairs if pair.measured is not None]
+    best = [
+        dataclasses.replace(execution, device=execution.device_type)
+        for _, execution in sorted(measured, key=lambda entry: entry[0])
+    ]
+    tried = {(execution.engine, execution.device) for execution in best}
+    return (*best, *(entry for entry in chain_for(card) if (entry.engine, entry.device) not in tried))
+
+
+def _publish_artifact(
+    store: Store, artifact: Artifact, folder: Path, measurements: dict[str, Any], serving: Serving
+) -> None:
     files = (*artifact.card.files, CARD_FILE)
     folder.mkdir(parents=True, exist_ok=True)
     for name in files:
         store.link(artifact.folder / name, folder / name)
     write_json(measurements, folder / MEASUREMENTS_FILE)
+    write_atomically(folder / SERVING_FILE, serving.text.encode())
     for stray in folder.iterdir():
-        if stray.name not in (*files, MEASUREMENTS_FILE):
+        if stray.name not in (*files, MEASUREMENTS_FILE, SERVING_FILE):
             _remove(stray)
 
 
-def _publish_archive(store: Store, artifact: Path, card: Card, path: Path) -> tuple[str, str]:
-    """Pack a published artifact through the store and link the archive to ``path``.
+def _publish_archive(store: Store, artifact: Path, card: Card, serving: Serving, path: Path) -> tuple[str, str]:
+    """Pack a published artifact, as it is served, through the store and link the archive to ``path``.
 
     Returns:
         The object's key, and the archive's SHA-256.
@@ -101,6 +125,7 @@ def _publish_archive(store: Store, artifact: Path, card: Card, path: Path) -> tu
     key = ArchiveKey(
         model_name=path.stem,
         card=dataclasses.asdict(card),
+        serving=serving.text,
         libraries={name: metadata.version(name) for name in ("torch-model-archiver", "PyYAML")},
         code=code_of(build_archive, ImageClassifierHandler),
     ).digest

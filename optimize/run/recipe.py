@@ -26,6 +26,7 @@ from optimize.run.recommendation import Recommend
 from optimize.run.session import BASELINE
 from optimize.training.loop import TrainingConfig
 from serve.config import Config, faults
+from serve.options import ServingOptions
 from serve.runtime.errors import UserError, did_you_mean, one_line
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "default.yaml"
@@ -53,6 +54,7 @@ class Recipe:
     measure: Timing
     recommend: Recommend
     preprocessing: PreprocessingConfig
+    serving: ServingOptions
 
 
 class _Node:
@@ -142,13 +144,14 @@ def _parse(text: str) -> Recipe:
         raise _Fault(1, "not valid YAML: nested without end") from None
     if root is None:
         raise _Fault(1, "the recipe is empty; it needs a list of stages")
-    fields = root.mapping("the recipe", ("stages", "baseline", "preprocessing", "measure", "recommend"))
+    fields = root.mapping("the recipe", ("stages", "baseline", "preprocessing", "measure", "recommend", "serving"))
     return Recipe(
         stages=_stages(fields.get("stages"), root.line),
         baseline=_config(TrainingConfig, fields.get("baseline"), "baseline"),
         measure=_config(Timing, fields.get("measure"), "measure"),
         recommend=_config(Recommend, fields.get("recommend"), "recommend"),
         preprocessing=_config(PreprocessingConfig, fields.get("preprocessing"), "preprocessing"),
+        serving=_config(ServingOptions, fields.get("serving"), "serving"),
     )
 
 
@@ -210,6 +213,8 @@ def _config(kind: type[Any], node: _Node | None, what: str, line: int = 1) -> An
         name = first.field
         where = fields[name].line if name in fields else (node.line if node is not None else line)
         raise _Fault(where, f"{what}{'.' + name if name else ''}: {first.message}") from None
+    except UserError as error:  # of a record within the settings
+        raise _Fault(node.line if node is not None else line, f"{what}: {error}") from None
     for name, value in config.model_dump().items():
         if isinstance(value, float) and not math.isfinite(value):
             raise _Fault(fields[name].line, f"{what}.{name}: must be a finite number (it is {value})")

@@ -218,6 +218,7 @@ class ArchiveKey(Key):
     Attributes:
         model_name: what it is served by; it stands in the archive.
         card: the artifact's card as JSON values, with the hashes of its files; it travels whole.
+        serving: the text of its ``serving.json``.
         libraries: versions of the libraries that write it.
         code: digest of the sources that travel in the archive or make it.
     """
@@ -225,6 +226,7 @@ class ArchiveKey(Key):
     kind = "archive"
     model_name: str
     card: Mapping[str, Any]
+    serving: str
     libraries: Mapping[str, str]
     code: str
 

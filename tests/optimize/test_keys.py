@@ -78,6 +78,7 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
     keys.ArchiveKey: {
         "model_name": ("resnet18-ptq", "mine-ptq"),
         "card": (CARD, {**CARD, "precision": "int8"}),
+        "serving": ('{"k": 5}', '{"k": 4}'),
         "libraries": ({"PyYAML": "6.0"}, {"PyYAML": "6.1"}),
         "code": ("f" * 64, "0" * 64),
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from optimize.measure.timing import Timing
 from optimize.run.recipe import DEFAULT_RECIPE, Recipe, load_recipe
 from optimize.training.loop import TrainingConfig
+from serve.options import ServingOptions
+from serve.runtime.budget import SERVING
 from serve.runtime.errors import UserError
 
 
@@ -67,6 +70,15 @@ recommend: {max_drop: 0.01}
     assert (recipe.baseline.epochs, recipe.baseline.learning_rate) == (3, 0.001)
     assert recipe.measure.batch_sizes == (1, 4)
     assert recipe.recommend.max_drop == 0.01
+
+
+def test_a_recipe_says_how_its_archives_are_served(tmp_path: Path) -> None:
+    assert load(tmp_path, "stages: [{pass: fuse}]\n").serving == ServingOptions()
+    text = "serving: {workers: 2, engines: [onnxruntime, openvino], strict: yes, budget: {image_pixels: 9}}\n"
+    found = load(tmp_path, f"stages: [{{pass: fuse}}]\n{text}").serving
+    assert found == ServingOptions(
+        workers=2, engines=["onnxruntime", "openvino"], strict=True, budget=replace(SERVING, image_pixels=9)
+    )
 
 
 def test_anchors_mean_what_yaml_says(tmp_path: Path) -> None:
@@ -125,6 +137,18 @@ ILLEGAL = {
     "descending batches": ("stages:\n- pass: fuse\nmeasure:\n  batch_sizes: [8, 1]\n", 4, "must ascend from 1"),
     "batches without 1": ("stages:\n- pass: fuse\nmeasure:\n  batch_sizes: [2, 4]\n", 4, "must ascend from 1"),
     "a drop above 1": ("stages:\n- pass: fuse\nrecommend:\n  max_drop: 2\n", 4, "recommend.max_drop"),
+    "an engine that is none": (
+        "stages:\n- pass: fuse\nserving:\n  workers: 2\n  engines: [openvin]\n",
+        5,
+        "serving.engines: unknown engine 'openvin' .did you mean openvino",
+    ),
+    "an option that an engine has not": (
+        "stages:\n- pass: fuse\nserving:\n  options:\n    openvino: {precison: f32}\n",
+        4,
+        "serving.options: openvino has no option 'precison' .did you mean precision",
+    ),
+    "no workers": ("stages:\n- pass: fuse\nserving: {workers: 0}\n", 3, "serving.workers.*(it is 0)"),
+    "a budget of nothing": ("stages:\n- pass: fuse\nserving: {budget: {image_pixels: 0}}\n", 3, "image_pixels"),
     "bad baseline": ("baseline:\n  epochs: 0\nstages:\n- pass: fuse\n", 2, "baseline.epochs"),
     "no pass": ("stages:\n  - name: fuse\n", 2, "needs a pass"),
     "a word for a stage": ("stages:\n  - fuse\n", 2, "a stage must be a mapping"),
