@@ -13,7 +13,7 @@ from optimize.errors import PassError
 from optimize.store.artifact import WEIGHTS_FILE
 from serve.runtime.card import Format
 from serve.runtime.errors import EngineError, one_line
-from serve.runtime.program_file import check_program
+from serve.runtime.program_file import save_program
 
 
 def write_weights(module: nn.Module, folder: Path) -> None:
@@ -53,27 +53,6 @@ def write_program(module: nn.Module, example: torch.Tensor, folder: Path, *, ste
         (folder / file).unlink()
         return write_script(module, example, folder, stem=stem), "torchscript"
     return file, "exported_program"
-
-
-def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Write an exported program without what does not belong into an artifact.
-
-    ``torch.export.save`` (2.11 to 2.14) also writes the example inputs: images of the user's data, which at
-    224x224 pixels would be 600 kB each.
-
-    Raises:
-        EngineError: the runtime would not load it, see `serve.runtime.program_file`.
-    """
-    for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # names the builder's source paths
-        node.meta.pop("from_node", None)  # and addresses in its memory, which differ from run to run
-        node.meta.pop("custom", None)
-    program.graph_module.meta.pop("custom", None)  # torch's remarks to its own compiler
-    program.example_inputs = None
-    # Python source that `ExportedProgram.module` executes; the input's shape is checked without it.
-    program._guards_code = []
-    torch.export.save(program, path)
-    check_program(path)
 
 
 def write_script(module: nn.Module, example: torch.Tensor, folder: Path, *, stem: str = "model") -> str:

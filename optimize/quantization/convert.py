@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from optimize.errors import NotApplicableError
 from optimize.export.layers import left_whole
-from optimize.export.program import save_program, write_script
+from optimize.export.program import write_script
 from optimize.export.trace import trace
 from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.choices import Chosen
@@ -27,6 +27,7 @@ from optimize.quantization.qdq import reference_program
 from optimize.quantization.targets import Observer, Target
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
+from serve.runtime.program_file import save_program
 
 
 def trace_calls(module: nn.Module) -> fx.GraphModule:

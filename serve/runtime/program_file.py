@@ -103,6 +103,42 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
         ) from error
 
 
+def program_on(path: Path, device: torch.device) -> torch.export.ExportedProgram:
+    """As `load_program`, with weights and constants on a device."""
+    program = load_program(path)
+    if device.type == "cpu":
+        return program
+    from torch.export.passes import move_to_device_pass
+
+    moved = move_to_device_pass(program, str(device))
+    # torch 2.11 to 2.14 rewrites the graphs and leaves the Python made of them as it was (pytorch 185105).
+    for module in moved.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            module.recompile()
+    return moved
+
+
+def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write an exported program without what does not belong into an artifact.
+
+    ``torch.export.save`` (2.11 to 2.14) also writes the example inputs: images of the user's data, which at
+    224x224 pixels would be 600 kB each.
+
+    Raises:
+        EngineError: `load_program` would refuse it.
+    """
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # names the builder's source paths
+        node.meta.pop("from_node", None)  # and addresses in its memory, which differ from run to run
+        node.meta.pop("custom", None)
+    program.graph_module.meta.pop("custom", None)  # torch's remarks to its own compiler
+    program.example_inputs = None
+    # Python source that `ExportedProgram.module` executes; the input's shape is checked without it.
+    program._guards_code = []
+    torch.export.save(program, path)
+    check_program(path)
+
+
 def check_program(path: Path) -> None:
     """Refuse a ``.pt2`` file that could do more on loading than become a graph and its weights.
 

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import nn
 
 from serve.runtime.card import Card, Device, Format, Preprocessing, sha256_file, write_card
+from serve.runtime.program_file import save_program
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 PREPROCESSING = Preprocessing(resize=36, crop=(32, 32))
@@ -100,11 +101,7 @@ def exported(folder: Path) -> Path:
     folder.mkdir(parents=True)
     batch = torch.export.Dim("batch")
     program = torch.export.export(small_network(), (torch.zeros(2, 3, 32, 32),), dynamic_shapes=({0: batch},))
-    program.example_inputs = None
-    for node in program.graph.nodes:
-        for key in ("stack_trace", "from_node"):
-            node.meta.pop(key, None)
-    torch.export.save(program, folder / "model.pt2")
+    save_program(program, folder / "model.pt2")
     return write_artifact(folder, "exported", "exported_program", "model.pt2")
 
 

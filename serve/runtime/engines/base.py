@@ -65,6 +65,7 @@ class EngineType:
         computes_with_torch: whether it runs on torch's threads; else torch gets one in the engine's process.
         options: what can be set of it, by name.
         libraries: distributions that it runs with, beside torch.
+        on_request: of its devices, those where it runs an artifact only if it is named, because opening it takes long.
         companions: endings of the files that may lie beside a model file of these formats and belong to it.
     """
 
@@ -78,6 +79,7 @@ class EngineType:
     computes_with_torch: bool = True
     options: Mapping[str, EngineOption] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
+    on_request: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
 
     @property
@@ -168,7 +170,11 @@ def executions_for(card: Card, device: str = "cpu") -> list[Execution]:
         EngineError: no engine opens its format.
     """
     kind = device.partition(":")[0]
-    return [Execution(entry.name, device) for entry in engines_for(card) if entry.refuses(card, kind) is None]
+    return [
+        Execution(entry.name, device)
+        for entry in engines_for(card)
+        if entry.refuses(card, kind) is None and kind not in entry.on_request
+    ]
 
 
 def chain_for(card: Card) -> tuple[Execution, ...]:

@@ -8,7 +8,7 @@ import torch
 
 from ..card import Card
 from ..execution import Execution
-from ..program_file import load_program
+from ..program_file import program_on
 from .base import Engine, EngineType, register
 
 
@@ -16,14 +16,9 @@ class ExportedProgramEngine:
     """See `Engine`."""
 
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
-        program = load_program(folder / card.file)
         self.device = torch.device(execution.device)
-        if self.device.type != "cpu":
-            from torch.export.passes import move_to_device_pass
-
-            program = move_to_device_pass(program, str(self.device))
         self.provider = f"aten/{self.device.type}"
-        self._module = program.module()
+        self._module = program_on(folder / card.file, self.device).module()
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
         """Logits ``(N, classes)`` of a batch."""

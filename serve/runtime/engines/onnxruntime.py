@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,9 +10,8 @@ from ..card import Card
 from ..errors import EngineError
 from ..execution import Execution
 from ..onnx_file import TINY_GRAPH, check_graph
+from ..onnx_session import CPU_PROVIDER, make_session, run_tiny
 from .base import Engine, EngineType, register
-
-_PROVIDER = "CPUExecutionProvider"
 
 
 class OnnxRuntimeEngine:
@@ -24,10 +21,10 @@ class OnnxRuntimeEngine:
         path = folder / card.file
         check_graph(path, card)
         self.device = torch.device("cpu")
-        self._session = _session(str(path), execution.cores)
+        self._session = make_session(str(path), [(CPU_PROVIDER, {})], threads=execution.cores)
         active = self._session.get_providers()[0]
-        if active != _PROVIDER:
-            raise EngineError(f"{card.name}: ONNX Runtime runs this model on {active}, not on {_PROVIDER}")
+        if active != CPU_PROVIDER:
+            raise EngineError(f"{card.name}: ONNX Runtime runs this model on {active}, not on {CPU_PROVIDER}")
         self.provider = f"onnxruntime/{active}"
         self._input = self._session.get_inputs()[0].name
         self._output = self._session.get_outputs()[0].name
@@ -38,27 +35,12 @@ class OnnxRuntimeEngine:
         return torch.from_numpy(logits)
 
 
-def _session(model: str | bytes, threads: int) -> Any:
-    """An ONNX Runtime session on the CPU, of a file or of a graph's bytes."""
-    # Imported only for what it runs: the other artifacts run where it is not installed.
-    runtime: Any = importlib.import_module("onnxruntime")
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3
-    # By its name's ending a file could also be of ONNX Runtime's own format, which is not checked.
-    options.add_session_config_entry("session.load_model_format", "ONNX")
-    # Threads that spin between requests starve the other workers of the machine.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.intra_op_num_threads = threads
-    return runtime.InferenceSession(model, options, providers=[_PROVIDER])
-
-
 def _open(folder: Path, card: Card, execution: Execution) -> Engine:
     return OnnxRuntimeEngine(folder, card, execution)
 
 
 def _probe(device: torch.device) -> object:
-    session = _session(TINY_GRAPH, 1)
-    return session.run(None, {session.get_inputs()[0].name: torch.ones(1).numpy()})
+    return run_tiny(make_session(TINY_GRAPH, [(CPU_PROVIDER, {})], threads=1))
 
 
 ONNXRUNTIME = register(

@@ -1,19 +1,16 @@
-"""``onnxruntime-cuda``: an ONNX graph on the CUDA provider of ONNX Runtime, bound to torch's memory."""
+"""``onnxruntime-cuda``: a float ONNX graph on the CUDA provider of ONNX Runtime, bound to torch's memory."""
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from ..card import Card
-from ..errors import EngineError
 from ..execution import Execution
 from ..onnx_file import TINY_GRAPH, check_graph
-from .base import Engine, EngineType, register
+from ..onnx_session import GpuBinding, gpu_session, run_tiny
+from .base import Engine, EngineOption, EngineType, register
 
 _PROVIDER = "CUDAExecutionProvider"
 
@@ -24,54 +21,29 @@ class OnnxRuntimeCudaEngine:
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
         path = folder / card.file
         check_graph(path, card)
+        settings = ONNXRUNTIME_CUDA.settings(execution.options)
         self.device = torch.device(execution.device)
-        self._session = _session(str(path), self.device)
+        options = {
+            "device_id": self.device.index or 0,
+            "cudnn_conv_algo_search": "EXHAUSTIVE" if settings["search"] else "HEURISTIC",
+            "prefer_nhwc": int(settings["channels_last"]),
+            "use_tf32": int(settings["tf32"]),
+        }
+        self._bound = GpuBinding(gpu_session(str(path), _PROVIDER, options), self.device, len(card.classes))
         self.provider = f"onnxruntime/{_PROVIDER}"
-        self._input = self._session.get_inputs()[0].name
-        self._output = self._session.get_outputs()[0].name
-        self._half_out = self._session.get_outputs()[0].type == "tensor(float16)"
-        self._classes = len(card.classes)
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
         """Logits ``(N, classes)`` of a batch."""
-        batch = batch.contiguous()
-        dtype = torch.float16 if self._half_out else torch.float32
-        logits = torch.empty((len(batch), self._classes), dtype=dtype, device=self.device)
-        binding = self._session.io_binding()
-        index = self.device.index or 0
-        binding.bind_input(self._input, "cuda", index, _NUMPY[batch.dtype], tuple(batch.shape), batch.data_ptr())
-        binding.bind_output(self._output, "cuda", index, _NUMPY[logits.dtype], tuple(logits.shape), logits.data_ptr())
-        # ONNX Runtime has a stream of its own: torch's writes must have landed before it reads.
-        torch.cuda.current_stream(self.device).synchronize()
-        self._session.run_with_iobinding(binding)
-        return logits
+        return self._bound.run(batch)
 
 
-_NUMPY = {torch.float32: np.float32, torch.float16: np.float16, torch.uint8: np.uint8}
-
-
-def _session(model: str | bytes, device: torch.device) -> Any:
-    """A session of a file or of a graph's bytes, all of it on the GPU.
-
-    Raises:
-        EngineError: the provider is not active. A list of those that are compiled in proves nothing.
-    """
-    runtime: Any = importlib.import_module("onnxruntime")
-    if hasattr(runtime, "preload_dlls"):
-        runtime.preload_dlls()  # CUDA and cuDNN come from torch's own wheels
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.load_model_format", "ONNX")
-    session = runtime.InferenceSession(
-        model, options, providers=[(_PROVIDER, {"device_id": device.index or 0}), "CPUExecutionProvider"]
-    )
-    active = session.get_providers()[0]
-    if active != _PROVIDER:
-        raise EngineError(
-            f"ONNX Runtime {runtime.__version__} runs on {active}, not on {_PROVIDER} "
-            f"(available here: {', '.join(runtime.get_available_providers())}); install what {_PROVIDER} needs"
+def _accepts(card: Card) -> str | None:
+    if card.precision.startswith("int8"):
+        return (
+            "onnxruntime-cuda has no INT8 convolutions: it would convert to and fro around float ones; "
+            "INT8 on a GPU takes onnxruntime-tensorrt"
         )
-    return session
+    return None
 
 
 def _open(folder: Path, card: Card, execution: Execution) -> Engine:
@@ -79,8 +51,7 @@ def _open(folder: Path, card: Card, execution: Execution) -> Engine:
 
 
 def _probe(device: torch.device) -> object:
-    session = _session(TINY_GRAPH, device)
-    return session.run(None, {session.get_inputs()[0].name: np.ones(1, dtype=np.float32)})
+    return run_tiny(gpu_session(TINY_GRAPH, _PROVIDER, {"device_id": device.index or 0}))
 
 
 ONNXRUNTIME_CUDA = register(
@@ -91,7 +62,13 @@ ONNXRUNTIME_CUDA = register(
         probe=_probe,
         devices=("cuda",),
         rank=20,
+        accepts=_accepts,
         computes_with_torch=False,
+        options={
+            "search": EngineOption(True, "let cuDNN time its algorithms for every new batch size, on its first run"),
+            "channels_last": EngineOption(False, "convolutions as NHWC; the library converts around them"),
+            "tf32": EngineOption(True, "products of float32 with 10 bits of mantissa, as torch's convolutions have"),
+        },
         libraries=("onnxruntime-gpu",),
         companions=(".data",),
     )

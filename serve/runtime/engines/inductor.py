@@ -1,0 +1,214 @@
+"""``inductor``: a ``torch.export`` program compiled by AOTInductor for this machine, when it is first opened here.
+
+What it compiles is native code, which whoever opens it trusts: it is made from the verified artifact on the machine
+that runs it, kept in the user's cache (see `compiled`) and never packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..buckets import StaticBatches
+from ..card import Card
+from ..compiled import cache_folder, device_key, kept
+from ..cuda_graphs import CudaGraphs, agree
+from ..errors import EngineError
+from ..execution import Execution
+from ..program_file import program_on
+from .base import Engine, EngineOption, EngineType, register
+
+_FILE = "model.pt2"
+_CHECKED_BATCHES = (1, 2, 3)
+
+#: By the largest logit: what may lie between the compiled network and the program that it was made of.
+_TOLERANCE = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.1}
+
+
+class InductorEngine:
+    """See `Engine`.
+
+    Without buckets one package serves every batch: torch.export's batch is dynamic, AOTInductor compiles it so, and
+    compiling is what takes minutes. With buckets there is a package for each, compiled for exactly its shape, which is
+    what torch's documentation advises where there are few shapes.
+    """
+
+    def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
+        settings = INDUCTOR.settings(execution.options)
+        self.device = torch.device(execution.device)
+        self.provider = f"aotinductor/{self.device.type}"
+        self._dtype: torch.dtype = getattr(torch, card.input_dtype)
+        self._shape = card.preprocessing.shape
+        self._batches: StaticBatches | None = None
+        self._graphs: CudaGraphs | None = None
+        graphs = settings["cudagraph"]
+        if graphs and (self.device.type != "cuda" or not execution.buckets):
+            raise EngineError(f"{card.name}: inductor's option cudagraph needs a CUDA device and buckets")
+        with on_device(self.device):
+            self._packages = {
+                bucket: _package(folder / card.file, card, self.device, settings, bucket)
+                for bucket in execution.buckets or (0,)
+            }
+            if execution.buckets:
+                self._batches = StaticBatches(execution.buckets, self._shape, self._dtype, self.device)
+            if graphs and self._batches is not None:
+                self._graphs = CudaGraphs(lambda x: self._packages[len(x)](x), self._batches, self.device, card.name)
+                self.provider += "/cudagraph"
+
+    def run(self, batch: torch.Tensor) -> torch.Tensor:
+        """Logits ``(N, classes)`` of a batch."""
+        if self._graphs is not None:
+            return self._graphs.run(batch)
+        with on_device(self.device):
+            if self._batches is not None:
+                batches = self._batches
+                return batches.run(batch, lambda bucket: self._compute(bucket, batches.input(bucket)))
+            # The compiled code takes what it gets for contiguous and of its dtype, without looking (torch 2.14).
+            if batch.shape[1:] != self._shape or batch.dtype != self._dtype:
+                raise ValueError(f"inputs must be {self._shape} of {self._dtype}, got {batch.shape[1:]}, {batch.dtype}")
+            return self._compute(0, batch.contiguous())
+
+    def _compute(self, bucket: int, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._packages[bucket](inputs)
+        return logits
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a CUDA device the current one for a block; on the CPU there is nothing to do."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _package(path: Path, card: Card, device: torch.device, settings: Mapping[str, Any], bucket: int) -> Any:
+    """The compiled network, from the cache or compiled now; ``bucket`` 0 is one for every batch size."""
+    folder = cache_folder(
+        "inductor",
+        {
+            "model": card.files[card.file],
+            "torch": torch.__version__,
+            "device": device_key(device),
+            "options": {name: settings[name] for name in ("freezing", "max_autotune", "hint")},
+            "bucket": bucket,
+        },
+    )
+
+    def make(package: Path) -> None:
+        program = program_on(path, device)
+        shape = (bucket or settings["hint"], *card.preprocessing.shape)
+        example = torch.randn(shape, device=device).to(getattr(torch, card.input_dtype))
+        compile_program(program, example, package, settings, static=bool(bucket), name=card.name)
+
+    return _loaded(kept(folder, _FILE, make), device)
+
+
+def compile_program(
+    program: torch.export.ExportedProgram,
+    example: torch.Tensor,
+    package: Path,
+    settings: Mapping[str, Any],
+    *,
+    static: bool,
+    name: str,
+) -> None:
+    """Compile a program, and see that what comes out answers as it does.
+
+    Args:
+        program: on the device that it is compiled for.
+        example: ``(N, C, H, W)`` on that device; where the batch is free, N is what kernels are chosen by.
+        package: the file to write, ``*.pt2``.
+        settings: the engine's options.
+        static: compile for the example's batch size only.
+        name: what is compiled, for messages.
+
+    Raises:
+        EngineError: the compiled network gives other logits.
+    """
+    from torch._inductor import aoti_compile_and_package
+
+    with torch.inference_mode(False), torch.no_grad(), _private_work():
+        module = program.module()
+        if static:
+            program = torch.export.export(module, (example,))
+        program.example_inputs = ((example,), {})  # which an artifact's program does not keep
+        configs = {"freezing": settings["freezing"], "max_autotune": settings["max_autotune"]}
+        aoti_compile_and_package(program, package_path=str(package), inductor_configs=configs)
+        compiled = _loaded(package, example.device)
+        for count in (len(example),) if static else (*_CHECKED_BATCHES, len(example)):
+            batch = torch.randn((count, *example.shape[1:]), device=example.device).to(example.dtype)
+            if not agree(compiled(batch), module(batch), _TOLERANCE.get(example.dtype, 0.1)):
+                raise EngineError(
+                    f"{name}: what AOTInductor of torch {torch.__version__} compiled gives other logits than the "
+                    f"program itself at batch {count}"
+                )
+
+
+def _loaded(package: Path, device: torch.device) -> Any:
+    from torch._inductor import aoti_load_package
+
+    index = -1 if device.type == "cpu" else device.index if device.index is not None else torch.cuda.current_device()
+    # One thread runs it. The runner for several waits for events of its own, which no CUDA graph can capture
+    # (pytorch 148601).
+    return aoti_load_package(str(package), run_single_threaded=True, device_index=index)
+
+
+@contextlib.contextmanager
+def _private_work() -> Iterator[None]:
+    """Give Inductor a folder of the user's own to work in.
+
+    Its default is a name in the machine's /tmp that anyone can guess, and it loads what lies there. Whether the user
+    named another cannot be seen: Inductor writes its default into the environment itself (torch 2.11 to 2.14).
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = str(cache_folder("inductor-work", {"torch": torch.__version__}))
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def _open(folder: Path, card: Card, execution: Execution) -> Engine:
+    return InductorEngine(folder, card, execution)
+
+
+def _probe(device: torch.device) -> torch.Tensor:
+    """Compile a small network, or open the one that was compiled here before, and run it."""
+    with on_device(device):
+        network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten()).eval().to(device)
+        example = torch.randn(2, 3, 8, 8, device=device)
+
+        def make(package: Path) -> None:
+            program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+            defaults = INDUCTOR.settings({})
+            compile_program(program, example, package, defaults, static=False, name="a small network")
+
+        folder = cache_folder("inductor", {"probe": 1, "torch": torch.__version__, "device": device_key(device)})
+        with torch.no_grad():
+            logits: torch.Tensor = _loaded(kept(folder, _FILE, make), device)(example)
+        return logits
+
+
+INDUCTOR = register(
+    EngineType(
+        "inductor",
+        formats=("exported_program",),
+        open=_open,
+        probe=_probe,
+        devices=("cuda", "cpu"),
+        # It compiles for minutes when it is first opened: nothing to begin with where nothing was measured.
+        rank=60,
+        on_request=("cpu",),
+        options={
+            "freezing": EngineOption(True, "fold what depends on weights only, and lay weights out, while compiling"),
+            "max_autotune": EngineOption(False, "time candidates for every kernel while compiling, for many minutes"),
+            "hint": EngineOption(8, "images in a batch that kernels are chosen by, where there are no buckets"),
+            "cudagraph": EngineOption(False, "capture what was compiled as CUDA graphs, one for each bucket"),
+        },
+    )
+)

@@ -1,0 +1,176 @@
+"""``onnxruntime-tensorrt``: an ONNX graph that ONNX Runtime gives to TensorRT, as a whole.
+
+TensorRT compiles for this GPU when the artifact is first opened. What it compiled, and what it timed, is kept in the
+user's cache (see `compiled`): never in an artifact.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..buckets import DEFAULT_BUCKETS, pieces
+from ..card import Card
+from ..compiled import cache_folder, device_key
+from ..errors import EngineError
+from ..execution import Execution
+from ..onnx_file import TINY_GRAPH, check_graph
+from ..onnx_session import GpuBinding, gpu_session, run_tiny, runtime
+from .base import Engine, EngineOption, EngineType, register
+
+_PROVIDER = "TensorrtExecutionProvider"
+
+# ONNX Runtime's own rewriting of Q/DQ pairs leaves what TensorRT cannot read.
+_ENTRIES = {"session.disable_quant_qdq": "1"}
+
+#: Those that ONNX Runtime 1.23 to 1.31 is built for (10); a later one may want the next.
+_MAJORS = (10, 11)
+
+
+class OnnxRuntimeTensorRtEngine:
+    """See `Engine`. One optimisation profile holds every batch up to the largest bucket; larger ones are split.
+
+    Without a profile an unseen batch size would have TensorRT compile within a request (onnxruntime 13851), and
+    ONNX Runtime reads only one profile from its options (onnxruntime 23965).
+    """
+
+    def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
+        path = folder / card.file
+        check_graph(path, card)
+        self.device = torch.device(execution.device)
+        self.provider = f"onnxruntime/{_PROVIDER}"
+        self._largest = (execution.buckets or DEFAULT_BUCKETS)[-1]
+        settings = ONNXRUNTIME_TENSORRT.settings(execution.options)
+        optimum = settings["optimum"] or self._largest
+        if not 1 <= optimum <= self._largest:
+            raise EngineError(f"{card.name}: option optimum must be from 1 to the largest bucket, {self._largest}")
+        machine = {"tensorrt": tensorrt_version(), "onnxruntime": runtime().__version__, **device_key(self.device)}
+        options = {
+            "device_id": self.device.index or 0,
+            **precision_options(card.precision),
+            "trt_builder_optimization_level": settings["level"],
+        }
+        name = input_name(path)
+        options |= profile(name, card.preprocessing.shape, optimum, self._largest)
+        engines = cache_folder("tensorrt", {**machine, "model": dict(card.files), "options": options})
+        timings = cache_folder("tensorrt-timings", machine)
+        options |= {
+            "trt_engine_cache_enable": True,
+            "trt_engine_cache_path": str(engines),
+            "trt_timing_cache_enable": True,
+            "trt_timing_cache_path": str(timings),
+        }
+        session = gpu_session(str(path), _PROVIDER, options, whole=True, entries=_ENTRIES)
+        self._bound = GpuBinding(session, self.device, len(card.classes))
+
+    def run(self, batch: torch.Tensor) -> torch.Tensor:
+        """Logits ``(N, classes)`` of a batch."""
+        if len(batch) <= self._largest:
+            return self._bound.run(batch)
+        parts = [batch[piece.start : piece.stop] for piece in pieces(len(batch), (self._largest,))]
+        return torch.cat([self._bound.run(part) for part in parts])
+
+
+def profile(name: str, shape: Sequence[int], optimum: int, largest: int) -> dict[str, str]:
+    """The provider's options for batches of 1 to ``largest`` images ``shape`` (C, H, W), fastest at ``optimum``."""
+
+    def of(count: int) -> str:
+        return f"{name}:{'x'.join(map(str, (count, *shape)))}"
+
+    return {
+        "trt_profile_min_shapes": of(1),
+        "trt_profile_opt_shapes": of(optimum),
+        "trt_profile_max_shapes": of(largest),
+    }
+
+
+def precision_options(precision: str) -> dict[str, bool]:
+    """Which arithmetic TensorRT may use, by a card's precision.
+
+    ONNX Runtime makes weakly typed networks (onnxruntime 29779), where a type in the graph is not enough.
+    """
+    if precision.startswith("int8"):
+        return {"trt_int8_enable": True}
+    kinds = {"bfloat16": "trt_bf16_enable", "float16": "trt_fp16_enable"}
+    return next(({option: True} for kind, option in kinds.items() if kind in precision), {})
+
+
+def input_name(path: Path) -> str:
+    """The name of a graph's input, by opening it on the CPU without optimising it."""
+    library = runtime()
+    options = library.SessionOptions()
+    options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.load_model_format", "ONNX")
+    session = library.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    name: str = session.get_inputs()[0].name
+    return name
+
+
+@functools.cache
+def tensorrt_version() -> str:
+    """The version of TensorRT's library, by loading it, and so that ONNX Runtime finds it.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    folders = [""]
+    if (spec := importlib.util.find_spec("tensorrt_libs")) is not None:  # the wheels', which are on no search path
+        folders += [f"{place}/" for place in spec.submodule_search_locations or ()]
+    for folder in folders:
+        for major in _MAJORS:
+            try:
+                library = ctypes.CDLL(f"{folder}libnvinfer.so.{major}", mode=ctypes.RTLD_GLOBAL)
+                for part in ("libnvinfer_plugin", "libnvonnxparser"):
+                    ctypes.CDLL(f"{folder}{part}.so.{major}", mode=ctypes.RTLD_GLOBAL)
+            except OSError:
+                continue
+            function = library.getInferLibVersion
+            function.restype = ctypes.c_int32
+            return str(function())
+    names = " or ".join(f"libnvinfer.so.{major}" for major in _MAJORS)
+    raise EngineError(f"TensorRT is not installed here: {names} cannot be loaded")
+
+
+def _accepts(card: Card) -> str | None:
+    if card.precision.startswith("int8"):
+        return (
+            "this INT8 graph is not made for TensorRT, which reads only symmetric int8 with zero-point 0 and float "
+            "biases"
+        )
+    return None
+
+
+def _open(folder: Path, card: Card, execution: Execution) -> Engine:
+    return OnnxRuntimeTensorRtEngine(folder, card, execution)
+
+
+def _probe(device: torch.device) -> object:
+    tensorrt_version()
+    options: dict[str, Any] = {"device_id": device.index or 0}
+    return run_tiny(gpu_session(TINY_GRAPH, _PROVIDER, options, whole=True, entries=_ENTRIES))
+
+
+ONNXRUNTIME_TENSORRT = register(
+    EngineType(
+        "onnxruntime-tensorrt",
+        formats=("onnx",),
+        open=_open,
+        probe=_probe,
+        devices=("cuda",),
+        rank=10,
+        accepts=_accepts,
+        computes_with_torch=False,
+        options={
+            "optimum": EngineOption(0, "images in a batch that kernels are chosen by; 0: the largest bucket"),
+            "level": EngineOption(3, "how long TensorRT searches while compiling, 0 (seconds) to 5"),
+        },
+        libraries=("onnxruntime-gpu", "tensorrt-cu13", "tensorrt"),
+        companions=(".data",),
+    )
+)

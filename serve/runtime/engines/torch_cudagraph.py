@@ -1,0 +1,96 @@
+"""``torch-cudagraph``: a ``torch.export`` program on CUDA, channels-last, captured once for each batch bucket.
+
+The same kernels as ``exported``, launched together: what a small batch waits for is launching them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..buckets import DEFAULT_BUCKETS, StaticBatches
+from ..card import Card
+from ..cuda_graphs import CudaGraphs
+from ..execution import Execution
+from ..program_file import program_on
+from .base import Engine, EngineOption, EngineType, register
+
+
+class TorchCudaGraphEngine:
+    """See `Engine`. The thread that opens it warms up, captures and runs."""
+
+    def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
+        settings = TORCH_CUDAGRAPH.settings(execution.options)
+        self.device = torch.device(execution.device)
+        module = program_on(folder / card.file, self.device).module()
+        memory_format = torch.channels_last if settings["channels_last"] else torch.contiguous_format
+        to_memory_format(module, memory_format)
+        batches = StaticBatches(
+            execution.buckets or DEFAULT_BUCKETS,
+            card.preprocessing.shape,
+            getattr(torch, card.input_dtype),
+            self.device,
+            memory_format,
+        )
+        with searching(settings["search"]):
+            self._graphs = CudaGraphs(module, batches, self.device, card.name)
+        self.provider = f"cudagraph/{str(memory_format).removeprefix('torch.')}"
+
+    def run(self, batch: torch.Tensor) -> torch.Tensor:
+        """Logits ``(N, classes)`` of a batch."""
+        return self._graphs.run(batch)
+
+
+def to_memory_format(module: torch.nn.Module, memory_format: torch.memory_format) -> None:
+    """Lay the weights of a module's convolutions out anew, in place.
+
+    Not ``module.to(memory_format=…)``: modules of exported programs share tensors with their program.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=memory_format)
+
+
+@contextlib.contextmanager
+def searching(search: bool) -> Iterator[None]:
+    """Whether cuDNN tries its algorithms for each new shape, for a block; what it chose is kept by the thread."""
+    # Not `torch.backends.cudnn.flags`, which would also set what else there is to set.
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = search
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _open(folder: Path, card: Card, execution: Execution) -> Engine:
+    return TorchCudaGraphEngine(folder, card, execution)
+
+
+def _probe(device: torch.device) -> torch.Tensor:
+    convolution = torch.nn.Conv2d(3, 8, 3, device=device).to(memory_format=torch.channels_last).requires_grad_(False)
+    batches = StaticBatches((1, 2), (3, 8, 8), torch.float32, device, torch.channels_last)
+    graphs = CudaGraphs(lambda batch: convolution(batch).flatten(1), batches, device, "a convolution")
+    batch = torch.randn(3, 3, 8, 8, device=device)
+    logits = graphs.run(batch)
+    torch.testing.assert_close(logits, convolution(batch).flatten(1), rtol=0.01, atol=0.01)
+    return logits
+
+
+TORCH_CUDAGRAPH = register(
+    EngineType(
+        "torch-cudagraph",
+        formats=("exported_program",),
+        open=_open,
+        probe=_probe,
+        devices=("cuda",),
+        rank=10,
+        options={
+            "channels_last": EngineOption(True, "activations and weights as NHWC, which tensor cores read as they are"),
+            "search": EngineOption(True, "let cuDNN time its algorithms for every bucket while the engine is opened"),
+        },
+    )
+)

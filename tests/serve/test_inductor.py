@@ -1,0 +1,128 @@
+"""AOTInductor on the CPU, with this machine's compiler: what it compiles answers as the program does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from serve.runtime.card import load_card
+from serve.runtime.engines.base import Engine, executions_for, open_engine, unavailable
+from serve.runtime.engines.inductor import INDUCTOR, compile_program
+from serve.runtime.errors import EngineError
+from serve.runtime.execution import Execution
+from serve.runtime.program_file import load_program
+from tests.serve import artifacts
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of the module's own: the user's may hold what another version of the test compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return artifacts.exported(tmp_path_factory.mktemp("artifact") / "exported")
+
+
+def opened(folder: Path, *buckets: int) -> Engine:
+    return open_engine(folder, load_card(folder), Execution("inductor", "cpu", buckets=buckets))
+
+
+def check(engine: Engine, folder: Path, counts: tuple[int, ...]) -> None:
+    program = load_program(folder / "model.pt2").module()
+    for count in counts:
+        batch = torch.randn(count, 3, 32, 32)
+        with torch.inference_mode():
+            torch.testing.assert_close(engine.run(batch), program(batch), rtol=1e-4, atol=1e-4)
+
+
+def test_one_package_serves_every_batch_and_is_compiled_once(folder: Path, cache: Path) -> None:
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    engine = opened(folder)
+    check(engine, folder, (1, 2, 3, 8, 17))
+    assert engine.provider == "aotinductor/cpu"
+    packages = list((cache / "optimize-and-serve-compiled" / "inductor").glob("*/model.pt2"))
+    assert len(packages) == 1
+    written = packages[0].stat().st_mtime_ns
+    check(opened(folder), folder, (2,))
+    assert packages[0].stat().st_mtime_ns == written
+    assert {path.name for path in folder.iterdir()} == {"model.pt2", "card.json"}
+    assert any(
+        (cache / "optimize-and-serve-compiled" / "inductor-work").glob("*/*/*.cpp")
+    )  # and not in the machine's /tmp
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+
+def test_channels_last_inputs_are_not_taken_for_contiguous_ones(folder: Path) -> None:
+    engine, batch = opened(folder), torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.equal(engine.run(batch.contiguous(memory_format=torch.channels_last)), engine.run(batch))
+
+
+def test_inputs_of_another_shape_or_type_are_refused(folder: Path) -> None:
+    engine = opened(folder)
+    for wrong in (torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 32, 32, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="inputs must be"):
+            engine.run(wrong)
+
+
+def test_with_buckets_batches_are_padded_and_split(folder: Path) -> None:
+    check(opened(folder, 1, 4), folder, (1, 2, 3, 4, 5, 9))
+
+
+def test_a_changed_package_is_compiled_again(folder: Path, cache: Path) -> None:
+    opened(folder)
+    (package,) = (
+        path
+        for path in (cache / "optimize-and-serve-compiled").glob("inductor/*/model.pt2")
+        if bucket_of(path) == '"bucket":0'
+    )
+    package.write_bytes(b"what somebody else put there")
+    check(opened(folder), folder, (2,))
+
+
+def bucket_of(package: Path) -> str:
+    return next(part for part in package.with_name("key.json").read_text().split(",") if "bucket" in part).strip("{}\n")
+
+
+class Noisy(torch.nn.Module):
+    """Answers something else on every call, so that nothing that is compiled can agree with it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1)[:, :5] + torch.randn_like(x.flatten(1)[:, :5])
+
+
+def test_a_network_whose_compiled_code_answers_otherwise_is_not_kept(tmp_path: Path) -> None:
+    example = torch.randn(2, 3, 8, 8)
+    program = torch.export.export(Noisy().eval(), (example,))
+    with pytest.raises(EngineError, match="gives other logits than the program itself at batch 2"):
+        compile_program(program, example, tmp_path / "noisy.pt2", INDUCTOR.settings({}), static=True, name="noisy")
+
+
+def test_the_cpu_is_used_on_request_only(folder: Path) -> None:
+    card = load_card(folder)
+    assert "inductor" not in [execution.engine for execution in executions_for(card, "cpu")]
+    assert "inductor" in [execution.engine for execution in executions_for(card, "cuda")]
+
+
+def test_the_probe_compiles_a_network_of_its_own() -> None:
+    assert unavailable("inductor", "cpu") is None
+
+
+def test_graphs_of_compiled_code_need_cuda_and_buckets(folder: Path) -> None:
+    with pytest.raises(EngineError, match="cudagraph needs a CUDA device and buckets"):
+        open_engine(folder, load_card(folder), Execution("inductor", "cpu", buckets=(1,), options={"cudagraph": True}))
