@@ -218,7 +218,12 @@ def load(
         seed=seed,
     )
     with silenced():
-        opened = open_job(job, here())
+        bar = here()
+        try:
+            opened = open_job(job, bar)
+        except BaseException:
+            bar.close()
+            raise
         with _shown(opened.session, "baseline"):
             return Variant(opened.session, opened.session.baseline(training, opened.checkpoint, opened.origin))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -49,10 +49,11 @@ class Listing:
     stamps: dict[bytes, Stamp]
 
 
-def list_classes(root: Path, *folders: Path) -> Listing:
+def list_classes(root: Path, *folders: Path, told: Callable[[float], None] = lambda share: None) -> Listing:
     """List the images of each class folder in ``folders``, one after the other, with paths relative to ``root``.
 
     A class folder's images may lie at any depth. Hidden files and folders do not count; links do.
+    ``told`` is given the share of the class folders that are done.
 
     Raises:
         UserError: a folder cannot be read, has fewer than two classes, or one has no images.
@@ -64,13 +65,14 @@ def list_classes(root: Path, *folders: Path) -> Listing:
     counts: list[int] = []
     starts: list[int] = []
     classes: list[str] = []
-    for folder in folders:
+    for number, folder in enumerate(folders):
         below = os.fsencode(folder.relative_to(root)) if folder != root else b""
         stamps[below] = stamp(folder)
         above = (stamps[b""][0], stamps[below][0])
         classes = [entry.name for entry in folders_in(folder)]
         starts.append(sum(counts))
-        for name in classes:
+        for done, name in enumerate(classes):
+            told((number + done / len(classes)) / len(folders))
             counts.append(0)
             for found in _walk(os.fsencode(root), _join(below, os.fsencode(name)), stamps, above):
                 listed.append(found[:2])

@@ -120,7 +120,8 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     if weights is not None and (job.checkpoint is not None or job.weights is not None):
         raise UserError("a module brings its weights; give it without a checkpoint or weights, or load them into it")
     source, checkpoint, origin = (source, weights, Path(source.name)) if weights else _with_weights(job, source)
-    data = _data(job)
+    listener.started("opening")  # until the next step begins
+    data = _data(job, listener)
     validation = f"{len(data.val)} of {data.val_of}" if data.val_of else f"{len(data.val)}"
     wishes = [wish for wish in (recipe, job.preprocessing) if wish is not None]
     chosen = choose_preprocessing(source, data, job.image_size, wishes)
@@ -169,9 +170,9 @@ def _anywhere(job: Job) -> Job | None:
     )
 
 
-def _data(job: Job) -> ImageData:
+def _data(job: Job, listener: Listener) -> ImageData:
     """The data as the job wants it."""
-    data = open_data(job.data, seed=job.seed) if isinstance(job.data, str) else job.data
+    data = open_data(job.data, seed=job.seed, listener=listener) if isinstance(job.data, str) else job.data
     if job.classes is not None:
         data = with_classes(data, job.classes)
     if job.augment is not None:

@@ -173,7 +173,7 @@ STRIPES = """
     from optimize.data.sources import Records, png
 
 
-    def _open(place, seed):
+    def _open(place, seed, listener):
         count, side = map(int, place.split("x"))
 
         def split(first):

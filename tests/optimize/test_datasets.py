@@ -306,7 +306,7 @@ def indexed(folder, large, monkeypatch):
     """A folder with an index; ``listings`` counts how often it was listed anew."""
     monkeypatch.setattr(kept, "_SETTLED_NS", 0)
     listings: list[Path] = []
-    monkeypatch.setattr(listing, "list_classes", noting(listings, listing.list_classes, lambda root, *_: root))
+    monkeypatch.setattr(listing, "list_classes", noting(listings, listing.list_classes, lambda root, *_, told: root))
     open_data(f"imagefolder:{folder}")
     assert len(list((large / "indexes").iterdir())) == len(listings) == 1
     return folder, listings
@@ -453,3 +453,35 @@ def test_without_a_network_the_message_says_where_the_files_would_have_to_be(tmp
     with pytest.raises(UserError, match=f"no route to host.*{tmp_path}/cifar-10-python.tar.gz") as caught:
         open_torchvision("cifar10", tmp_path)
     assert "\n" not in str(caught.value)
+
+
+class Told:
+    """A listener that notes how far it was told that something is."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+
+    def started(self, name: str) -> None:
+        """Nothing."""
+
+    def progressed(self, fraction: float, message: str) -> None:
+        self.shares.append(fraction)
+
+    def ended(self, name: str, seconds: float, *, cached: bool, skipped: str | None) -> None:
+        """Nothing."""
+
+    def said(self, message: str) -> None:
+        """Nothing."""
+
+
+def test_opening_a_folder_says_how_far_it_is_class_by_class(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        for name in ("a", "b", "c", "d"):
+            (tmp_path / part / name).mkdir(parents=True)
+            write_image(tmp_path / part / name / "one.png")
+    told = Told()
+    open_data(f"imagefolder:{tmp_path}", listener=told)
+    assert told.shares == sorted(told.shares)
+    assert len(set(told.shares)) >= 8
+    assert told.shares[0] >= 0
+    assert told.shares[-1] < 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from optimize.listener import SILENT, Listener
 from serve.layout import PLAIN_DATA
 from serve.runtime.errors import UserError, did_you_mean
 from serve.runtime.registry import Registry
@@ -27,14 +28,14 @@ class DataFormat:
 
     Attributes:
         name: the word before the colon, or the whole reference.
-        open: makes the data set of what follows the colon (empty where nothing does) and a seed for the split,
-            where the data set brings none. It may be asked from any thread.
+        open: makes the data set of what follows the colon (empty where nothing does), a seed for the split where the
+            data set brings none, and whom to tell how far it is. It may be asked from any thread.
         place: what follows the colon, for help and messages, such as ``DIR``; empty if nothing may.
         summary: one line for listings.
     """
 
     name: str
-    open: Callable[[str, int], ImageData]
+    open: Callable[[str, int, Listener], ImageData]
     summary: str
     place: str = ""
 
@@ -64,12 +65,13 @@ def usages() -> list[str]:
     return [entry.usage for entry in formats().values()]
 
 
-def open_data(reference: str, *, seed: int = 0) -> ImageData:
+def open_data(reference: str, *, seed: int = 0, listener: Listener = SILENT) -> ImageData:
     """Open a data set by its reference, such as ``digits`` or ``imagefolder:DIR``.
 
     Args:
         reference: what the user wrote; of a name without a place, case and hyphens do not matter.
         seed: of the split, where the data set brings none.
+        listener: told how far it is.
 
     Raises:
         UserError: there is no such format or folder, it cannot be read or downloaded, or it is not a
@@ -85,7 +87,7 @@ def open_data(reference: str, *, seed: int = 0) -> ImageData:
         raise UserError(f"there is no data set {reference!r}{near}; known are {', '.join(usages())}")
     if entry.place and not place:
         raise UserError(f"{word} needs {entry.place}: {entry.usage}")
-    return entry.open(place, seed)
+    return entry.open(place, seed, listener)
 
 
 def _near(reference: str, word: str, known: Mapping[str, DataFormat]) -> str:

@@ -9,12 +9,13 @@ from optimize.data.formats.base import DataFormat, register
 
 if TYPE_CHECKING:
     from optimize.data.records import ImageData
+    from optimize.listener import Listener
 
 #: Side in pixels that the 8x8 digits are scaled to for a network that does not ask for another.
 SIDE = 64
 
 
-def _open(place: str, seed: int) -> ImageData:
+def _open(place: str, seed: int, listener: Listener) -> ImageData:
     """8x8 greys of 0 to 16, in ten classes."""
     import numpy as np
     from sklearn.datasets import load_digits

@@ -15,6 +15,7 @@ from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from optimize.data.records import Augmentation, ImageData, Split
+    from optimize.listener import Listener
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _torchvision_part(name: str, entry: _Torchvision, options: dict[str, Any], r
     return dataset, Split(sources, torch.tensor(labels, dtype=torch.int64))
 
 
-def _open(place: str, seed: int, *, name: str) -> ImageData:
+def _open(place: str, seed: int, listener: Listener, *, name: str) -> ImageData:
     return open_torchvision(name, cache_folder("datasets"))
 
 
