@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from optimize.errors import PassError
+from serve.runtime.onnx_session import cpu_session
 
 INPUT, OUTPUT = "input", "logits"
 
@@ -77,23 +78,24 @@ def _drop_metadata(model: onnx.ModelProto) -> None:
         item.doc_string = ""
 
 
-def run_onnx(path: Path, batch: torch.Tensor) -> torch.Tensor:
+def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False) -> torch.Tensor:
     """Logits ``float32 (N, classes)`` of an ONNX file in ONNX Runtime on the CPU.
 
     Args:
         path: the file.
         batch: ``(N, C, H, W)``, pixels for a graph that takes them, else float32.
+        half: whether the graph computes in FP16.
     """
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = cpu_session(str(path), half=half)
     wanted = session.get_inputs()[0]
     feed = batch.half() if wanted.type == "tensor(float16)" else batch
     (logits,) = session.run(None, {wanted.name: feed.numpy()})
     return torch.from_numpy(logits).float()
 
 
-def check_against(path: Path, batch: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+def check_against(
+    path: Path, batch: torch.Tensor, expected: torch.Tensor, tolerance: float, *, half: bool = False
+) -> None:
     """Run the file in ONNX Runtime on the CPU and compare its logits with those of what it was made from.
 
     Args:
@@ -101,11 +103,12 @@ def check_against(path: Path, batch: torch.Tensor, expected: torch.Tensor, toler
         batch: as for `run_onnx`.
         expected: float32 logits ``(N, classes)`` of the same images.
         tolerance: largest allowed difference, relative to the largest expected logit.
+        half: whether the graph computes in FP16.
 
     Raises:
         PassError: it differs by more, or gives NaN.
     """
-    difference = (run_onnx(path, batch) - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
+    difference = (run_onnx(path, batch, half=half) - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
     if not difference <= tolerance:
         raise PassError(
             f"ONNX graph: logits differ from the parent's by {difference:.2e} of the largest, "

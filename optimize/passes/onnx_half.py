@@ -72,7 +72,7 @@ def _apply(parent: Artifact, config: OnnxHalf, context: Context, folder: Path) -
         export_onnx(half, given.half(), path)
     with torch.no_grad():
         expected = module(example)
-    check_against(path, given, expected, config.tolerance)
+    check_against(path, given, expected, config.tolerance, half=True)
     taken = "float16" if config.io == "float16" else INPUT_TYPES[config.input]
     return Product(path.name, "onnx", precision="float16", input_dtype=taken)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ def make_session(
     *,
     threads: int | None = None,
     entries: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` of a file or of a graph's bytes, that does not fall back by itself.
 
@@ -45,6 +46,7 @@ def make_session(
         providers: names with their options, the first preferred; a session always has the CPU's besides.
         threads: intra-op threads on the CPU; None: the library's default.
         entries: further session configuration.
+        without: graph optimizers that are left out.
     """
     library = runtime()
     options = library.SessionOptions()
@@ -57,7 +59,23 @@ def make_session(
         options.add_session_config_entry(name, value)
     if threads is not None:
         options.intra_op_num_threads = threads
-    return library.InferenceSession(model, options, providers=providers, enable_fallback=0)
+    return library.InferenceSession(
+        model, options, providers=providers, enable_fallback=0, disabled_optimizers=list(without) or None
+    )
+
+
+def cpu_session(model: str | bytes, *, half: bool, threads: int | None = None) -> Any:
+    """A session on the CPU.
+
+    Args:
+        model: as `make_session`.
+        half: whether the graph computes in FP16, which the CPU's provider turns to FP32.
+        threads: as `make_session`.
+    """
+    # ONNX Runtime 1.31 dies of a segmentation fault where FuseFp16InitializerToFp32NodeTransformer comes before
+    # NchwcTransformer: seen with the FP16 graph of torchvision's VisionTransformer, its patch convolution in blocks.
+    without = ("NchwcTransformer",) if half else ()
+    return make_session(model, [(CPU_PROVIDER, {})], threads=threads, without=without)
 
 
 def gpu_session(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import onnx
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
 from torch import nn
+from torchvision.models import VisionTransformer
 
 from optimize.errors import NotApplicableError, PassError
-from optimize.export.onnx import check_against, export_onnx
+from optimize.export.onnx import check_against, export_onnx, run_onnx
 from optimize.passes.onnx import ONNX, Onnx
 from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
 from tests.narrow import layer
@@ -151,3 +154,17 @@ def test_the_fused_graph_has_no_batch_norm(made):
     names = [tensor.name for tensor in plain.graph.initializer]
     assert len(names) == len(set(names))
     assert all(np.isfinite(numpy_helper.to_array(tensor)).all() for tensor in fused.graph.initializer)
+
+
+def test_the_fp16_graph_of_a_vision_transformer_opens(tmp_path):
+    # ONNX Runtime 1.31 died of it, and the run with it.
+    torch.manual_seed(0)
+    module = VisionTransformer(64, 16, 2, 4, 64, 128, num_classes=4).eval()
+    with torch.no_grad():
+        module.get_parameter("heads.head.weight").normal_()  # zero by default, and so would be all logits
+        batch = torch.rand(3, 3, 64, 64)
+        expected = module(batch)
+    path = tmp_path / "model.onnx"
+    export_onnx(copy.deepcopy(module).half(), batch.half(), path)
+    found = run_onnx(path, batch, half=True)
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()

@@ -10,7 +10,7 @@ from ..card import Card
 from ..errors import EngineError
 from ..execution import Execution
 from ..onnx_file import TINY_GRAPH, check_graph
-from ..onnx_session import CPU_PROVIDER, make_session, run_tiny
+from ..onnx_session import CPU_PROVIDER, cpu_session, run_tiny
 from .base import Engine, EngineType, register
 
 
@@ -21,7 +21,7 @@ class OnnxRuntimeEngine:
         path = folder / card.file
         check_graph(path, card)
         self.device = torch.device("cpu")
-        self._session = make_session(str(path), [(CPU_PROVIDER, {})], threads=execution.cores)
+        self._session = cpu_session(str(path), half=card.precision == "float16", threads=execution.cores)
         active = self._session.get_providers()[0]
         if active != CPU_PROVIDER:
             raise EngineError(f"{card.name}: ONNX Runtime runs this model on {active}, not on {CPU_PROVIDER}")
@@ -40,7 +40,7 @@ def _open(folder: Path, card: Card, execution: Execution) -> Engine:
 
 
 def _probe(device: torch.device) -> object:
-    return run_tiny(make_session(TINY_GRAPH, [(CPU_PROVIDER, {})], threads=1))
+    return run_tiny(cpu_session(TINY_GRAPH, half=False, threads=1))
 
 
 ONNXRUNTIME = register(
