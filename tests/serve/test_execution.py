@@ -114,7 +114,7 @@ def test_an_option_that_an_engine_does_not_have_is_refused_with_the_nearest(tmp_
 
 def test_an_engine_that_cannot_open_an_artifact_says_so(tmp_path: Path) -> None:
     folder = artifacts.torchscript(tmp_path / "artifact")
-    with pytest.raises(EngineError, match="openvino opens onnx files, not torchscript"):
+    with pytest.raises(EngineError, match="openvino opens onnx and openvino files, not torchscript"):
         open_engine(folder, load_card(folder), Execution("openvino"))
 
 
