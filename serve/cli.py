@@ -11,6 +11,8 @@ import typer
 
 from serve.command_line import OneLineGroup, reported
 from serve.hints import DEFAULT_STORE, command, target
+from serve.option_words import with_serving_options
+from serve.options import ServingOptions
 from serve.runtime.errors import PipelineError, UserError
 
 if TYPE_CHECKING:
@@ -32,40 +34,46 @@ Data = Annotated[str | None, typer.Option(help="The data that the model's run is
 
 
 @app.command()
-def package(run: Run, store: Store = DEFAULT_STORE, data: Data = None) -> None:
+@with_serving_options
+def package(run: Run, *, options: ServingOptions, store: Store = DEFAULT_STORE, data: Data = None) -> None:
     """Build an archive (.mar) of every artifact of RUN.
 
     Each archive is complete in itself: a stock TorchServe 0.12 serves it where this project is not
-    installed. The same artifact gives the same bytes.
+    installed. The same artifact, served alike, gives the same bytes. What is not given stays as the run decided.
     """
     with reported():
         from serve.runs import find_run, package_run
 
-        for path in package_run(store, find_run(run, data)):
+        for path in package_run(store, find_run(run, data), options):
             typer.echo(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
 
 
 @app.command()
-def start(  # noqa: PLR0917 - each is an option of the command line
+@with_serving_options
+def start(
     run: Run,
+    *,
+    options: ServingOptions,
     store: Store = DEFAULT_STORE,
     port: Annotated[int, typer.Option(help="Port of the predictions.")] = 8080,
     management_port: Annotated[int, typer.Option(help="Port of the descriptions and worker counts.")] = 8081,
     metrics_port: Annotated[int, typer.Option(help="Port of the Prometheus metrics (asks for no token).")] = 8082,
     grpc_inference_port: Annotated[int, typer.Option(help="Port of the predictions over gRPC.")] = 7070,
     grpc_management_port: Annotated[int, typer.Option(help="Port of the management over gRPC.")] = 7071,
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu (use no GPU), cuda (prefer it) or auto (as each archive prefers).")
+    ] = "auto",
     artifact: Annotated[
         list[str] | None,
         typer.Option(help="Serve this artifact, such as ptq; repeatable. Default: all that this machine can run."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Worker processes per model. Default: 1.")] = None,
     data: Data = None,
 ) -> None:
     """Start TorchServe with RUN's archives and return when every model answers.
 
     It goes on in the background until `python -m serve stop`. What cannot run on this machine is left
     out, and named. If a worker dies while it loads, its last lines are shown and all is stopped again.
+    Where something is to be served otherwise than its archive says, it is packed anew for this server alone.
     """
     with reported("error: interrupted: the server was stopped"):
         from serve import runs
@@ -86,7 +94,7 @@ def start(  # noqa: PLR0917 - each is an option of the command line
             ports=Ports(port, management_port, metrics_port, grpc_inference_port, grpc_management_port),
             default_model=selection.default_model,
             gpus=0 if device == "cpu" else None,
-            workers=workers,
+            repack=runs.repacking(store, run, selection, options, device),  # type: ignore[arg-type]
             on_ready=lambda model: typer.echo(f"ready: {model}"),
         )
         typer.echo(f"metrics: http://127.0.0.1:{metrics_port}/metrics")

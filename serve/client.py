@@ -101,11 +101,6 @@ class Client:
         described: dict[str, Any] = self._describe(model, {"customized": "true"})["customizedMetadata"]
         return described
 
-    def scale(self, model: str, workers: int) -> None:
-        """Set a model's number of worker processes, and wait until they have started."""
-        counts = {"min_worker": workers, "max_worker": workers, "synchronous": "true"}
-        self._send("PUT", f"/models/{model}", kind="management", params=counts)
-
     def metrics(self) -> str:
         """All metrics in Prometheus' text form."""
         return self._send("GET", "/metrics", kind="metrics").text

@@ -6,7 +6,7 @@ Where they lie is said in `serve.layout`; only what a command needs must be ther
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,8 @@ from typing import Literal
 from serve import layout
 from serve.hints import command
 from serve.options import ServingOptions
-from serve.runtime.card import CARD_FILE
+from serve.runtime.card import CARD_FILE, read_card
+from serve.runtime.engines.base import engines, engines_for
 from serve.runtime.errors import UserError, did_you_mean
 from serve.torchserve.archive import build_archive, check_archive, check_model_name
 
@@ -54,14 +55,21 @@ def find_run(wanted: str, data: str | None = None) -> str:
 def package_run(store: Path, run: str, options: ServingOptions | None = None) -> list[Path]:
     """Build an archive of every artifact of a run.
 
+    Args:
+        store: holds the run.
+        run: its name.
+        options: how they are served otherwise than the run decided.
+
     Raises:
-        UserError: the run is not in the store, or has no artifacts.
+        UserError: the run is not in the store, or has no artifacts, or none that one of the engines opens.
         CardError: an artifact's folder is not whole.
     """
     folder = _run_folder(store, run) / layout.ARTIFACTS
     artifacts = sorted(path.parent for path in folder.glob(f"*/{CARD_FILE}"))
     if not artifacts:
         raise UserError(f"{folder}: there are no artifacts; make them with `{command(f'optimize run {run}', store)}`")
+    if options is not None:
+        _check_engines(run, artifacts, options)
     return [
         build_archive(
             artifact,
@@ -71,6 +79,50 @@ def package_run(store: Path, run: str, options: ServingOptions | None = None) ->
         )
         for artifact in artifacts
     ]
+
+
+def _check_engines(run: str, artifacts: Sequence[Path], options: ServingOptions) -> None:
+    """See that every engine that is named opens something."""
+    if not options.engines:
+        return
+    opens = {entry.name for artifact in artifacts for entry in engines_for(read_card(artifact))}
+    for word in options.engines:
+        if word.partition("[")[0] not in opens:
+            raise UserError(f"{word} opens no artifact of {run}; what opens them is {', '.join(sorted(opens))}")
+
+
+def repacking(
+    store: Path, run: str, selection: Selection, options: ServingOptions, device: DeviceChoice = "auto"
+) -> Callable[[Path], dict[str, Path]] | None:
+    """What packs the selected artifacts into a folder, served otherwise than their archives say; None: nothing differs.
+
+    Args:
+        store: holds the run.
+        run: its name.
+        selection: what is to be served.
+        options: what differs.
+        device: ``cuda`` puts the executions on a GPU before the others.
+
+    Raises:
+        UserError: an engine that is named opens none of them.
+    """
+    if device == "cuda":
+        on_gpu = [f"{name}[cuda]" for name, entry in engines().items() if "cuda" in entry.devices]
+        options = options.model_copy(update={"engines": (*options.engines, *on_gpu)})
+    elif not options.model_fields_set:
+        return None
+    names = {model: path.stem.removeprefix(f"{run}-") for model, path in selection.archives.items()}
+    folders = {model: layout.artifact_folder(store, run, name) for model, name in names.items()}
+    if device != "cuda":
+        _check_engines(run, list(folders.values()), options)
+
+    def pack(folder: Path) -> dict[str, Path]:
+        return {
+            model: build_archive(artifact, folder / f"{model}.mar", model_name=model, options=options)
+            for model, artifact in folders.items()
+        }
+
+    return pack
 
 
 def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceChoice = "auto") -> Selection:

@@ -30,6 +30,7 @@ from serve.torchserve.watch import CONSOLE_LOG, StartError, wait_until_ready
 
 STATE_FOLDER = ".server"
 _STATE_FILE = "state.json"
+_ARCHIVES = "archives"  # of this server alone
 _JAVA_CLASS = "org.pytorch.serve.ModelServer"
 
 # Measured on 2 cores: a worker imports torch, loads and warms up in about 6 s of CPU time, and all
@@ -78,7 +79,7 @@ def start(
     ports: Ports | None = None,
     default_model: str | None = None,
     gpus: int | None = None,
-    workers: int | None = None,
+    repack: Callable[[Path], Mapping[str, Path]] | None = None,
     deadline_s: float | None = None,
     on_ready: Callable[[str], None] = lambda model: None,
 ) -> RunningServer:
@@ -91,7 +92,8 @@ def start(
         ports: where to listen; None takes the defaults.
         default_model: which model `predict` takes when none is named; None takes the first.
         gpus: most GPUs to use; 0 serves on the CPU, None takes what TorchServe finds.
-        workers: worker processes per model; None takes each archive's own number.
+        repack: packs other archives of the same models into the folder that it is given, which are served instead and
+            go when the server stops.
         deadline_s: seconds to wait; None takes two minutes and half a minute for each model.
         on_ready: called with each model's name when it answers.
 
@@ -117,6 +119,9 @@ def start(
         _clean(store)
         java = java_executable()
         ports.check_free()
+        if repack is not None:
+            archives = repack(state / _ARCHIVES)
+            folders = {state / _ARCHIVES}
         try:
             server, process = _launch(
                 state,
@@ -137,9 +142,6 @@ def start(
                     deadline_s=deadline_s or _DEADLINE_S + _DEADLINE_PER_MODEL_S * len(archives),
                     on_ready=on_ready,
                 )
-                if workers is not None:
-                    for model in server.models:
-                        client.scale(model, workers)
                 client.write_header_file()
         except BaseException:
             # Whatever ended the wait, Ctrl-C as well: half a server is worse than none.
@@ -303,8 +305,9 @@ def _read_state(store: Path) -> RunningServer | None:
 
 
 def _clean(store: Path) -> None:
-    """Remove what a server that is gone has left: keys, state, logs of before, unpacked archives."""
+    """Remove what a server that is gone has left: keys, state, logs of before, archives of its own, unpacked ones."""
     folder = state_folder(store)
+    shutil.rmtree(folder / _ARCHIVES, ignore_errors=True)
     state = _read_state(store)
     if state is not None and Path(state.temporary).name.startswith("torchserve-"):
         shutil.rmtree(state.temporary, ignore_errors=True)

@@ -178,7 +178,10 @@ def test_how_an_artifact_is_served_changes_its_archive_and_is_answered_for_by_th
 @pytest.mark.parametrize(
     ("execution", "said"),
     [
-        (Execution("openvino"), "cannot be served by openvino: openvino opens onnx files, not torchscript"),
+        (
+            Execution("openvino"),
+            "cannot be served by openvino: openvino opens onnx and openvino files, not torchscript",
+        ),
         (Execution("torchscript", "cuda"), r"cannot be served by torchscript\[cuda\]: this artifact runs on cpu only"),
         (Execution("torchscript", options={"speed": 2}), "torchscript has no option 'speed'"),
         (Execution("torchscrip"), "unknown engine 'torchscrip' .did you mean torchscript"),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from serve import layout
 from serve.options import ServingOptions
@@ -171,12 +174,13 @@ def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None
     (store / "small" / "sample.jpg").write_bytes(artifacts.jpeg(1))
     packed = command("package", "small", "--store", store)
     assert packed.returncode == 0, packed.stderr
-    assert (store / "small" / "archives" / "small-script.mar").is_file()
+    archive = store / "small" / "archives" / "small-script.mar"
+    published = archive.read_bytes()
     ports = free_ports()
     options = [f"--{name.replace('_', '-').removeprefix('inference-')}-port" for name in dataclasses.asdict(ports)]
     options[0] = "--port"
     pairs = [str(word) for pair in zip(options, dataclasses.astuple(ports), strict=True) for word in pair]
-    started = command("start", "small", "--store", store, "--device", "cpu", "--workers", "2", *pairs)
+    started = command("start", "small", "--store", store, "--device", "cpu", "--workers", "2", "--k", "4", *pairs)
     try:
         assert started.returncode == 0, started.stderr
         assert "left out: half (it runs on CUDA only)" in started.stdout
@@ -186,7 +190,8 @@ def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None
             assert [worker["status"] for worker in client.workers("small-script")] == ["READY", "READY"]
         line = started.stdout.strip().splitlines()[-1].strip()
         answer = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True, cwd="/")
-        assert len(json.loads(answer.stdout)) == 5
+        assert len(json.loads(answer.stdout)) == 4
+        assert archive.read_bytes() == published, "what is given to start is for this server alone"
         processes = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
         assert len(processes) == 3
     finally:
@@ -195,9 +200,56 @@ def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None
     assert not [process for process in processes if process.is_running()]
     assert not Path(running.temporary).exists()
     assert not (server.state_folder(store) / "key_file.json").exists()
+    assert not (server.state_folder(store) / "archives").exists()
     status = command("status", "--store", store)
     assert status.returncode == 1
     assert "no server" in status.stderr
+
+
+def test_what_is_given_to_package_is_in_every_archive_that_it_concerns(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    artifacts.onnx(store / "small" / "artifacts" / "onnx")
+    artifacts.torchscript(store / "small" / "artifacts" / "script")
+    words = ["--workers", "2", "--threads", "1", "--batch-size", "4", "--max-batch-delay-ms", "9", "--buckets", "1,4"]
+    words += ["--engine", "onnxruntime", "--option", "openvino.precision=bf16", "--strict", "--k", "2"]
+    words += ["--budget", "image_pixels=1000", "--budget", "batch_seconds=2.5"]
+    ended = command("package", "small", "--store", store, *words)
+    assert ended.returncode == 0, ended.stderr
+    found = {}
+    for name in ("onnx", "script"):
+        with zipfile.ZipFile(layout.archive_path(store, "small", name)) as archive:
+            found[name] = json.loads(archive.read("serving.json"))
+            config = yaml.safe_load(archive.read("model-config.yaml"))
+            assert (config["minWorkers"], config["batchSize"], config["maxBatchDelay"]) == (2, 4, 9)
+    for served in found.values():
+        assert (served["workers"], served["k"], served["strict"]) == (2, 2, True)
+        assert (served["budget"]["image_pixels"], served["budget"]["batch_seconds"]) == (1000, 2.5)
+    first, second = (entry for entry in found["onnx"]["executions"] if entry["device"] == "cpu")
+    assert found["onnx"]["executions"][0] == first
+    assert first == {"engine": "onnxruntime", "device": "cpu", "threads": 1, "buckets": [1, 4], "options": {}}
+    assert second == {**first, "engine": "openvino", "options": {"precision": "bf16"}}
+    assert [entry["device"] for entry in found["script"]["executions"]] == ["cuda", "cpu"], "onnxruntime is not for it"
+
+
+@pytest.mark.parametrize("name", ["package", "start"])
+def test_help_says_of_each_setting_what_it_means_and_what_it_usually_is(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = command(name, "--help").stdout
+    for field, flag in {
+        "batch_size": "--batch-size",
+        "engines": "--engine",
+        "response_timeout_s": "--response-timeout-s",
+    }.items():
+        (line,) = [line for line in shown.splitlines() if f" {flag} " in line]
+        description = ServingOptions.model_fields[field].description
+        assert description is not None
+        assert description[:60] in line
+    assert "[default: (8)]" in shown
+    assert set(ServingOptions.model_fields) - {"engines", "options"} <= {
+        word.replace("-", "_") for word in re.findall(r"--([a-z-]+)", shown)
+    }
 
 
 @pytest.mark.slow
@@ -231,6 +283,15 @@ def test_ctrl_c_during_start_stops_the_server_and_says_so(tmp_path: Path) -> Non
         (("start", "small", "--artifact", "none"), "small has "),
         (("start", "small", "--device", "tpu"), "auto, cpu or cuda"),
         (("package", "nothing"), "there is no run 'nothing'"),
+        (("package", "small", "--engine", "openvin"), "unknown engine 'openvin' (did you mean openvino"),
+        (("package", "small", "--engine", "onnxruntime[cuda]"), "onnxruntime runs on cpu, not on cuda"),
+        (("start", "small", "--artifact", "script", "--engine", "openvino"), "openvino opens no artifact of small"),
+        (("package", "small", "--option", "openvino=f32"), "--option must be ENGINE.NAME=VALUE"),
+        (("package", "small", "--option", "openvino.precision=32"), "must be of type str, found 32"),
+        (("package", "small", "--buckets", "1;2"), "--buckets must be whole numbers"),
+        (("package", "small", "--buckets", "2,1"), "buckets must ascend"),
+        (("package", "small", "--budget", "pixels=3"), "unknown limit pixels"),
+        (("package", "small", "--workers", "0"), "Invalid value for '--workers': Input should be greater than or equal to 1"),
         (("package", "../etc"), "cannot name a served model"),
         (("predict", "missing.jpg"), "missing.jpg: cannot be read"),
     ],

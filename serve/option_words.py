@@ -1,0 +1,129 @@
+"""`ServingOptions` as options of a command line, made from its fields: what they mean and may be is said there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from annotated_types import Ge, Le
+from pydantic.fields import FieldInfo
+
+from serve.command_line import reported
+from serve.options import ServingOptions
+from serve.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class _Words:
+    """A setting that is no single number or truth value: its option, what is written after it, and how it is read."""
+
+    flag: str
+    metavar: str
+    kind: Any
+    read: Callable[[Any], Any]
+    usual: str = ""
+
+
+def _sizes(word: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in word.split(","))
+    except ValueError:
+        raise UserError(
+            f"--buckets must be whole numbers with commas between them, such as 1,8,32; got {word!r}"
+        ) from None
+
+
+def _pair(flag: str, word: str) -> tuple[str, Any]:
+    """``NAME=VALUE``; a value is a number, true or false where it can be, else text."""
+    name, equals, value = word.partition("=")
+    if not (name and equals):
+        raise UserError(f"{flag} must be NAME=VALUE, got {word!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _limits(words: Iterable[str]) -> dict[str, Any]:
+    return dict(_pair("--budget", word) for word in words)
+
+
+def _engine_options(words: Iterable[str]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for word in words:
+        name, value = _pair("--option", word)
+        engine, dot, option = name.partition(".")
+        if not dot:
+            raise UserError(f"--option must be ENGINE.NAME=VALUE, such as openvino.precision=f32; got {word!r}")
+        found.setdefault(engine, {})[option] = value
+    return found
+
+
+_SPECIAL = {
+    "buckets": _Words("--buckets", "SIZE,SIZE…", str, _sizes, "any size"),
+    "engines": _Words("--engine", "ENGINE", list[str], tuple, "as measured"),
+    "options": _Words("--option", "ENGINE.NAME=VALUE", list[str], _engine_options),
+    "budget": _Words("--budget", "LIMIT=VALUE", list[str], _limits),
+}
+
+
+def with_serving_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each setting; it is called with those that were given, as ``options``.
+
+    Args:
+        command: takes ``options``, a `ServingOptions`, in which only what was given is set.
+    """
+    own = inspect.signature(command, eval_str=True)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(name, field))
+        for name, field in ServingOptions.model_fields.items()
+    ]
+
+    @functools.wraps(command)
+    def with_options(*args: Any, **words: Any) -> None:
+        given = {entry.name: words.pop(entry.name) for entry in added}
+        with reported():
+            read = {
+                name: _SPECIAL[name].read(value) if name in _SPECIAL else value
+                for name, value in given.items()
+                if value is not None
+            }
+            options = ServingOptions(**read)
+        command(*args, **words, options=options)
+
+    kept = [entry.replace(kind=inspect.Parameter.KEYWORD_ONLY) for entry in own.parameters.values()]
+    with_options.__signature__ = own.replace(  # type: ignore[attr-defined]
+        parameters=[*(entry for entry in kept if entry.name != "options"), *added]
+    )
+    return with_options
+
+
+def _option(name: str, field: FieldInfo) -> Any:
+    """The type of a setting's option, which is None where it is not given."""
+    bounds = {
+        "min": next((entry.ge for entry in field.metadata if isinstance(entry, Ge)), None),
+        "max": next((entry.le for entry in field.metadata if isinstance(entry, Le)), None),
+    }
+    meaning = (field.description or "").replace("[", "\\[")  # which rich would take for a style
+    if name in _SPECIAL:
+        words = _SPECIAL[name]
+        repeats = "" if words.kind is str else " Repeatable."
+        return Annotated[
+            words.kind | None,
+            typer.Option(
+                words.flag,
+                metavar=words.metavar,
+                help=meaning + repeats,
+                show_default=words.usual or False,
+            ),
+        ]
+    flag = f"--{name.replace('_', '-')}"
+    usual = "one per core" if field.default is None else str(field.default).lower()
+    if isinstance(field.default, bool):
+        return Annotated[bool | None, typer.Option(f"{flag}/--no{flag[1:]}", help=meaning, show_default=usual)]
+    return Annotated[int | None, typer.Option(flag, help=meaning, show_default=usual, **bounds)]  # type: ignore[arg-type]
