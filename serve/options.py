@@ -128,10 +128,18 @@ class ServingOptions(Config):
             raise UserError(f"{card.name}: {error}") from None
 
     def _executions(self, usual: tuple[Execution, ...], card: Card) -> Iterable[Execution]:
-        from serve.runtime.engines.base import chain_for
+        from serve.runtime.engines.base import engines_for  # imports torch
 
         named = {(entry.engine, entry.device) for entry in usual}
-        known = [*usual, *(entry for entry in chain_for(card) if (entry.engine, entry.device) not in named)]
+        possible = [(entry, device) for device in ("cuda", "cpu") for entry in engines_for(card)]
+        known = [
+            *usual,
+            *(
+                Execution(entry.name, device)
+                for entry, device in possible
+                if entry.refuses(card, device) is None and (entry.name, device) not in named
+            ),
+        ]
         chosen = [
             entry
             for word in self.engines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,29 @@ def test_where_nothing_works_every_engine_is_named_with_its_reason(tmp_path: Pat
     card = load_card(artifacts.onnx(tmp_path / "artifact"))
     with pytest.raises(EngineError, match="this machine has no usable CUDA device"):
         preferred(card, "cuda")
+
+
+@pytest.mark.parametrize("make", [artifacts.torchscript, artifacts.exported, artifacts.onnx])
+def test_buckets_are_the_only_batch_sizes_that_an_engine_is_given(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path / "artifact")
+    card = load_card(folder)
+    batch = torch.rand(7, *card.preprocessing.shape)
+    for execution in executions_for(card):
+        whole = open_engine(folder, card, execution)
+        seen: list[int] = []
+        own = type(whole).run
+
+        def run(engine: Any, given: torch.Tensor, own: Any = own, seen: list[int] = seen) -> Any:
+            seen.append(len(given))
+            return own(engine, given)
+
+        with torch.inference_mode():
+            wanted = whole.run(batch)
+            monkeypatch.setattr(type(whole), "run", run)
+            bucketed = open_engine(folder, card, dataclasses.replace(execution, buckets=(2, 4)))
+            found = bucketed.run(batch)
+        assert seen == [4, 4], "4 and 3 of the 7, these padded"
+        np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-4, atol=1e-5, err_msg=execution.engine)
+        assert bucketed.provider == whole.provider

@@ -48,17 +48,17 @@ def test_on_a_machine_without_a_gpu_the_cpu_is_taken_and_nothing_is_said_of_the_
 def test_a_gpu_that_is_assigned_and_does_not_work_is_passed_over_and_told(tmp_path: Path) -> None:
     described = opened(context_of(artifacts.onnx(tmp_path / "artifact"), tmp_path, 0)).describe_handle()
     assert (described["execution"], described["device"]) == ("openvino", "cpu")
-    assert described["passed_over"] == [
-        {"execution": "onnxruntime-cuda", "reason": "this machine has no usable CUDA device"}
-    ]
+    passed = {entry["execution"]: entry["reason"] for entry in described["passed_over"]}
+    assert set(passed) >= {"onnxruntime-cuda"}
+    assert set(passed.values()) == {"this machine has no usable CUDA device"}
 
 
 @without_cuda
 @pytest.mark.parametrize(
     ("gpu", "reason"),
     [
-        (0, "onnxruntime-cuda: this machine has no usable CUDA device"),
-        (None, "onnxruntime-cuda: it runs on a GPU, and none was assigned here"),
+        (0, r"onnxruntime-\w+: this machine has no usable CUDA device"),
+        (None, r"onnxruntime-\w+: it runs on a GPU, and none was assigned here"),
     ],
 )
 def test_what_only_runs_on_a_gpu_fails_at_load_with_the_reason(gpu: int | None, reason: str, tmp_path: Path) -> None:

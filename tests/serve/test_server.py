@@ -291,7 +291,10 @@ def test_ctrl_c_during_start_stops_the_server_and_says_so(tmp_path: Path) -> Non
         (("package", "small", "--buckets", "1;2"), "--buckets must be whole numbers"),
         (("package", "small", "--buckets", "2,1"), "buckets must ascend"),
         (("package", "small", "--budget", "pixels=3"), "unknown limit pixels"),
-        (("package", "small", "--workers", "0"), "Invalid value for '--workers': Input should be greater than or equal to 1"),
+        (
+            ("package", "small", "--workers", "0"),
+            "Invalid value for '--workers': Input should be greater than or equal to 1",
+        ),
         (("package", "../etc"), "cannot name a served model"),
         (("predict", "missing.jpg"), "missing.jpg: cannot be read"),
     ],

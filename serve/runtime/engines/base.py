@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..buckets import StaticBatches
 from ..card import Card
 from ..errors import EngineError, UserError, did_you_mean, one_line
 from ..execution import Execution, Option
@@ -67,6 +68,7 @@ class EngineType:
         libraries: distributions that it runs with, beside torch.
         on_request: of its devices, those where it runs an artifact only if it is named, because opening it takes long.
         companions: endings of the files that may lie beside a model file of these formats and belong to it.
+        keeps_buckets: whether it keeps to an execution's buckets by itself; else it is given padded batches.
     """
 
     name: str
@@ -81,6 +83,7 @@ class EngineType:
     libraries: tuple[str, ...] = ()
     on_request: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
+    keeps_buckets: bool = False
 
     @property
     def module(self) -> str:
@@ -264,4 +267,19 @@ def open_engine(folder: Path, card: Card, execution: Execution) -> Engine:
         raise EngineError(f"{card.name}: {reason}")
     if execution.device_type == "cuda" and not torch.cuda.is_available():
         raise EngineError(f"{card.name}: CUDA was asked for and this machine has no usable CUDA device")
-    return entry.open(folder, card, execution)
+    engine = entry.open(folder, card, execution)
+    return _Bucketed(engine, card, execution.buckets) if execution.buckets and not entry.keeps_buckets else engine
+
+
+class _Bucketed:
+    """An engine that takes any batch, given none but those of a few sizes."""
+
+    def __init__(self, engine: Engine, card: Card, buckets: tuple[int, ...]) -> None:
+        self.device, self.provider = engine.device, engine.provider
+        dtype: torch.dtype = getattr(torch, card.input_dtype)
+        batches = StaticBatches(buckets, card.preprocessing.shape, dtype, engine.device)
+        self._batches, self._compute = batches, lambda bucket: engine.run(batches.input(bucket))
+
+    def run(self, batch: torch.Tensor) -> torch.Tensor:
+        """Logits ``(N, classes)`` of a batch."""
+        return self._batches.run(batch, self._compute)

@@ -197,6 +197,7 @@ def _probe(device: torch.device) -> torch.Tensor:
 INDUCTOR = register(
     EngineType(
         "inductor",
+        keeps_buckets=True,
         formats=("exported_program",),
         open=_open,
         probe=_probe,

@@ -159,6 +159,7 @@ def _probe(device: torch.device) -> object:
 ONNXRUNTIME_TENSORRT = register(
     EngineType(
         "onnxruntime-tensorrt",
+        keeps_buckets=True,
         formats=("onnx",),
         open=_open,
         probe=_probe,

@@ -83,6 +83,7 @@ def _probe(device: torch.device) -> torch.Tensor:
 TORCH_CUDAGRAPH = register(
     EngineType(
         "torch-cudagraph",
+        keeps_buckets=True,
         formats=("exported_program",),
         open=_open,
         probe=_probe,
