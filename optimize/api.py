@@ -295,7 +295,7 @@ def compare(
             references_of=measured.references_of,
             yardstick=measured.turns.yardstick,
             eager=measured.turns.eager,
-            recommendation=recommend(measured.rows, measured.turns.speeds, rule),
+            recommendation=recommend(measured.rows, measured.turns.speeds, rule, measured.right),
             measurement=measured.measurement,
         )
     )

@@ -47,6 +47,7 @@ class _ListsData(TyperCommand):
         super().format_help(ctx, formatter)
 
 
+_Every = Annotated[bool, typer.Option("--all", help="List every execution of each artifact, and not its best alone.")]
 _Objective = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="What the recommended artifact is best at: latency, p95, throughput or size."),
@@ -134,6 +135,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     trust_checkpoint: Annotated[
         bool, typer.Option("--trust-checkpoint", help="Let the checkpoint's pickle run code. Only for files you made.")
     ] = False,
+    every: _Every = False,
     json: Annotated[bool, typer.Option("--json", help="Print report.json on stdout, and nothing else.")] = False,
 ) -> None:
     """Run a recipe on a model: build, measure, pack and report."""
@@ -177,7 +179,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         if json:
             sys.stdout.write((outcome.folder / "report.json").read_text(encoding="utf-8"))
         else:
-            _print_outcome(outcome.report, outcome.folder)
+            _print_outcome(outcome.report, outcome.folder, every=every)
         if outcome.failed:
             raise PipelineError(f"failed: {', '.join(outcome.failed)}; the reasons stand in the report")
 
@@ -213,6 +215,7 @@ def compare(  # noqa: PLR0917 - each is an option of the command line
     objective: _Objective = None,
     max_drop: _MaxDrop = None,
     confidence: _Confidence = None,
+    every: _Every = False,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")] = False,
 ) -> None:
     """Compare runs that were judged by the same images; their speeds are measured anew, together.
@@ -237,11 +240,15 @@ def compare(  # noqa: PLR0917 - each is an option of the command line
         if json:
             sys.stdout.write(dumps(results.to_json(), indent=2) + "\n")
         else:
-            print_table(results)
+            print_table(results, every=every)
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: _Store = DEFAULT_STORE) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="A run, or run/artifact.")],
+    store: _Store = DEFAULT_STORE,
+    every: _Every = False,
+) -> None:
     """Show a run's table, or an artifact's card."""
     with reported():
         from optimize.report.runs import card_of, report_of
@@ -250,7 +257,7 @@ def show(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], s
         if "/" in name.rstrip("/"):
             Console().print_json(card_of(store, name))
         else:
-            print_table(report_of(store, name.rstrip("/")))
+            print_table(report_of(store, name.rstrip("/")), every=every)
             typer.echo(store / name / "report.html")
 
 
@@ -326,9 +333,9 @@ def _given(**options: object) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _print_outcome(report: Report, folder: Path) -> None:
+def _print_outcome(report: Report, folder: Path, *, every: bool) -> None:
     from optimize.report.table import print_table
 
-    print_table(report)
+    print_table(report, every=every)
     typer.echo(f"report: {folder / 'report.html'}   archives: {folder / 'archives'}")
     typer.echo(f"serve it: {target('serve', f'serve start {folder.name}', folder.parent, RUN=folder.name)}")

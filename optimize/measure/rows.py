@@ -274,8 +274,15 @@ class Reference(Record):
         return self
 
 
-#: One line of the table.
-Line = Row | Reference
+class Judgement(Record):
+    """The chosen pair's top-1 on the ``images`` that had no part in the choice; the baseline itself has no difference.
+
+    The difference is to the baseline on the same images, with its 95 % interval.
+    """
+
+    images: int
+    top1: float
+    difference: Difference | None
 
 
 class Recommendation(Record):
@@ -283,7 +290,8 @@ class Recommendation(Record):
 
     ``name`` is its artifact's, ``pair`` its id, ``execution`` what is to run it. ``rejected`` is by pair's id, and by
     row's name where no pair of it was measured. ``unproven`` is the id of the pair that would be chosen if more images
-    showed what these suggest; ``remarks`` are sentences about what the rule does not see.
+    showed what these suggest; ``remarks`` are sentences about what the rule does not see. ``selection`` says by what it
+    was chosen of how many, and ``judged`` is its accuracy where only half of the images chose.
     """
 
     name: str | None
@@ -293,6 +301,8 @@ class Recommendation(Record):
     rejected: dict[str, str] = {}
     unproven: str | None = None
     remarks: tuple[str, ...] = ()
+    selection: str | None = None
+    judged: Judgement | None = None
 
 
 class Measurement(Record):
@@ -320,11 +330,6 @@ class Results(Record):
     eager: str | None = None
     recommendation: Recommendation
     measurement: Measurement
-
-    @property
-    def lines(self) -> tuple[Line, ...]:
-        """Rows, then references."""
-        return (*self.rows, *self.references)
 
     def timed(self, name: str | None) -> Timed | None:
         """The times of a pair, by its id, or of a reference; None if there is none or it was not measured."""

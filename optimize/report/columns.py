@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from optimize.measure.rows import Line, Measured, Ratio, Reference, Results, Row, Timed
+from optimize.measure.rows import Measured, Ratio, Results, Timed
+from optimize.report.lines import Line, lines
 from optimize.report.words import (
     NONE,
     Family,
@@ -67,7 +68,7 @@ class Column:
     title: str
     unit: str
     cell: Callable[[Line, Results], Cell]
-    rank: int = 4
+    rank: int = 7
     table: Literal["results", "details"] = "results"
     left: bool = False
 
@@ -93,9 +94,9 @@ def _cell(shown: Cell | str) -> Cell:
 
 def precision(line: Line) -> str:
     """What the arithmetic really is; the references run the baseline's float32."""
-    if isinstance(line, Reference):
+    if line.row is None:
         return "float32"
-    return line.file.precision if line.file else NONE
+    return line.row.file.precision if line.row.file else NONE
 
 
 def family_of(line: Line) -> Family:
@@ -105,11 +106,11 @@ def family_of(line: Line) -> Family:
 
 def parent_of(line: Line) -> str | None:
     """The name of what it was made from."""
-    return line.parent if isinstance(line, Row) else None
+    return line.row.parent if line.row else None
 
 
 def _precision(line: Line, _: Results) -> Cell:
-    written = line.file.format.replace("_", " ") if isinstance(line, Row) and line.file else ""
+    written = line.row.file.format.replace("_", " ") if line.row and line.row.file else ""
     return Cell(precision(line), (written,) if written else ())
 
 
@@ -125,8 +126,10 @@ def _interval(measured: Measured) -> str:
 def _speedup(line: Line, results: Results) -> Cell:
     if line.measured is None:
         return EMPTY
-    longest = max(other.measured.speedup.value for other in results.lines if other.measured)
-    return Cell(times(line.measured.speedup.value), share=line.measured.speedup.value / longest)
+    longest = max(other.measured.speedup.value for other in lines(results, every=True) if other.measured)
+    own = line.measured.speedup.value
+    measure = ("fastest float" if results.float_yardstick else "the measure",) if line.id == results.yardstick else ()
+    return Cell(times(own), (*measure, f"{times(line.measured.vs_eager.value)} eager"), share=own / longest)
 
 
 def _vs_parent(measured: Measured) -> Cell:
@@ -149,7 +152,7 @@ def _throughput(timed: Timed) -> Cell:
 
 
 def _size(line: Line, _: Results) -> Cell:
-    return Cell(size(line.file.bytes)) if isinstance(line, Row) and line.file and not line.skip else EMPTY
+    return Cell(size(line.row.file.bytes)) if line.row and line.row.file and not line.skip else EMPTY
 
 
 def _moved(measured: Measured) -> Cell:
@@ -180,30 +183,37 @@ def _apart(measured: Measured) -> Cell:
 
 
 def _runs_on(line: Line, _: Results) -> Cell:
-    if not isinstance(line, Row) or line.best is None:
-        return EMPTY
-    return Cell(line.best.runs_on, (line.best.provider,) if line.best.provider else ())
+    if line.row is None:
+        return Cell("PyTorch")
+    return Cell(line.pair.runs_on) if line.pair else EMPTY
+
+
+def _provider(line: Line, _: Results) -> Cell:
+    return Cell(line.pair.provider) if line.pair and line.pair.provider else EMPTY
 
 
 def _made(line: Line, _: Results) -> Cell:
-    if not isinstance(line, Row) or line.seconds is None:
+    row = line.row
+    if row is None or row.seconds is None:
         return EMPTY
-    return Cell(seconds(line.seconds), (f"on {day(line.made)}",) if line.cached and line.made else ())
+    return Cell(seconds(row.seconds), (f"on {day(row.made)}",) if row.cached and row.made else ())
 
 
 #: In the order in which they stand. The name of the line stands before them.
 COLUMNS: tuple[Column, ...] = (
-    Column("precision", "precision", "", _precision, rank=3, left=True),
+    Column("runs_on", "runs on", "", _runs_on, rank=1, left=True),
+    Column("precision", "precision", "", _precision, rank=6, left=True),
     Column("top1", "top-1", "%", _measured(lambda m: percent(m.accuracy.top1)), rank=1),
     Column("delta", "Δ", "points", _measured(_difference), rank=1),
     Column("interval", "95 %", "", _measured(_interval), rank=2),
     Column("p50", "p50", "ms", _timed(lambda t: number(t.latency_ms.p50)), rank=1),
     Column("p95", "p95", "ms", _timed(lambda t: number(t.latency_ms.p95))),
-    Column("p99", "p99", "ms", _timed(_p99), rank=3),
+    Column("p99", "p99", "ms", _timed(_p99), rank=6),
     Column("samples", "calls", "", _timed(lambda t: count(t.latency_ms.samples)), table="details"),
     Column("speedup", "speed", "", _speedup, rank=1),
-    Column("vs_parent", "vs parent", "", _measured(_vs_parent), rank=1),
-    Column("throughput", "img/s", "", _timed(_throughput), rank=2),
+    Column("vs_eager", "vs eager", "", _timed(lambda t: times(t.vs_eager.value)), rank=5, table="details"),
+    Column("vs_parent", "vs parent", "", _measured(_vs_parent), rank=3),
+    Column("throughput", "img/s", "", _timed(_throughput), rank=4),
     Column("size", "size", "", _size, rank=1),
     Column("top5", "top-5", "%", _measured(lambda m: percent(m.accuracy.top5)), table="details"),
     Column("moved", "gained, lost", "", _measured(_moved), table="details"),
@@ -212,6 +222,6 @@ COLUMNS: tuple[Column, ...] = (
     Column("apart", "largest difference", "", _measured(_apart), table="details"),
     Column("memory", "memory", "", _measured(lambda m: size(m.footprint.memory_bytes)), table="details"),
     Column("load", "load", "ms", _measured(lambda m: number(m.footprint.load_ms)), table="details"),
-    Column("runs_on", "runs on", "", _runs_on, table="details", left=True),
+    Column("provider", "executed by", "", _provider, table="details", left=True),
     Column("made", "made in", "", _made, table="details"),
 )

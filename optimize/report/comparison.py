@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from optimize.measure.rows import Recommendation, Reference, Results, Row
+from optimize.report.lines import lines
 from optimize.report.page import fragment, plot
 from optimize.report.table import table
 from optimize.report.words import plural
@@ -45,7 +46,7 @@ class Comparison:
         return self.results.recommendation
 
     def __repr__(self) -> str:
-        return f"<Comparison {plural(len(self.rows), 'artifact')}; recommended {self.recommendation.name}>"
+        return f"<Comparison {plural(len(self.rows), 'artifact')}; recommended {self.recommendation.pair}>"
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=120)
@@ -69,14 +70,21 @@ class Comparison:
             raise UserError(f"{target}: {error}") from None
         return target
 
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per artifact, indexed by name; nested fields become columns such as ``latency_ms.p50``."""
+    def to_pandas(self, *, every: bool = False) -> pd.DataFrame:
+        """One row per artifact, indexed by name; nested fields become columns such as ``latency_ms.p50``.
+
+        Args:
+            every: one row for each of its executions, and not the best alone; ``id`` tells them apart.
+        """
         import pandas
 
-        # What was measured is the subject here, and stands beside the row's own fields.
         flat = []
-        for row in self.rows:
-            body = row.to_json() | (row.best.to_json() if row.best else {})
-            measured = body.pop("measured", None) or {}
-            flat.append({key: value for key, value in body.items() if key != "pairs"} | measured)
+        for line in lines(self.results, every=every):
+            if line.row is None:
+                continue
+            # What was measured is the subject here, and stands beside the row's and the pair's own fields.
+            pair = line.pair.to_json() if line.pair else {}
+            measured = pair.pop("measured", None) or {}
+            row = {name: value for name, value in line.row.to_json().items() if name != "pairs"}
+            flat.append(row | pair | measured)
         return pandas.json_normalize(flat).set_index("name")

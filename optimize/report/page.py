@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from optimize.measure.rows import Report, Results, Row
 from optimize.report.columns import COLUMNS, Column, family_of
 from optimize.report.lineage import layout
-from optimize.report.sentences import facts, method, notes, verdict
+from optimize.report.lines import Line, lines, others, references, shown
+from optimize.report.sentences import facts, method, notes, verdict, yardsticks
 from optimize.report.words import count, day, moment, number, percent, plain, plural, seconds
 from optimize.store.files import write_atomically
 
@@ -41,8 +42,9 @@ def write_html(report: Report, path: Path, columns: Sequence[Column] = COLUMNS) 
         .get_template("report.html.j2")
         .render(
             report=report,
-            chosen=report.chosen,
             verdict=verdict(report),
+            yardsticks=yardsticks(report),
+            rejected=_rejected(report),
             notes=notes(report),
             taken=moment(report.measurement.taken),
             created=moment(report.created),
@@ -53,6 +55,9 @@ def write_html(report: Report, path: Path, columns: Sequence[Column] = COLUMNS) 
             throughput=Markup(throughput_svg(report)),
             throughput_table=_throughput_table(report),
             lineage=layout(report.rows),
+            shown={row.name: shown(report, row) for row in report.rows},
+            groups=_groups(report),
+            references=references(report),
             steps=_step_bars(report),
             step_total=_step_total(report),
             facts=facts(report),
@@ -65,7 +70,14 @@ def write_html(report: Report, path: Path, columns: Sequence[Column] = COLUMNS) 
 def fragment(results: Results, columns: Sequence[Column] = COLUMNS) -> str:
     """The table of results as an element of HTML, for a notebook."""
     template = _environment().get_template("comparison.html.j2")
-    return template.render(results=results, columns=columns, verdict=verdict(results))
+    return template.render(
+        results=results,
+        columns=columns,
+        verdict=verdict(results),
+        yardsticks=yardsticks(results),
+        groups=_groups(results),
+        references=references(results),
+    )
 
 
 def plot(results: Results, path: Path) -> None:
@@ -97,9 +109,23 @@ def _settings(row: Row) -> str:
     return ", ".join(f"{name} {plain(value)}" for name, value in row.config.items())
 
 
+def _groups(results: Results) -> list[tuple[Line, list[Line]]]:
+    """For each row the line that stands for it, and those of its other executions."""
+    return [(shown(results, row), others(results, row)) for row in results.rows]
+
+
+def _rejected(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Why not each artifact's best execution, and then why not the others, under the head that they stand under."""
+    reasons = results.recommendation.rejected
+    first = {line.id for line in lines(results)}
+    split = (("Why not the others", True), ("Why not their other executions", False))
+    groups = [(head, [entry for entry in reasons.items() if (entry[0] in first) is best]) for head, best in split]
+    return [(head, entries) for head, entries in groups if entries]
+
+
 def _throughput_table(results: Results) -> tuple[list[int], list[tuple[str, list[str]]]]:
     """The throughput chart in numbers: the batch sizes, and for each name its images per second."""
-    timed = [(line.name, line.measured.throughput) for line in results.lines if line.measured]
+    timed = [(line.id, line.measured.throughput) for line in lines(results, every=True) if line.measured]
     batches = sorted({size for _, series in timed for size in series})
     return batches, [(name, [number(series.get(size)) for size in batches]) for name, series in timed]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from optimize.measure.rows import Data, Measured, Measurement, Pair, Report, Results, Row
+from optimize.measure.rows import Accuracy, Data, Judgement, Measured, Measurement, Pair, Report, Results, Row
+from optimize.report.lines import lines
 from optimize.report.words import NONE, count, moment, number, percent, plain, plural, points, seconds, size, times
 
 Fact = tuple[str, str]
@@ -13,20 +14,25 @@ def verdict(results: Results) -> str:
     chosen, pair, start = results.chosen, results.chosen_pair, results.baseline
     if chosen is None or pair is None or pair.measured is None:
         return "No artifact is recommended."
-    found = [_speed(results, pair, pair.measured), *_smaller(chosen, start), _as_accurate(pair.measured)]
+    found = [*_why_the_baseline(results), _speed(results, pair, pair.measured), *_smaller(chosen, start)]
+    found.append(_as_accurate(pair.measured.accuracy, results.recommendation.judged))
     return f"{pair.id} is recommended: {'; '.join(found)}."
 
 
+def _why_the_baseline(results: Results) -> list[str]:
+    if results.chosen is not results.baseline:
+        return []
+    if results.recommendation.unproven is not None:
+        return ["of no other artifact do the images show that it is accurate enough"]
+    return ["no other artifact is better by the rule below"]
+
+
 def _speed(results: Results, pair: Pair, measured: Measured) -> str:
-    if results.chosen is results.baseline and results.recommendation.unproven is not None:
-        return "of no other artifact do the images show that it is accurate enough"
-    if results.chosen is results.baseline:
-        return "no other artifact is better by the rule below"
     p50 = number(measured.latency_ms.p50)
     eager = f"{times(measured.vs_eager.value)} {_eager(results)}"
     kind = "fastest float execution" if results.float_yardstick else "baseline"
     if pair.id == results.yardstick or (against := results.timed(results.yardstick)) is None:
-        return f"the {kind} ({p50} ms at p50), {eager}"
+        return f"it is the {kind} ({p50} ms at p50), {eager}"
     before = f"{results.yardstick}; {p50} instead of {number(against.latency_ms.p50)} ms at p50"
     return f"{times(measured.speedup.value)} the speed of the {kind} ({before}), {eager}"
 
@@ -43,17 +49,43 @@ def _smaller(chosen: Row, start: Row) -> list[str]:
     return [f"{size(chosen.file.bytes)} instead of {size(start.file.bytes)}"]
 
 
-def _as_accurate(measured: Measured) -> str:
-    accuracy = measured.accuracy
-    if (d := accuracy.difference) is None:
-        return f"top-1 {percent(accuracy.top1)} %"
+def _as_accurate(accuracy: Accuracy, judged: Judgement | None) -> str:
+    top1, d = (judged.top1, judged.difference) if judged else (accuracy.top1, accuracy.difference)
+    of = f", on the {count(judged.images)} images that had no part in the choice" if judged else ""
+    if d is None:
+        return f"top-1 {percent(top1)} %{of}"
     bounds = f"95 % interval {points(d.low)} to {points(d.high)}"
-    return f"top-1 {percent(accuracy.top1)} % ({points(d.delta)} points, {bounds})"
+    return f"top-1 {percent(top1)} % ({points(d.delta)} points, {bounds}{of})"
+
+
+def yardsticks(results: Results) -> str:
+    """What speed is a multiple of, and what “eager” is."""
+    if results.yardstick is None:
+        return ""
+    kind = "the fastest float execution" if results.float_yardstick else "the baseline, as no float was measured"
+    eager = "the model as PyTorch runs it" if _eager(results) == "eager PyTorch" else "eager PyTorch was not measured"
+    return f"Speed is a multiple of that of {results.yardstick}, {kind}; “eager” of that of {results.eager} ({eager})."
+
+
+#: What the references are; a name that is not here explains itself.
+_REFERENCES = {
+    "eager": "as PyTorch runs it by default, one operator after the other, with nothing compiled or folded",
+    "eager channels-last": "the same, with the channels innermost in memory, as most convolutions on a CPU want them",
+    "torch.compile": "compiled by PyTorch's Inductor when it is first called",
+}
+
+
+def explained(results: Results) -> list[str]:
+    """What the references are."""
+    known = [f"“{line.name}”: {_REFERENCES[line.name]}" for line in results.references if line.name in _REFERENCES]
+    if not known:
+        return []
+    return [f"The references run the weights of {results.references_of or 'the baseline'}. {'; '.join(known)}."]
 
 
 def tail(results: Results) -> str:
     """How many calls p95 and p99 stand on."""
-    samples = [line.measured.latency_ms.samples for line in results.lines if line.measured]
+    samples = [line.measured.latency_ms.samples for line in lines(results, every=True) if line.measured]
     if not samples:
         return ""
     low, high = min(samples), max(samples)
@@ -67,10 +99,10 @@ def method(results: Results) -> list[str]:
     timing = results.measurement.timing
     sizes = ", ".join(count(b) for b in timing.batch_sizes)
     return [
-        f"Every artifact and reference was measured in {plural(timing.rounds, 'round')} that take turns, so that a "
-        "slow minute of the machine does not favour one of them; p50 is the median of the rounds' medians, p95 and "
-        "p99 are of all calls.",
-        *([said] if (said := tail(results)) else []),
+        "Every pair of artifact and execution, and every reference, was measured in "
+        f"{plural(timing.rounds, 'round')} that take turns, so that a slow minute of the machine does not favour one "
+        "of them; p50 is the median of the rounds' medians, p95 and p99 are of all calls.",
+        *(said for said in (*explained(results), tail(results)) if said),
         f"{plural(timing.warm_up, 'call')} before each measurement warm it up and are not counted.",
         f"Throughput was taken at batch sizes {sizes}; the best of them is in the table.",
         *_coverage(results),
@@ -85,7 +117,7 @@ def method(results: Results) -> list[str]:
 
 
 def _coverage(results: Results) -> list[str]:
-    ratios = [line.measured.speedup for line in results.lines if line.measured]
+    ratios = [line.measured.speedup for line in lines(results) if line.measured]
     if not ratios:
         return []
     return [

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from optimize.measure.rows import Results
 from optimize.report.columns import COLUMNS, SLOWER, Column, parent_of
-from optimize.report.sentences import tail, verdict
+from optimize.report.lines import Line, lines
+from optimize.report.sentences import tail, verdict, yardsticks
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
@@ -21,18 +22,25 @@ if TYPE_CHECKING:
 _UNBOUNDED = 1000  # characters
 
 
-def table(results: Results, columns: Sequence[Column] = COLUMNS) -> ResultsTable:
-    """The results, with those columns that the console has room for."""
+def table(results: Results, columns: Sequence[Column] = COLUMNS, *, every: bool = False) -> ResultsTable:
+    """The results, with those columns that the console has room for.
+
+    Args:
+        results: what was measured.
+        columns: to choose from.
+        every: whether to list each execution of an artifact, and not its best alone.
+    """
     ranks = sorted({column.rank for column in columns}, reverse=True)
-    return ResultsTable([_table(results, [c for c in columns if c.rank <= rank]) for rank in ranks])
+    found = lines(results, every=every)
+    return ResultsTable([_table(results, found, [c for c in columns if c.rank <= rank]) for rank in ranks])
 
 
-def print_table(results: Results) -> None:
+def print_table(results: Results, *, every: bool = False) -> None:
     """Print to standard output; a file or a pipe gets every column, however long the lines."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_UNBOUNDED)
-    console.print(table(results))
+    console.print(table(results, every=every))
 
 
 class ResultsTable:
@@ -54,48 +62,50 @@ class ResultsTable:
         yield self._fitting(console, options)
 
 
-def _table(results: Results, columns: Sequence[Column]) -> Table:
+def _table(results: Results, found: Sequence[Line], columns: Sequence[Column]) -> Table:
     shown = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
         title=Text(f"{results.title}: measured artifacts", style="bold"),
         title_justify="left",
-        caption=_caption(results),
+        caption=_caption(results, found),
         caption_justify="left",
     )
     shown.add_column(Text("artifact"))
     for column in columns:
         shown.add_column(Text(column.head), justify="left" if column.left else "right", no_wrap=True)
-    recommended = results.recommendation.name
-    for number, line in enumerate(results.lines, start=1):
-        chosen = line.name == recommended and number <= len(results.rows)
-        cells = [Text(("★ " if chosen else "  ") + line.name)]
+    artifacts = sum(line.row is not None for line in found)
+    for number, line in enumerate(found, start=1):
+        cells = [Text(("★ " if line.chosen else "  ") + line.name)]
         for column in columns:
             cell = column.cell(line, results)
             skipped = line.skip is not None and column.key == "top1"
             text = "skipped" if skipped else f"{cell.text} {cell.alarm}".strip()
             cells.append(Text(text.replace(" to ", " … "), style="bold red" if cell.alarm else ""))
-        shown.add_row(
-            *cells,
-            style="bold green" if chosen else "dim" if line.skip else None,
-            end_section=number == len(results.rows),
-        )
+        shown.add_row(*cells, style=_style(line), end_section=number == artifacts)
     return shown
 
 
-def _caption(results: Results) -> Text:
+def _style(line: Line) -> str | None:
+    if line.chosen:
+        return "bold green"
+    return "dim" if line.skip or not line.first else None
+
+
+def _caption(results: Results, found: Sequence[Line]) -> Text:
     """The verdict, the rule, and in words whatever a cell has no room for."""
-    star = "★ " if results.recommendation.name else ""
-    lines = [Text(star + verdict(results), style="bold")]
-    lines += [Text(f"Rule: {results.recommendation.rule}")]
-    lines += [Text(remark, style="yellow") for remark in results.recommendation.remarks]
-    lines += [Text(said)] if (said := tail(results)) else []
-    for line in results.lines:
+    chosen = results.recommendation
+    lines = [Text(("★ " if chosen.name else "") + verdict(results), style="bold")]
+    lines += [Text(chosen.selection)] if chosen.selection else []
+    lines += [Text(f"Rule: {chosen.rule}")]
+    lines += [Text(remark, style="yellow") for remark in chosen.remarks]
+    lines += [Text(said) for said in (yardsticks(results), tail(results)) if said]
+    for line in found:
         if line.skip is not None:
-            lines.append(Text(f"{line.name}: skipped, {line.skip}"))
+            lines.append(Text(f"{line.id}: skipped, {line.skip}"))
         for column in COLUMNS:
-            if (cell := column.cell(line, results)).alarm:
-                words = f"{line.name}: {cell.text} the speed of {parent_of(line)}, {SLOWER}"
+            if line.first and (cell := column.cell(line, results)).alarm:
+                words = f"{line.id}: {cell.text} the speed of {parent_of(line)}, {SLOWER}"
                 lines.append(Text(words, style="red"))
     return Text("\n").join(lines)

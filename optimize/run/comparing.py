@@ -136,12 +136,13 @@ def compare_runs(
         )
         for c in contestants
     ]
+    right = {each.id: answers[name].first.numpy() for name, each in opened.items()}
     return Results(
         title=" and ".join(dict.fromkeys(c.run for c in contestants)),
         rows=tuple(rows),
         yardstick=every.yardstick,
         eager=every.eager,
-        recommendation=recommend(rows, speeds, rule),
+        recommendation=recommend(rows, speeds, rule, right),
         measurement=Measurement(timing=timing, taken=begun, seconds=taken, cached=False),
     )
 

@@ -68,7 +68,7 @@ def run(job: Job, listener: Listener) -> Outcome:
         steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, remeasure=job.remeasure)
         measured = measure(steps, bench, recipe.measure, listener)
-        recommendation = recommend(measured.rows, measured.turns.speeds, rule)
+        recommendation = recommend(measured.rows, measured.turns.speeds, rule, measured.right)
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         here = Machine.from_json(machine(context.device))
         with session.store.lock(f"run-{folder.name}"):  # or two runs of one name would mix their files

@@ -11,7 +11,12 @@ from pydantic import Field
 
 from optimize.measure.latency import LEVEL, Speed, level
 from optimize.measure.rows import Measured, Pair, Recommendation, Row
-from optimize.measure.statistics import PairedDifference, images_needed, paired_interval, smallest_loss
+from optimize.measure.statistics import (
+    PairedDifference,
+    images_needed,
+    smallest_loss,
+)
+from optimize.run.halves import Judge, Right, images_to_split
 from serve.config import Config
 
 Objective = Literal["latency", "p95", "throughput", "size"]
@@ -79,29 +84,36 @@ _GOALS: dict[Objective, _Goal] = {
 }
 
 
-def recommend(rows: Sequence[Row], speeds: Mapping[str, Speed], by: Recommend) -> Recommendation:
+def recommend(
+    rows: Sequence[Row], speeds: Mapping[str, Speed], by: Recommend, right: Right | None = None
+) -> Recommendation:
     """Choose among the measured pairs of all rows.
 
     Args:
         rows: artifacts of the report, the baseline first.
         speeds: the times of their pairs by id, from one measurement in turns.
         by: the user's rule.
+        right: what each measured pair answers correctly. Where there are enough images, half of them choose and the
+            others judge; without it all of them choose.
     """
     rule = _rule(by)
     rejected = {row.name: str(row.skip) for row in rows if row.skip is not None}
     rejected |= {pair.id: str(pair.skip) for row in rows if not row.skip for pair in row.pairs if pair.skip}
-    candidates = [_candidate(row, *found, speeds, by) for row in rows for found in _measured(row)]
-    if not candidates:
+    measured = [(row, pair, pair.measured) for row in rows for pair in row.pairs if pair.measured is not None]
+    if not measured:
         return Recommendation(name=None, rule=rule, rejected=rejected)
+    judge = Judge.of(measured[0][1].id, measured[0][2].accuracy.images, right, by.max_drop, by.confidence)
+    candidates = [
+        _Candidate(*found, speeds[found[1].id], judge.chooses(found[1].id, found[2].accuracy)) for found in measured
+    ]
     baseline = candidates[0]
-    # The baseline is what the others are held against: it is always allowed.
-    proven = [c for c in candidates if c is baseline or c.difference.low > -by.max_drop]
+    proven = [c for c in candidates if c.difference.low > -by.max_drop or _is_baseline(c, baseline, by)]
     for candidate in candidates:
         if candidate not in proven:
             rejected[candidate.id] = _unproven(candidate, by)
     chosen, reasons = _best(proven, by)
     remarks, unproven = _doubts(chosen, candidates, by)
-    if chosen is not baseline and chosen.measured.speedup.value < 1:
+    if chosen.measured.speedup.slower:
         remarks.append(
             f"{chosen.id} is not faster than the fastest float execution: at batch 1 it has "
             f"{chosen.measured.speedup.value:.2f} times its speed."
@@ -115,27 +127,42 @@ def recommend(rows: Sequence[Row], speeds: Mapping[str, Speed], by: Recommend) -
         rejected=rejected | reasons,
         unproven=unproven,
         remarks=tuple(remarks),
+        selection=_selection(len(candidates), judge, chosen, by),
+        judged=judge.judges(chosen.id),
+    )
+
+
+def _is_baseline(candidate: _Candidate, baseline: _Candidate, by: Recommend) -> bool:
+    """The baseline is what the others are held against: it is allowed unproven, as whatever engine runs it."""
+    return candidate is baseline or (candidate.row is baseline.row and candidate.difference.delta > -by.max_drop)
+
+
+def _selection(candidates: int, judge: Judge, chosen: _Candidate, by: Recommend) -> str | None:
+    """By what the choice was made; None where there was none."""
+    if candidates < 2:
+        return None
+    if judge.halves is not None:
+        choose, judged = judge.halves
+        return (
+            f"It was chosen among {candidates} pairs by {len(choose):,} of the images, drawn at random; the accuracy "
+            f"beside it is that on the other {len(judged):,}, which had no part in that. Its speed is that of the "
+            "rounds that it was chosen by; that flatters it."
+        )
+    enough = images_to_split(by.max_drop, by.confidence)
+    more = f" From {enough:,} images on, half of them choose and the others judge." if enough else ""
+    return (
+        f"It is the best of {candidates} pairs on the same {chosen.difference.n:,} images and rounds that are "
+        f"reported; that flatters it.{more}"
     )
 
 
 def _rule(by: Recommend) -> str:
     goal = _GOALS[by.objective]
     return (
-        f"among the artifacts whose top-1 is, with {by.confidence * 100:g} % confidence, less than "
-        f"{by.max_drop * 100:g} points below the baseline's, those that are level with {goal.best} (within "
+        f"among the pairs of artifact and execution whose top-1 is, with {by.confidence * 100:g} % confidence, less "
+        f"than {by.max_drop * 100:g} points below the baseline's, those that are level with {goal.best} (within "
         f"{(1 - LEVEL) * 100:.0f} %); of these the one whose interval of top-1 begins highest, and of equals {goal.tie}"
     )
-
-
-def _measured(row: Row) -> list[tuple[Pair, Measured]]:
-    return [(pair, pair.measured) for pair in row.pairs if pair.measured is not None]
-
-
-def _candidate(row: Row, pair: Pair, measured: Measured, speeds: Mapping[str, Speed], by: Recommend) -> _Candidate:
-    found = measured.accuracy.difference
-    gained, lost = (found.gained, found.lost) if found else (0, 0)
-    difference = paired_interval(gained, lost, measured.accuracy.images, by.confidence)
-    return _Candidate(row, pair, measured, speeds[pair.id], difference)
 
 
 def _best(candidates: Sequence[_Candidate], by: Recommend) -> tuple[_Candidate, dict[str, str]]:

@@ -13,6 +13,7 @@ from optimize.measure.bench import Bench, Kept, SpeedTable, eager_origin
 from optimize.measure.latency import Speed, compare
 from optimize.measure.rows import Footprint, Measured, Measurement, ModelFile, Pair, Reference, Row, Skip
 from optimize.measure.timing import Timing
+from optimize.run.halves import Right
 from optimize.run.session import Step
 from optimize.run.turns import Turns, fastest, turns
 from optimize.store.artifact import Artifact
@@ -33,6 +34,7 @@ class Measurements:
         references_of: the artifact whose eager module they run.
         measurement: how the speeds were taken.
         turns: every time that was taken, by pair's id or reference's name; a skipped one is absent.
+        right: whether each image was answered correctly, ``bool (n,)``, by measured pair's id.
         keys: of the objects in the store that hold all this.
     """
 
@@ -41,6 +43,7 @@ class Measurements:
     references_of: str | None
     measurement: Measurement
     turns: Turns
+    right: Right
     keys: frozenset[str]
 
 
@@ -126,6 +129,7 @@ def measure(steps: Sequence[Step | Row], bench: Bench, timing: Timing, listener:
             cached=speed.cached,
         ),
         turns=every.turns,
+        right={pair.id: answers[pair.id].value.first.numpy() for pair in measured},
         keys=frozenset(
             {speed.key, *(kept.key for kept in answers.values()), *(kept.key for kept in footprints.values())}
         ),

@@ -94,6 +94,9 @@ def test_comparison_prints_as_a_table_and_converts_to_pandas(comparison: opt.Com
         assert frame["throughput.4"][name] > 0
     assert "eager channels-last" in text
     assert comparison.recommendation.name in frame.index
+    assert frame["id"]["fuse"] == f"fuse@{frame['execution.engine']['fuse']}"
+    every = comparison.to_pandas(every=True)
+    assert set(frame["id"]) <= set(every["id"]) == {pair.id for row in comparison.rows for pair in row.pairs}
 
 
 def test_a_quantized_variant_may_be_the_first(fused: opt.Variant, quantized: opt.Variant) -> None:
@@ -119,10 +122,10 @@ def test_a_rule_that_does_not_exist_is_refused(fused: opt.Variant) -> None:
 def test_a_comparison_is_one_line_in_a_program_a_table_in_a_notebook_and_a_plot_in_a_file(
     comparison: opt.Comparison, tmp_path: Path
 ) -> None:
-    assert repr(comparison) == f"<Comparison 3 artifacts; recommended {comparison.recommendation.name}>"
+    assert repr(comparison) == f"<Comparison 3 artifacts; recommended {comparison.recommendation.pair}>"
     shown = comparison._repr_html_()
-    for line in comparison.results.lines:
-        assert f">{line.name}" in shown.replace("★ ", "")
+    for name in [row.name for row in comparison.rows] + [reference.name for reference in comparison.references]:
+        assert f">{name}" in shown.replace("★ ", "")
     measured = comparison.rows[0].measured
     assert measured is not None
     assert f"{measured.accuracy.top1 * 100:.2f}" in shown

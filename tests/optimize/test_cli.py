@@ -29,6 +29,7 @@ from .runs_fixtures import (
     with_stages,
     write_recipe,
 )
+from .synthetic import synthetic
 
 __all__ = ["copied_store", "tiny_run"]  # fixtures
 
@@ -208,6 +209,31 @@ def test_a_reason_in_brackets_is_shown_as_it_is(capsys) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("skipped: KeyError: [/red] of [bold]")
     assert lines[1] == "a " * 60 + "end"
+
+
+# --- with a report
+
+
+def test_show_lists_the_best_execution_of_each_artifact_or_all_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "toynet" / "report.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(synthetic().to_json()))
+    best, every = (invoke("show", "toynet", "--store", tmp_path, *words).stdout for words in ((), ("--all",)))
+    assert [line.split()[1] for line in best.splitlines() if line.split()[:1] == ["onnx"]] == ["openvino"]
+    engines = [line.split()[1] for line in every.splitlines() if line.split()[:1] == ["onnx"]]
+    assert engines == ["openvino", "onnxruntime", "onnxruntime-cuda"]
+    assert "qat@torchscript" in invoke("list", "--store", tmp_path).stdout
+
+
+@pytest.mark.parametrize("words", [("show", "toynet"), ("compare", "toynet/ptq", "toynet/qat")])
+def test_a_report_of_an_older_version_is_one_line_that_says_what_to_do(words: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "toynet" / "report.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(synthetic().to_json() | {"schema": 2}))
+    said = refused(*words, "--store", tmp_path)
+    assert said.endswith(
+        "toynet/report.json is of an older version (schema 2, and not 3); run the model again to make it anew"
+    )
 
 
 # --- with a finished run

@@ -1,4 +1,4 @@
-"""The rule that recommends one artifact, case by case."""
+"""The rule that recommends one pair of artifact and execution, case by case."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from optimize.measure.latency import Speed
 from optimize.measure.rows import (
@@ -20,15 +24,20 @@ from optimize.measure.rows import (
     Row,
     Skip,
 )
-from optimize.measure.statistics import paired_difference
+from optimize.measure.statistics import paired_difference, paired_interval
+from optimize.run.halves import halves, images_to_split
 from optimize.run.recommendation import Recommend, recommend
+from optimize.run.turns import turns
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row: the milliseconds of each of its rounds (None: not measured), its size, images gained and lost."""
+    """A pair: the milliseconds of each of its rounds (None: not measured), its size, images gained and lost.
+
+    Cases of one name are executions of one artifact.
+    """
 
     name: str
     rounds: list[list[float]] | None
@@ -38,6 +47,11 @@ class Case:
     images: int = 1000
     batch8: float = 8.0
     skip: str = ""
+    engine: str = "e"
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}@{self.engine}"
 
     def row(self, baseline: Speed) -> Row:
         file = ModelFile(path="model", bytes=self.bytes, key="0", format="onnx", precision="int8")
@@ -53,17 +67,24 @@ class Case:
             accuracy=Accuracy(top1=0.9, top5=1.0, images=self.images, answers="a", difference=difference),
             footprint=Footprint(load_ms=1.0, memory_bytes=1),
         )
-        return Row(**known, pairs=(Pair(id=f"{self.name}@e", execution=Execution("e"), measured=measured),))
+        return Row(**known, pairs=(Pair(id=self.id, execution=Execution(self.engine), measured=measured),))
 
     def speed(self) -> Speed:
         assert self.rounds is not None
         return Speed({1: self.rounds, 8: [[self.batch8]] * len(self.rounds)})
 
 
-def choose(*cases: Case, **rule: Any) -> Recommendation:
-    speeds = {f"{case.name}@e": case.speed() for case in cases if case.rounds}
-    baseline = speeds.get(f"{cases[0].name}@e", Speed({1: [[1.0]] * 7, 8: [[1.0]] * 7}))
-    return recommend([case.row(baseline) for case in cases], speeds, Recommend(**rule))
+def choose(
+    *cases: Case, right: dict[str, np.ndarray] | None = None, yardstick: str = "", **rule: Any
+) -> Recommendation:
+    """By the rule; speeds are multiples of those of ``yardstick``, or of the first."""
+    speeds = {case.id: case.speed() for case in cases if case.rounds}
+    measure = speeds.get(yardstick or cases[0].id, Speed({1: [[1.0]] * 7, 8: [[1.0]] * 7}))
+    rows: dict[str, Row] = {}
+    for made in (case.row(measure) for case in cases):
+        known = rows.get(made.name)
+        rows[made.name] = made.model_copy(update={"pairs": (*known.pairs, *made.pairs)}) if known else made
+    return recommend(list(rows.values()), speeds, Recommend(**rule), right)
 
 
 def row(name: str, ms: float | list[float], size: int, **more: Any) -> Case:
@@ -212,3 +233,138 @@ def test_where_nothing_was_measured_nothing_is_recommended() -> None:
 def test_a_rule_that_is_none_is_refused_in_one_line(rule: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"Recommend: {next(iter(rule))}"):
         Recommend(**rule)
+
+
+# --- pairs
+
+
+def test_of_an_artifacts_executions_each_is_a_candidate() -> None:
+    slow, fast = row("onnx-int8", 3, 30, engine="onnxruntime"), row("onnx-int8", 2, 30, engine="openvino")
+    chosen = choose(row("baseline", 10, 100), slow, fast)
+    assert (chosen.name, chosen.pair) == ("onnx-int8", "onnx-int8@openvino")
+    assert chosen.execution == Execution("openvino")
+    assert chosen.rejected["onnx-int8@onnxruntime"] == "1.50 times the latency of onnx-int8@openvino"
+
+
+def test_an_execution_whose_answers_are_worse_is_rejected_and_the_other_of_the_same_file_is_not() -> None:
+    wrong, exact = row("ptq", 1, 30, engine="saturating", lost=60), row("ptq", 2, 30, engine="exact")
+    chosen = choose(row("baseline", 10, 100), wrong, exact)
+    assert chosen.pair == "ptq@exact"
+    assert "below the baseline's" in chosen.rejected["ptq@saturating"]
+
+
+def test_a_float_pair_that_is_faster_than_an_int8_one_is_chosen() -> None:
+    floats = row("onnx", 1.87, 100, engine="openvino"), row("onnx", 3, 100, engine="onnxruntime")
+    chosen = choose(row("baseline", 10, 100), *floats, row("onnx-int8", 2.22, 30, engine="onnxruntime"))
+    assert chosen.pair == "onnx@openvino"
+
+
+def test_what_is_slower_than_the_fastest_float_is_not_recommended_without_saying_so() -> None:
+    cases = (row("baseline", 10, 100), row("onnx", 2, 90), row("ptq", 3, 30))
+    chosen = choose(*cases, objective="size", yardstick="onnx@e")
+    assert chosen.pair == "ptq@e"
+    assert any("not faster than the fastest float execution" in remark for remark in chosen.remarks)
+    assert choose(*cases, yardstick="onnx@e").remarks == ()
+
+
+def test_with_too_few_images_the_baseline_is_allowed_on_every_engine() -> None:
+    cases = (row("baseline", 10, 100, images=60), row("baseline", 5, 100, images=60, engine="openvino"))
+    assert choose(*cases, row("ptq", 2, 30, images=60)).pair == "baseline@openvino"
+    worse = row("baseline", 5, 100, images=60, engine="openvino", lost=3)
+    assert choose(cases[0], worse, row("ptq", 2, 30, images=60)).pair == "baseline@e"
+
+
+# --- what the choice is made by
+
+
+def correct(images: int, wrong: list[int]) -> np.ndarray:
+    found = np.ones(images, dtype=bool)
+    found[wrong] = False
+    return found
+
+
+def test_where_half_of_the_images_are_enough_they_choose_and_the_others_judge() -> None:
+    images, wrong = 1000, list(range(0, 1000, 250))
+    right = {"baseline@e": correct(images, []), "ptq@e": correct(images, wrong)}
+    chosen = choose(row("baseline", 10, 100), row("ptq", 2, 30, lost=4), right=right)
+    assert chosen.pair == "ptq@e"
+    assert chosen.judged is not None
+    assert chosen.judged.difference is not None
+    judge = halves(right["baseline@e"]).judge
+    lost = sum(place in set(judge.tolist()) for place in wrong)
+    expected = paired_difference([True] * 500, [True] * (500 - lost) + [False] * lost)
+    assert chosen.judged.images == 500
+    assert chosen.judged.top1 == pytest.approx(1 - lost / 500)
+    assert (chosen.judged.difference.low, chosen.judged.difference.high) == (expected.low, expected.high)
+    assert "among 2 pairs by 500 of the images" in (chosen.selection or "")
+
+
+def test_only_the_half_that_chooses_is_asked() -> None:
+    choosing, judging = halves(np.ones(1000, dtype=bool))
+    everywhere = {"baseline@e": correct(1000, [])}
+    cases = (row("baseline", 10, 100), row("ptq", 2, 30, lost=40))
+    spoilt = choose(*cases, right={**everywhere, "ptq@e": correct(1000, choosing[:40].tolist())})
+    assert spoilt.pair == "baseline@e"
+    assert spoilt.judged is not None
+    assert (spoilt.judged.top1, spoilt.judged.difference) == (1.0, None)
+    lucky = choose(*cases, right={**everywhere, "ptq@e": correct(1000, judging[:40].tolist())})
+    assert lucky.pair == "ptq@e"
+    assert lucky.judged is not None
+    assert lucky.judged.top1 == pytest.approx(0.92)  # the choice does not see it, and the report does
+
+
+def test_with_fewer_images_all_of_them_choose_and_the_reader_is_told_what_that_does() -> None:
+    enough = images_to_split(0.02, 0.95)
+    assert enough is not None
+    for images, split in ((enough - 1, False), (enough, True)):
+        right = {"baseline@e": correct(images, []), "ptq@e": correct(images, [])}
+        chosen = choose(row("baseline", 10, 100, images=images), row("ptq", 2, 30, images=images), right=right)
+        assert (chosen.judged is not None) is split
+        assert ("it is the best of 2 pairs" in (chosen.selection or "").lower()) is not split
+        assert (f"From {enough:,} images on" in (chosen.selection or "")) is not split
+    assert choose(row("baseline", 10, 100)).selection is None  # there was no choice
+
+
+def test_each_half_alone_proves_the_drop_though_one_image_in_fifty_changes_sides() -> None:
+    for drop in (0.005, 0.01, 0.02, 0.05):
+        half = (images_to_split(drop, 0.95) or 0) // 2
+        assert paired_interval(half * 0.01, half * 0.01, half).low > -drop  # type: ignore[arg-type]
+        assert paired_interval((half - 1) * 0.01, (half - 1) * 0.01, half - 1).low <= -drop  # type: ignore[arg-type]
+
+
+@given(arrays(np.bool_, st.integers(2, 300)))
+def test_the_halves_are_all_images_once_with_as_many_easy_ones_in_both(right: np.ndarray) -> None:
+    choosing, judging = halves(right)
+    assert sorted([*choosing.tolist(), *judging.tolist()]) == list(range(len(right)))
+    assert abs(len(choosing) - len(judging)) <= 1
+    assert abs(int(right[choosing].sum()) - int(right[judging].sum())) <= 1
+    assert all(np.array_equal(a, b) for a, b in zip((choosing, judging), halves(right), strict=True))
+
+
+def test_the_halves_are_not_the_first_and_the_last_images() -> None:
+    choosing, _ = halves(np.ones(1000, dtype=bool))
+    assert 150 < int((choosing < 500).sum()) < 350
+
+
+# --- what speeds are multiples of
+
+
+def speed_of(ms: float) -> Speed:
+    return Speed({1: [[ms]] * 3})
+
+
+def test_the_yardstick_is_the_fastest_float_be_it_pair_or_reference() -> None:
+    speeds = {"baseline@e": speed_of(10), "onnx@openvino": speed_of(4), "onnx@ort": speed_of(5), "ptq@e": speed_of(1)}
+    floats = ["baseline@e", "onnx@openvino", "onnx@ort", "eager", "torch.compile"]
+    found = turns(speeds | {"eager": speed_of(12)}, floats=floats, baseline=["baseline@e"])
+    assert (found.yardstick, found.eager) == ("onnx@openvino", "eager")
+    timed = found.timed("ptq@e")
+    assert (timed.speedup.value, timed.vs_eager.value) == (4, 12)
+    compiled = turns(speeds | {"torch.compile": speed_of(3)}, floats=floats, baseline=["baseline@e"])
+    assert (compiled.yardstick, compiled.eager) == ("torch.compile", "baseline@e")
+
+
+def test_where_no_float_was_measured_the_baselines_fastest_is_the_yardstick() -> None:
+    speeds = {"ptq@slow": speed_of(3), "ptq@fast": speed_of(2), "qat@e": speed_of(1)}
+    found = turns(speeds, floats=[], baseline=["ptq@slow", "ptq@fast"])
+    assert (found.yardstick, found.eager) == ("ptq@fast", "ptq@fast")
