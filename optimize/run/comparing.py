@@ -37,11 +37,13 @@ _MAX_BATCH = 64
 
 @dataclass(frozen=True)
 class _Contestant:
-    """An artifact of a run: ``name`` is ``run/artifact``."""
+    """An artifact of a run, and the pair of it that was recommended or is its best: ``name`` is ``run/artifact``."""
 
     run: str
     report: Report
     row: Row
+    pair: Pair
+    measured: Measured
     folder: Path
 
     @property
@@ -69,8 +71,8 @@ def compare_runs(
 
     Args:
         store: where the runs are.
-        names: ``RUN`` stands for its baseline and its recommended artifact, ``RUN/ARTIFACT`` for that one. The
-            first is what the others are compared with.
+        names: ``RUN`` stands for its baseline and its recommended artifact, ``RUN/ARTIFACT`` for that one; each is run
+            by the execution that was recommended, or was its fastest. The first is what the others are compared with.
         timing: how speed is measured.
         rule: of the recommendation.
         device: where to run them.
@@ -110,14 +112,13 @@ def compare_runs(
 
     def pair(contestant: _Contestant) -> Pair:
         name, parent = contestant.name, opened.get(f"{contestant.run}/{contestant.row.parent}")
-        assert contestant.row.measured is not None
         own = opened[name]
         measured = Measured(
             **dict(every.timed(own.id)),
             accuracy=accuracy(
                 answers[name],
                 answers[first] if name != first else None,
-                contestant.row.measured.accuracy.answers,
+                contestant.measured.accuracy.answers,
             ),
             footprint=footprints[name],
             vs_parent=compare(speeds[parent.id], speeds[own.id]) if parent else None,
@@ -159,9 +160,10 @@ def _contestants(store: Path, name: str) -> Iterator[_Contestant]:
     chosen = [artifact] if artifact else dict.fromkeys((start, report.recommended or start))
     for each in chosen:
         row = rows[each]
-        if row.measured is None:
+        pair = report.chosen_pair if row is report.chosen else row.best
+        if pair is None or pair.measured is None:
             raise UserError(f"{run}/{each} was not measured: {row.skip}")
-        yield _Contestant(run, report, row, layout.artifact_folder(store, run, each))
+        yield _Contestant(run, report, row, pair, pair.measured, layout.artifact_folder(store, run, each))
 
 
 def _check_comparable(contestants: Sequence[_Contestant]) -> None:
@@ -172,8 +174,7 @@ def _check_comparable(contestants: Sequence[_Contestant]) -> None:
     """
     by_images: dict[tuple[str, int], list[_Contestant]] = {}
     for contestant in contestants:
-        assert contestant.row.measured is not None
-        judged = contestant.report.data.val_fingerprint, contestant.row.measured.accuracy.images
+        judged = contestant.report.data.val_fingerprint, contestant.measured.accuracy.images
         by_images.setdefault(judged, []).append(contestant)
     if len(by_images) > 1:
         said = "; ".join(
@@ -185,15 +186,16 @@ def _check_comparable(contestants: Sequence[_Contestant]) -> None:
 
 
 def _answers(store: Store, contestant: _Contestant) -> Answers:
-    assert contestant.row.measured is not None
-    stored = store.open(contestant.row.measured.accuracy.answers)
+    stored = store.open(contestant.measured.accuracy.answers)
     if stored is None:
         raise UserError(f"the answers of {contestant.name} are not in the store any more; run {contestant.run} again")
     return load_answers(stored.folder)
 
 
 def _open(store: Path, contestant: _Contestant, device: torch.device, timing: Timing) -> _Opened:
-    execution = preferred(read_card(contestant.folder), str(device))
+    execution = contestant.pair.execution
+    if execution.device_type != device.type:
+        execution = preferred(read_card(contestant.folder), str(device))
     predictor = Predictor(contestant.folder, execution, max_batch=_MAX_BATCH)
     predictor.warm_up(timing.batch_sizes)
     sample = sample_image(store, contestant.run)

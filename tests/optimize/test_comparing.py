@@ -96,6 +96,16 @@ def test_runs_that_were_judged_by_different_images_do_not_compare(two_runs: Path
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_each_is_run_by_the_execution_that_its_report_has_as_the_best(tiny_run: TinyRun, two_runs: Path) -> None:
+    best = {name: tiny_run.row(name).best for name in ("baseline", "onnx-int8")}
+    rows = compared(two_runs, *(f"tiny/{name}" for name in best))
+    for name, pair in best.items():
+        assert pair is not None
+        (own,) = rows[f"tiny/{name}"].pairs
+        assert own.execution == pair.execution
+        assert own.id == f"tiny/{pair.id}"
+
+
 def test_what_cannot_be_compared_is_named(two_runs: Path) -> None:
     for names, words in {
         ("tiny/ptq",): "at least two",
