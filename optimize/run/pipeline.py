@@ -81,6 +81,7 @@ def run(job: Job, listener: Listener) -> Outcome:
                 folder,
                 artifacts,
                 measured.rows,
+                recommended=recommendation.pair,
                 options=recipe.serving,
                 machine=here,
                 sample=example,

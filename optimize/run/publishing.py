@@ -44,6 +44,7 @@ def publish(
     artifacts: Mapping[str, Artifact],
     rows: Sequence[Row],
     *,
+    recommended: str | None,
     options: ServingOptions,
     machine: Machine,
     sample: bytes,
@@ -61,6 +62,7 @@ def publish(
         folder: the run's folder.
         artifacts: what was made, by name.
         rows: the report's rows, without the archives.
+        recommended: id of the pair that is served first, though another execution of its artifact be faster.
         options: how they are served, where that is not as usual.
         machine: what they were measured on.
         sample: an encoded image to try the endpoint with.
@@ -73,7 +75,7 @@ def publish(
             published.append(row)
             continue
         target = layout.artifact_folder(folder.parent, folder.name, artifact.name)
-        serving = options.over(Serving(preferred_executions(row, artifact.card)), artifact.card)
+        serving = options.over(Serving(preferred_executions(row, artifact.card, recommended)), artifact.card)
         _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()}, serving)
         path = layout.archive_path(folder.parent, folder.name, artifact.name)
         key, digest = _publish_archive(store, target, artifact.card, serving, path)
@@ -88,15 +90,19 @@ def publish(
     return Published(tuple(published), frozenset(keys))
 
 
-def preferred_executions(row: Row, card: Card) -> tuple[Execution, ...]:
+def preferred_executions(row: Row, card: Card, recommended: str | None = None) -> tuple[Execution, ...]:
     """What may run an artifact, best first: by the measured p50; then what was not measured, as the engines rank.
 
-    Which GPU it was measured on, a server decides for itself.
+    The pair ``recommended`` is the first. Which GPU it was measured on, a server decides for itself.
     """
-    measured = [(pair.measured.latency_ms.p50, pair.execution) for pair in row.pairs if pair.measured is not None]
+    measured = [
+        (pair.id != recommended, pair.measured.latency_ms.p50, pair.execution)
+        for pair in row.pairs
+        if pair.measured is not None
+    ]
     best = [
         dataclasses.replace(execution, device=execution.device_type)
-        for _, execution in sorted(measured, key=lambda entry: entry[0])
+        for *_, execution in sorted(measured, key=lambda entry: entry[:2])
     ]
     tried = {(execution.engine, execution.device) for execution in best}
     return (*best, *(entry for entry in chain_for(card) if (entry.engine, entry.device) not in tried))

@@ -83,6 +83,13 @@ def test_an_execution_keeps_the_threads_that_it_was_measured_with() -> None:
     assert found == [Execution("openvino", threads=1), Execution("openvino")]
 
 
+def test_the_recommended_pair_is_served_first_though_a_less_accurate_one_is_faster() -> None:
+    measured = row(("openvino", "cpu", None, 3.0), ("onnxruntime", "cpu", None, 2.0))
+    first = preferred_executions(measured, ONNX, "onnx@openvino")[:2]
+    assert first == (Execution("openvino"), Execution("onnxruntime"))
+    assert preferred_executions(measured, ONNX, "ptq@torchscript")[0] == Execution("onnxruntime")
+
+
 def contents(archive: Path, name: str) -> Any:
     with zipfile.ZipFile(archive) as opened:
         return json.loads(opened.read(name))
