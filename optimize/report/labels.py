@@ -35,7 +35,13 @@ class Label:
 
 
 def place_labels(
-    figure: Figure, axes: Axes, labels: Sequence[Label], palette: Palette, *, front: Sequence[tuple[float, float]]
+    figure: Figure,
+    axes: Axes,
+    labels: Sequence[Label],
+    palette: Palette,
+    *,
+    front: Sequence[tuple[float, float]],
+    unnamed: Sequence[tuple[float, float]] = (),
 ) -> None:
     """Put each label at the nearest place that covers no marker, bar or other label, with a line to it if far.
 
@@ -45,6 +51,7 @@ def place_labels(
         labels: one for each mark.
         palette: of the chart.
         front: corners of a line in steps, which no label covers either.
+        unnamed: small marks without a label, in the axes' data.
     """
     canvas = figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
@@ -65,6 +72,7 @@ def place_labels(
             low, high = (axes.transData.transform((label.at[0], end))[1] for end in label.whisker)
             taken.append(Bbox.from_extents(x - 2, low, x + 2, high))
     taken += marks
+    taken += [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in map(axes.transData.transform, unnamed)]
     for label, (x, y) in sorted(zip(labels, spots, strict=True), key=lambda e: -e[1][1]):
         weight = "bold" if label.bold else "normal"
         probe = figure.text(0, 0, label.text, fontsize=9, fontweight=weight)

@@ -176,14 +176,16 @@ def _pareto(points: list[Point], palette: Palette, title: str = "") -> Figure:
         largest = max((p.bytes for p in points), default=0.0) or 1.0
         labels = []
         for point in points:
-            area = 14.0 if point.beside else max(300 * point.bytes / largest, 26.0)
+            area = 20.0 if point.beside else max(300 * point.bytes / largest, 26.0)
             _mark(axes, point, area, palette)
             whisker = (100 * point.bounds[0], 100 * point.bounds[1]) if point.bounds else None
             if not point.beside:
                 at = (point.latency, 100 * point.top1)
                 labels.append(Label(point.label, at, area, whisker, bold=point.recommended))
         _legend(axes, palette, sorted({p.family for p in points}), front=len(points) > 1)
-        place_labels(figure, axes, labels, palette, front=list(zip(steps_x, steps_y, strict=True)))
+        corners = list(zip(steps_x, steps_y, strict=True))
+        unnamed = [(p.latency, 100 * p.top1) for p in points if p.beside]
+        place_labels(figure, axes, labels, palette, front=corners, unnamed=unnamed)
     return figure
 
 
@@ -205,7 +207,7 @@ def _mark(axes: Axes, point: Point, area: float, palette: Palette) -> None:
         facecolor=colour,
         edgecolor="none" if point.beside else palette.surface,
         linewidth=0.8,
-        alpha=0.35 if point.beside else 0.9,
+        alpha=0.45 if point.beside else 0.9,
         zorder=2 if point.beside else 3,
     )
 
