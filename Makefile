@@ -74,6 +74,9 @@ $(VENV)/.installed-peers: $(VENV)/.installed
 bench-cpu: $(VENV)/.installed-peers ## ours against NNCF, OpenVINO and ONNX Runtime; writes docs/bench-cpu.md
 	$(BIN)/python -m benchmarks.cpu --store '$(STORE)' --write docs/bench-cpu.md
 
+bench-gpu: $(VENV)/.installed ## every way to run a network on this machine's GPU; writes docs/bench-gpu.md
+	$(BIN)/python -m benchmarks.gpu --write docs/bench-gpu.md
+
 bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/bench-data.md
 	$(BIN)/python benchmarks/imagenet_scale.py --write docs/bench-data.md
 

@@ -1,0 +1,193 @@
+"""The benchmark of GPUs, on the processor: the same path from end to end, with what the machine lacks named."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu_page import page
+from benchmarks.gpu_subjects import draw, make_subject
+from serve.runtime.card import load_card
+from serve.runtime.engines.base import open_engine
+from serve.runtime.execution import Execution
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
+
+# As on a machine that has torch, torchvision and numpy only. Pillow comes with torchvision.
+BARE = """
+import sys
+for name in ("pydantic", "onnx", "onnxscript", "onnxruntime", "openvino", "safetensors", "sklearn", "pandas", "yaml"):
+    sys.modules[name] = None
+from benchmarks.gpu import main
+status = main(sys.argv[1:])
+assert not [name for name in sys.modules if name.startswith("optimize")]
+sys.exit(status)
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the page and the state of one whole call, in a process without what need not be there."""
+    folder = tmp_path_factory.mktemp("bench")
+    ways = "eager FP32,exported FP16,torch-cudagraph FP16,onnxruntime-cuda FP16"
+    options = ["--device", "cpu", "--models", "tiny", "--batches", "1,3", "--images", "10", "--seconds", "0.01"]
+    options += ["--jpeg-batches", "1,2", "--ways", ways, "--state", str(folder / "state.json")]
+    command = [sys.executable, "-c", BARE, *options, "--write", str(folder / "page.md")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_every_cell_has_its_speed_and_its_answers(measured: Path) -> None:
+    cells = json.loads((measured / "state.json").read_text())["cells"]
+    for way in ("eager FP32", "exported FP16"):
+        for batch in (1, 3):
+            cell = cells[f"tiny|{way}|{batch}"]
+            assert cell["images_s"] > 0
+            assert 0 < cell["p50_ms"] <= cell["p99_ms"]
+            assert cell["calls"] >= 13
+            assert cell["top1"] == 1.0
+            assert cell["sqnr_db"] is None or cell["sqnr_db"] > 80
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_skipped_by_name(measured: Path) -> None:
+    state, text = json.loads((measured / "state.json").read_text()), (measured / "page.md").read_text()
+    assert state["cells"]["tiny|torch-cudagraph FP16|1"] == {"failed": "torch-cudagraph runs on cuda, not on cpu"}
+    assert "- torch-cudagraph FP16: torch-cudagraph runs on cuda, not on cpu\n" in text
+    assert "- torchvision, CUDA: needs a CUDA device\n" in text
+    assert "say nothing of a GPU" in text
+    assert "| eager FP32 |" in text
+    assert "| torchvision, CPU (the runtime's) | 2 |" in text
+
+
+@pytest.mark.slow
+def test_the_jpeg_part_has_the_runtimes_own_answers(measured: Path) -> None:
+    rows = json.loads((measured / "state.json").read_text())["jpeg"]
+    for decoder in ("Pillow, CPU", "torchvision, CPU (the runtime's)"):
+        for batch in (1, 2):
+            assert rows[f"{decoder}|{batch}"]["top1"] == 1.0
+            assert rows[f"{decoder}|{batch}"]["decoded_s"] > rows[f"{decoder}|{batch}"]["images_s"] > 0
+
+
+def resume(state: Path, *more: str) -> int:
+    options = ["--device", "cpu", "--models", "tiny", "--images", "10", "--seconds", "0.01", "--no-jpeg"]
+    return gpu.main([*options, "--state", str(state), "--resume", *more])
+
+
+def test_a_call_that_was_cut_short_is_resumed(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    assert resume(state, "--ways", "eager FP32", "--batches", "1", "--limit", "0") == 0
+    assert not state.exists()  # nothing was begun
+    assert resume(state, "--ways", "eager FP32", "--batches", "1") == 0
+    first = json.loads(state.read_text())["cells"]
+    assert resume(state, "--ways", "eager FP32", "--batches", "1,2") == 0
+    second = json.loads(state.read_text())["cells"]
+    assert second["tiny|eager FP32|1"] == first["tiny|eager FP32|1"]
+    assert set(second) == {"tiny|eager FP32|1", "tiny|eager FP32|2"}
+
+
+def test_figures_of_another_machine_are_not_resumed(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    resume(state, "--ways", "eager FP32", "--batches", "1")
+    body = json.loads(state.read_text())
+    state.write_text(json.dumps({**body, "facts": {**body["facts"], "torch": "2.0"}}))
+    with pytest.raises(SystemExit, match="was measured with other torch"):
+        resume(state, "--ways", "eager FP32", "--batches", "1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    assert "no usable CUDA device" in capsys.readouterr().err
+
+
+def test_answers_are_compared_by_class_and_by_noise() -> None:
+    wanted = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    assert gpu.compare(wanted, wanted) == gpu.Answers(1.0, None)
+    found = gpu.compare(torch.tensor([[3.0, 0.0], [4.5, 4.0]]), wanted)
+    assert found.top1 == 0.5
+    assert found.sqnr_db == pytest.approx(10 * math.log10(25 / 20.25))
+    assert gpu.compare(torch.tensor([[3.0, math.nan], [0.0, 4.0]]), wanted).sqnr_db == -math.inf
+
+
+@pytest.mark.parametrize("batch", [1, 3, 7, 20])
+def test_answers_are_asked_for_in_batches_of_exactly_one_size(batch: int) -> None:
+    sizes = []
+
+    def call(images: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(images))
+        return images * 2
+
+    images = torch.arange(7.0)[:, None]
+    assert torch.equal(gpu.answers_of(call, images, batch), images * 2)
+    assert set(sizes) == {batch}
+
+
+def test_throughput_counts_images_and_latency_calls() -> None:
+    calls = []
+
+    def call(batch: torch.Tensor) -> torch.Tensor:
+        calls.append(batch)
+        return batch
+
+    inputs = [torch.full((4, 1), float(number)) for number in range(3)]
+    speed = gpu.time_calls(call, inputs, 0.01)
+    assert speed.calls == len(calls) - 3  # the first three warm up
+    assert [float(batch[0]) for batch in calls[3:9]] == [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]
+    assert speed.images_s == pytest.approx(4000 / speed.p50_ms, rel=20)
+
+
+def test_pictures_have_the_spectrum_of_photographs() -> None:
+    pictures = draw(20, 64, 64).float().mean(1)
+    power = np.abs(np.fft.fft2(np.asarray(pictures - pictures.mean((1, 2), keepdim=True)))).mean(0)
+    low, high = power[1:4, 1:4].mean(), power[20:32, 20:32].mean()
+    assert low > 10 * high > 0
+    assert 60 < float(pictures.mean()) < 180
+    assert 20 < float(pictures.std()) < 90
+
+
+def test_a_random_network_answers_by_the_image(tmp_path: Path) -> None:
+    subject = make_subject("tiny", tmp_path, 40, None)
+    assert not subject.trained
+    assert len(set(subject.wanted.argmax(1).tolist())) >= 3
+    assert subject.wanted.mean(0).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_its_artifacts_are_opened_by_the_engines(dtype: torch.dtype, tmp_path: Path) -> None:
+    subject = make_subject("tiny", tmp_path, 5, None)
+    for kind, engine in (("exported_program", "exported"), ("onnx", "onnxruntime")):
+        folder = subject.artifact(kind, dtype)
+        assert subject.artifact(kind, dtype) == folder
+        images: Any = subject.inputs(CPU, dtype)
+        with torch.no_grad():
+            found = open_engine(folder, load_card(folder), Execution(engine)).run(images)
+        assert found.dtype == dtype
+        tolerance = 1e-4 if dtype == torch.float32 else 0.02 * float(subject.wanted.abs().max())
+        torch.testing.assert_close(found.float(), subject.wanted, rtol=0, atol=tolerance)
+
+
+def test_one_reason_for_every_batch_is_told_once() -> None:
+    facts = {"device": "a GPU", "processor": "p", "torch": "2.14"}
+    cells = {f"{model}|way|{batch}": {"failed": "not there"} for model in "ab" for batch in (1, 2)}
+    cells["a|other|1"] = {"failed": "out of memory"}
+    cells["a|other|2"] = {"images_s": 1.0, "p50_ms": 1.0, "p99_ms": 1.0, "top1": 1.0, "sqnr_db": 40.0}  # type: ignore[dict-item]
+    text = page({"facts": facts, "cells": cells, "jpeg": {}}, "command", whole=False)
+    assert text.count("- way: not there\n") == 1
+    assert "- other (batch of a 1): out of memory\n" in text
+    assert "the time was up" in text
+    assert "| other | 1<br>1.00 / 1.00 | 100.00% | 40.0 dB |" in text
