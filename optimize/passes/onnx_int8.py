@@ -68,6 +68,7 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
         precision="int8",
         device="cpu",
         input_dtype=INPUT_TYPES[config.input],
+        target=parent.card.target,
         notes=(note, found),
     )
 

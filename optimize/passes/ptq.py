@@ -14,7 +14,7 @@ from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import Choices, check_choices, overrides_note, resolve
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, check_quantized
-from optimize.quantization.targets import Observer, x86_target
+from optimize.quantization.targets import Observer, target_named
 from optimize.store.artifact import Artifact, Product
 
 
@@ -32,7 +32,7 @@ class Ptq(Choices):
 
 
 def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
-    target = x86_target()
+    target = target_named(config.target)
     example = context.example()
     traced, chosen = trace_calls(parent.module()), resolve(next(parent.line()).module, config)
     mapping = choose(traced, target.post_training(config.observer), chosen, target.observing)

@@ -23,7 +23,7 @@ from optimize.quantization.choices import Choices, check_choices, overrides_note
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, check_quantized
 from optimize.quantization.observers import activations, observe
-from optimize.quantization.targets import Observer, x86_target
+from optimize.quantization.targets import Observer, target_named
 from optimize.store.artifact import Artifact, Product
 from optimize.training.loop import TrainingConfig, train
 
@@ -67,7 +67,7 @@ class Qat(TrainingConfig, Choices):
 
 
 def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Product:
-    target = x86_target()
+    target = target_named(config.target)
     example = context.example()
     # Traced in eval mode and trained afterwards: see `trace`.
     traced, chosen = trace_calls(parent.module()).train(), resolve(next(parent.line()).module, config)

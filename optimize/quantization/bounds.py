@@ -16,8 +16,6 @@ from torch.ao.quantization import FakeQuantizeBase, QConfigMapping
 from torch.ao.quantization.observer import ObserverBase
 from torch.nn import functional
 
-from optimize.quantization.targets import Target
-
 #: Layers whose kernels take a ReLU along.
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -33,25 +31,17 @@ class _Bound:
         return given[0].clamp(max=self._most)
 
 
-def bound_relus(
-    module: fx.GraphModule, mapping: QConfigMapping, target: Target, but_not: Collection[str] = ()
-) -> dict[str, float]:
+def bound_relus(module: fx.GraphModule, mapping: QConfigMapping, but_not: Collection[str] = ()) -> dict[str, float]:
     """Replace each ReLU6 behind a layer that will be quantized by a ReLU, in place.
-
-    Nothing is replaced where the target's range is narrower than its type: packed kernels let integers beyond it
-    through.
 
     Args:
         module: see `trace_calls`.
         mapping: which layers are quantized; None for a name means in float.
-        target: what the model is quantized for.
         but_not: layers whose ReLU6 stays.
 
     Returns:
         The bound of each such layer by its name, for `bind`.
     """
-    if target.activation_max < 255:
-        return {}
     bounds: dict[str, float] = {}
     for node in list(module.graph.nodes):
         most = _bound(module, node)

@@ -1,4 +1,4 @@
-"""What the user chooses layer by layer: which stay in float, and how the ranges of which are found."""
+"""What the user chooses for ``ptq`` and ``qat`` alike: the integers, and layer by layer what stays in float."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from torch import fx, nn
 
 from optimize.quantization.gate import Gate
 from optimize.quantization.observers import watched
-from optimize.quantization.targets import Observer
+from optimize.quantization.targets import Observer, TargetName, check_target
 from serve.runtime.errors import UserError, did_you_mean
 
 
 class Choices(Gate):
-    """The settings of ``ptq`` and ``qat`` that are about single layers.
+    """The settings that ``ptq`` and ``qat`` share.
 
     A pattern is a module's name (``layer4``, ``features.*.conv``) or its class's (``Linear``); ``*`` stands for
     anything. It covers what lies beneath the module, too.
     """
 
+    target: TargetName = Field(
+        default="auto",
+        description="CPUs that the integers are for: x86-vnni (activations of 8 bits; CPUs without VNNI refuse them), "
+        "x86 (7 bits, for every x86 CPU), auto: this machine's",
+    )
     keep_float: tuple[str, ...] = Field(
         default=(),
         description="modules whose layers stay in float, as patterns of their names (layer4, features.*.conv) or of "
@@ -54,15 +59,16 @@ class Chosen:
 
 
 def check_choices(build: Callable[[], nn.Module], choices: Choices) -> None:
-    """Refuse patterns that match nothing in the model.
+    """Refuse a target that this machine cannot build, and patterns that match nothing in the model.
 
     Args:
         build: makes the model; not called where nothing was chosen.
         choices: what the user chose.
 
     Raises:
-        UserError: a pattern matches no module; the message has the nearest names.
+        UserError: this CPU would saturate, or a pattern matches no module; the message has the nearest names.
     """
+    check_target(choices.target)
     if not choices.keep_float and not choices.overrides:
         return
     modules = {name: type(layer).__name__ for name, layer in build().named_modules() if name}

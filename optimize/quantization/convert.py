@@ -22,6 +22,7 @@ from optimize.export.program import write_script
 from optimize.export.trace import trace
 from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.choices import Chosen
+from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.qdq import reference_program
 from optimize.quantization.targets import Observer, Target
@@ -67,7 +68,7 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
     unbound: frozenset[str] = frozenset()
     while True:
         bounded = copy.deepcopy(module)
-        bounds = bound_relus(bounded, mapping, target, but_not=unbound)
+        bounds = bound_relus(bounded, mapping, but_not=unbound)
         prepared: fx.GraphModule = insert(bounded, mapping, (example,), whole, backend_config=target.backend_config())
         lost = bind(prepared, bounds)
         if not lost:
@@ -126,6 +127,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     if not layers:
         raise NotApplicableError("torch.ao.quantization found no layer that it can quantize in this model")
     program = reference_program(prepared, example, backend_config)
+    clamp_packed(converted, program, example)
     save_program(program, folder / REFERENCE_FILE)
     file = write_script(converted, example, folder)
     return Product(
@@ -133,6 +135,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
         "torchscript",
         precision="int8",
         device="cpu",
+        target=target.name,
         notes=(
             f"{layers} quantized layers, activations 0 to {target.activation_max} ({target.name})",
             *_left_in_float(converted),

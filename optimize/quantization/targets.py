@@ -25,6 +25,8 @@ from torch.ao.quantization.observer import (
 from torch.ao.quantization.qconfig import default_reuse_input_qconfig
 
 from optimize.quantization.observers import MeanMinMaxObserver
+from serve.runtime.errors import UserError
+from serve.runtime.integers import ANY_X86, VNNI_X86, has_vnni, saturates
 
 _TRANSPOSED = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
@@ -109,6 +111,10 @@ class Target:
         return mapping
 
 
+#: The target of a machine's CPU (auto), or one by name.
+TargetName = Literal["auto", "x86-vnni", "x86"]
+
+
 def x86_target() -> Target:
     """The target of this machine's CPU.
 
@@ -116,6 +122,24 @@ def x86_target() -> Target:
     safe. Without it, fbgemm and ONNX Runtime add pairs in 16 bits, which saturates unless activations
     keep to 7 bits (torch's ``reduce_range``).
     """
-    if torch.cpu._is_vnni_supported():
-        return Target("x86-vnni", 255)
-    return Target("x86", 127)
+    return target_named(VNNI_X86 if has_vnni() else ANY_X86)
+
+
+def target_named(name: TargetName) -> Target:
+    """The target that a setting names; ``auto`` is this machine's."""
+    if name == "auto":
+        return x86_target()
+    return Target(name, 255 if name == VNNI_X86 else 127)
+
+
+def check_target(name: TargetName) -> None:
+    """Refuse a target whose integers cannot be computed here, and so not be checked.
+
+    Raises:
+        UserError: this CPU would saturate.
+    """
+    if name != "auto" and saturates(name) is not None:
+        raise UserError(
+            f"target: {name} cannot be built here: its answers are checked, and this CPU, which has no VNNI, would "
+            f"saturate; target: {ANY_X86} runs on every x86 CPU, with activations of 7 bits"
+        )

@@ -65,7 +65,7 @@ def _found_again(session: Session, card: Card) -> Step | None:
 def _copied(session: Session, card: Card, folder: Path) -> Step:
     own = card.lineage[-1]
     key = TakenKey(artifact=opening(card)).digest
-    product = Product(card.file, card.format, card.precision, card.device, card.input_dtype, card.notes)
+    product = Product(card.file, card.format, card.precision, card.device, card.input_dtype, card.target, card.notes)
 
     def copy(target: Path) -> None:
         for name in card.files:

@@ -265,6 +265,7 @@ class Session:
             precision=product.precision,
             input_dtype=product.input_dtype,
             device=product.device,
+            target=product.target,
             preprocessing=self.context.preprocessing,
             classes=data.classes,
             files={name: digest for name, digest in stored.files.items() if name != PRODUCT_FILE},

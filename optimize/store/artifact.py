@@ -48,6 +48,7 @@ class Product:
     precision: str
     device: Device = "any"
     input_dtype: InputType = "float32"
+    target: str | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -104,6 +104,8 @@ class Card:
         precision: what the weights and the arithmetic really are (``float32``, ``int8`` …).
         input_dtype: dtype of the network's input tensor, which has shape ``(N, *preprocessing.shape)``.
         device: where the file can run: ``cpu``, ``cuda`` or ``any``.
+        target: which integers it was built for, such as ``x86-vnni`` (see `integers`); None if it computes in float. An
+            engine refuses a target that it, or this machine's processor, does not compute exactly.
         preprocessing: bytes to input tensor.
         classes: label of each output index.
         files: SHA-256 of every file of the folder but the card, by name: plain names, nothing outside it.
@@ -126,6 +128,7 @@ class Card:
     preprocessing: Preprocessing
     classes: tuple[str, ...]
     files: Mapping[str, str]
+    target: str | None = None
     lineage: tuple[Ancestor, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -140,6 +143,8 @@ class Card:
         fields.word("card: format", self.format)
         fields.one_of("card: device", self.device, get_args(Device))
         fields.one_of("card: input_dtype", self.input_dtype, get_args(InputType))
+        if self.target is not None:
+            fields.text("card: target", self.target)
         if not isinstance(self.preprocessing, Preprocessing):
             raise CardError(f"card: preprocessing must be a JSON object, found {fields.shown(self.preprocessing)}")
         for label in fields.sequence("card: classes", self.classes):

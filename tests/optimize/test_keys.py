@@ -150,6 +150,7 @@ OTHER: dict[str, Any] = {
     "precision": "float32",
     "input_dtype": "float16",
     "device": "any",
+    "target": "x86-vnni",
     "preprocessing": dataclasses.replace(PLAIN, resize=20),
     "classes": ("wasp", "bee"),
     "files": {"model.pt": "1" * 64},

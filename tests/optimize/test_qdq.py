@@ -14,11 +14,11 @@ from torch import nn
 
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx
-from optimize.passes import onnx_int8, ptq
+from optimize.passes import onnx_int8
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.qdq import NarrowRange, lint
-from optimize.quantization.targets import Target
+from optimize.quantization.targets import TargetName, x86_target
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
@@ -169,14 +169,12 @@ def test_a_graph_that_is_not_what_torch_meant_is_refused(model, expected, compla
 # --- from torch.ao to ONNX Runtime -------------------------------------------------------------------------------
 
 
-def lowered(module: nn.Module, folder: Path, monkeypatch=None, levels: int | None = None) -> tuple[Path, Path]:
+def lowered(module: nn.Module, folder: Path, target: TargetName = "auto") -> tuple[Path, Path]:
     """``ptq`` with min-max ranges, then ``onnx-int8``; returns the folder of the first and the file of the second."""
-    if levels is not None:
-        monkeypatch.setattr(ptq, "x86_target", lambda: Target("test", levels))
     context = noise_context()
     parent = parent_of(module, context, folder / "parent")
     (folder / "ptq").mkdir(parents=True, exist_ok=True)
-    PTQ.apply(parent, Ptq(observer="minmax"), context, folder / "ptq")
+    PTQ.apply(parent, Ptq(observer="minmax", target=target), context, folder / "ptq")
     artifact = type(parent)("ptq", "quantized", "1" * 64, folder / "ptq", parent.card, parent)
     (folder / "onnx").mkdir()
     ONNX_INT8.apply(artifact, OnnxInt8(input="float"), context, folder / "onnx")
@@ -274,10 +272,10 @@ def test_on_equal_integers_each_layer_agrees_with_torch_to_a_step(name, tmp_path
     assert expected.unique().numel() > 8
 
 
-def test_a_range_narrower_than_the_type_keeps_its_clamp(tmp_path, monkeypatch):
+def test_a_range_narrower_than_the_type_keeps_its_clamp(tmp_path):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(784, 4)).eval()
-    folder, path = lowered(module, tmp_path, monkeypatch, levels=127)
+    folder, path = lowered(module, tmp_path, "x86")
     assert {entry[2:] for entry in quantizers(folder)} == {(0, 127)}
     kinds = [node.op_type for node in onnx.load(path).graph.node]
     assert kinds.count("Clip") >= kinds.count("QuantizeLinear") == len(quantizers(folder))
@@ -285,14 +283,17 @@ def test_a_range_narrower_than_the_type_keeps_its_clamp(tmp_path, monkeypatch):
     scale, zero_point, _, _ = quantizers(folder)[0]
     integers = torch.randint(-500, 600, (8, 1, 16, 16), generator=torch.Generator().manual_seed(1))
     batch = (integers - zero_point) * scale
-    # torch's packed kernels write all 8 bits whatever the range; its reference form is what keeps to 0–127.
     reference = load_program(folder / REFERENCE_FILE).module()
     with torch.no_grad():
         expected = reference(batch)
         clamped = reference((integers.clamp(0, 127) - zero_point) * scale)
     assert torch.equal(expected, clamped)
+    use_int8_kernels()
+    with torch.no_grad():
+        packed = torch.jit.load(str(folder / "model.pt"))(batch)
     step = quantizers(folder)[-1][0]
     assert ((infer(path, batch) - expected) / step).abs().max() <= 1.01
+    assert ((packed - expected) / step).abs().max() <= 1.01
 
 
 class Scaled(nn.Module):
@@ -347,8 +348,9 @@ def test_unusual_constants_are_lowered_too(kind, tmp_path):
     assert ((expected - in_float) / step).abs().max() < 4, "what is served has lost the network's numbers"
 
 
-def test_a_full_range_has_no_clamp(tmp_path, monkeypatch):
-    _, path = lowered(LAYERS["linear"].eval(), tmp_path, monkeypatch, levels=255)
+@pytest.mark.skipif(x86_target().activation_max < 255, reason="needs 8-bit activations")
+def test_a_full_range_has_no_clamp(tmp_path):
+    _, path = lowered(LAYERS["linear"].eval(), tmp_path, "x86-vnni")
     assert "Clip" not in [node.op_type for node in onnx.load(path).graph.node]
 
 
@@ -364,7 +366,7 @@ def test_a_lost_clamp_is_noticed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(qdq, "export_onnx", losing)
     with pytest.raises(PassError, match="need a clamp, only 0 have one"):
-        lowered(LAYERS["linear"].eval(), tmp_path, monkeypatch, levels=127)
+        lowered(LAYERS["linear"].eval(), tmp_path, "x86")
 
 
 def test_a_lost_clamp_before_a_relu6_is_noticed(tmp_path, monkeypatch):
@@ -381,10 +383,10 @@ def test_a_lost_clamp_before_a_relu6_is_noticed(tmp_path, monkeypatch):
         program.recompile()
         return export_onnx(program, example, path)
 
-    lowered(module, tmp_path / "whole", monkeypatch, levels=127)
+    lowered(module, tmp_path / "whole", "x86")
     monkeypatch.setattr(qdq, "export_onnx", losing)
     with pytest.raises(PassError, match="need a clamp, only 0 have one"):
-        lowered(module, tmp_path / "lost", monkeypatch, levels=127)
+        lowered(module, tmp_path / "lost", "x86")
 
 
 def test_lowering_twice_gives_the_same_bytes(tmp_path, made, digits_context):

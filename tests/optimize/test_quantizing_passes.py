@@ -20,7 +20,7 @@ from optimize.errors import NotApplicableError
 from optimize.passes import qat as qat_module
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
-from optimize.quantization.targets import Target, x86_target
+from optimize.quantization.targets import x86_target
 from optimize.training.loop import TrainingConfig, train
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import UserError
@@ -215,12 +215,9 @@ def test_the_same_seed_gives_the_same_integers_and_another_seed_other_images(tmp
     assert quantizers(runs["a"]) != quantizers(runs["c"])
 
 
-def test_a_target_of_seven_bits_keeps_activations_within_127(tmp_path, monkeypatch):
-    from optimize.passes import ptq as module
-
-    monkeypatch.setattr(module, "x86_target", lambda: Target("x86", 127))
+def test_a_target_of_seven_bits_keeps_activations_within_127(tmp_path):
     context = noise_context()
-    folder = ptq(small(), context, tmp_path, observer="minmax", images=64)
+    folder = ptq(small(), context, tmp_path, observer="minmax", images=64, target="x86")
     batch = torch.cat(seen_inputs(context, 64))
     scale, zero_point = affine(batch.min().item(), batch.max().item(), 127)
     found = quantizers(folder)

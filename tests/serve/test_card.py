@@ -95,6 +95,7 @@ FAULTS: dict[str, list[Any]] = {
     "precision": [None, 8],
     "format": ["pickle.x", "ONNX", None, ["onnx"], {}],
     "device": ["tpu", 0, []],
+    "target": [8, True, [], "x" * 2000],
     "input_dtype": ["int8", None],
     "file": ["other.onnx", "../model.onnx", None, 3, []],
     "classes": [[], "abc", [1], [None], {"0": "ant"}, ["\ud800"], 3, None],
@@ -190,6 +191,7 @@ def test_any_change_of_a_card_gives_an_equal_card_or_a_card_error(data: st.DataO
     except CardError:
         return
     defaults: dict[str, object] = {
+        "target": None,
         "lineage": [],
         "data": {},
         "versions": {},

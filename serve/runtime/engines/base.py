@@ -19,6 +19,7 @@ from ..buckets import StaticBatches
 from ..card import Card
 from ..errors import EngineError, UserError, did_you_mean, one_line
 from ..execution import Execution, Option
+from ..integers import ANY_X86, VNNI_X86, saturates
 from ..registry import Registry
 
 
@@ -63,6 +64,7 @@ class EngineType:
         rank: of the engines that open an artifact, the order in which they are preferred where none was measured;
             lower first.
         accepts: why it cannot run an artifact of one of its formats; None if it can.
+        targets: the integers that it computes as they are meant, where the processor does, too; see `integers`.
         computes_with_torch: whether it runs on torch's threads; else torch gets one in the engine's process.
         options: what can be set of it, by name.
         libraries: distributions that it runs with, beside torch.
@@ -78,6 +80,7 @@ class EngineType:
     devices: tuple[str, ...] = ("cpu",)
     rank: int = 50
     accepts: Callable[[Card], str | None] = _accepts_all
+    targets: tuple[str, ...] = (ANY_X86, VNNI_X86)
     computes_with_torch: bool = True
     options: Mapping[str, EngineOption] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
@@ -98,7 +101,9 @@ class EngineType:
             return f"this artifact runs on {card.device} only, not on {device}"
         if device not in self.devices:
             return f"{self.name} runs on {' and '.join(self.devices)}, not on {device}"
-        return self.accepts(card)
+        if card.target is not None and card.target not in self.targets:
+            return f"{self.name} computes integers built for {' and '.join(self.targets)}, not for {card.target}"
+        return saturates(card.target) or self.accepts(card)
 
     def settings(self, options: Mapping[str, Option]) -> dict[str, Any]:
         """All of its options: those given, the others by default.
@@ -150,10 +155,12 @@ def engines_for(card: Card) -> list[EngineType]:
     """The engines that run the card's artifact somewhere, the preferred one first.
 
     Raises:
-        EngineError: there is none for its format.
+        EngineError: there is none for its format, or none that runs its integers on this machine's processor.
     """
     known = engines().values()
     found = [entry for entry in known if any(entry.refuses(card, device) is None for device in entry.devices)]
+    if not found and (reason := saturates(card.target)) is not None:
+        raise EngineError(f"{card.name}: {reason}")
     if not found:
         formats = sorted({format_ for entry in known for format_ in entry.formats})
         raise EngineError(

@@ -9,6 +9,7 @@ import torch
 from ..card import Card
 from ..errors import EngineError
 from ..execution import Execution
+from ..integers import has_vnni
 from ..script_file import load_script
 from .base import Engine, EngineType, register
 
@@ -40,7 +41,7 @@ def use_int8_kernels() -> None:
     8 bits they saturate, up to 43 steps off. oneDNN is exact, and as fast or faster wherever it was measured.
     Without VNNI both add in 16 bits, which is safe for activations of 7 bits.
     """
-    engine = "onednn" if torch.cpu._is_vnni_supported() else "x86"
+    engine = "onednn" if has_vnni() else "x86"
     supported = torch.backends.quantized.supported_engines
     if engine not in supported:
         raise EngineError(f"torch has no {engine} quantized kernels on this machine (it has: {', '.join(supported)})")

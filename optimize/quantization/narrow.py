@@ -1,0 +1,75 @@
+"""Activation ranges narrower than their type, in torch's packed programs: the clamp that its kernels leave out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+#: The largest integer of ``quint8``.
+_LARGEST = 255
+
+
+class _Quantized(fx.Interpreter):
+    """Notes ``(scale, zero point)`` of what each node gives, where that is a quantized tensor."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.parameters: dict[fx.Node, tuple[float, int]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, torch.Tensor) and value.is_quantized and value.qscheme() == torch.per_tensor_affine:
+            self.parameters[n] = (value.q_scale(), value.q_zero_point())
+        return value
+
+
+def clamp_packed(converted: fx.GraphModule, program: torch.export.ExportedProgram, example: torch.Tensor) -> int:
+    """Clamp what packed kernels give to the range that it was quantized for, in place.
+
+    torch's kernels (2.11 to 2.14) write all 8 bits whatever the range: an activation beyond what calibration saw
+    becomes an integer above 127, which the reference form and the ONNX graph do not have, and whose products no longer
+    fit into the 16 bits that a CPU without VNNI adds them in.
+
+    Args:
+        converted: the packed model.
+        program: its reference form, which knows the ranges.
+        example: ``float32 (N, C, H, W)``.
+
+    Returns:
+        How many clamps were put in: none where all ranges are those of the type.
+    """
+    narrow = {
+        (node.args[1], node.args[2]): node.args[4]
+        for node in program.graph.nodes
+        if str(node.target).startswith("quantized_decomposed.quantize_per_tensor") and node.args[4] < _LARGEST
+    }
+    if not narrow:
+        return 0
+    seen = _Quantized(converted)
+    with torch.no_grad():
+        seen.run(example)
+    clamps = 0
+    for node in list(converted.graph.nodes):
+        if node not in seen.parameters or not _computes(converted, node):
+            continue
+        scale, zero_point = seen.parameters[node]
+        most = [high for (s, z), high in narrow.items() if z == zero_point and math.isclose(s, scale, rel_tol=1e-6)]
+        if not most:  # a range that is known, as a sigmoid's, has all the type's integers
+            continue
+        with converted.graph.inserting_after(node):
+            clamped = converted.graph.call_function(torch.clamp, (node,), {"max": (most[0] - zero_point) * scale})
+        node.replace_all_uses_with(clamped, lambda user, own=clamped: user is not own)
+        clamps += 1
+    converted.recompile()
+    return clamps
+
+
+def _computes(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node makes integers of its own, and does not only pass on those it is given."""
+    if node.op == "call_module":
+        return hasattr(module.get_submodule(str(node.target)), "zero_point")
+    kernel = getattr(node.target, "__module__", "") == "torch._ops.quantized"
+    return node.op == "call_function" and (kernel or node.target is torch.quantize_per_tensor)
