@@ -37,8 +37,10 @@ MAKERS = {
     "baseline": "float",
     "fuse": "float, fused",
     "onnx": "float graph",
+    "onnx-floats": "float graph, floats in",
     "ptq": "ours, ptq",
     "onnx-int8": "ours, onnx-int8",
+    "onnx-int8-floats": "ours, onnx-int8, floats in",
     "nncf": "NNCF",
     "ort-static": "ONNX Runtime's static quantization",
 }
@@ -97,15 +99,18 @@ def compare(name: str, options: argparse.Namespace) -> Comparison:
     base = opt.load(model(name, images), **settings)
     fused = opt.apply(base, opt.Fuse())
     graph = opt.apply(fused, opt.Onnx(), "onnx")
+    floats = opt.apply(fused, opt.Onnx(input="float"), "onnx-floats")  # what the peers' tools take
     ptq = opt.apply(fused, opt.Ptq(), "ptq")
     variants = [
         base,
         fused,
         graph,
+        floats,
         ptq,
         opt.apply(ptq, opt.OnnxInt8(), "onnx-int8"),
-        opt.apply(graph, Nncf(), "nncf"),
-        opt.apply(graph, OrtStatic(), "ort-static"),
+        opt.apply(ptq, opt.OnnxInt8(input="float"), "onnx-int8-floats"),
+        opt.apply(floats, Nncf(), "nncf"),
+        opt.apply(floats, OrtStatic(), "ort-static"),
     ]
     timing = opt.Timing(rounds=options.rounds, batch_sizes=BATCHES, seconds=options.seconds)
     return opt.compare(*variants, timing=timing)

@@ -19,6 +19,7 @@ from optimize.context import Context
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
+from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 
 
@@ -41,10 +42,19 @@ def _inputs(context: Context, images: int) -> Iterator[NDArray[np.float32]]:
         yield from (image[None].numpy() for image in floats)
 
 
+def _require_floats(parent: Artifact) -> None:
+    """Refuse a graph that takes pixels: the tools would quantize its normalisation, and calibrate on other numbers."""
+    if parent.card.input_dtype != "float32":
+        raise UserError(
+            f"{parent.name} takes {parent.card.input_dtype}; the peers take a graph of floats (input: float)"
+        )
+
+
 def _nncf(parent: Artifact, config: Nncf, context: Context, folder: Path) -> Product:
     import nncf
     import openvino
 
+    _require_floats(parent)
     model = openvino.Core().read_model(str(parent.path))
     # As NNCF's documentation says for convolutional networks; fast bias correction is its default.
     quantized = nncf.quantize(
@@ -73,6 +83,7 @@ def _ort_static(parent: Artifact, config: OrtStatic, context: Context, folder: P
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
+    _require_floats(parent)
     with tempfile.TemporaryDirectory() as scratch:
         prepared = Path(scratch) / "prepared.onnx"
         quant_pre_process(str(parent.path), str(prepared))

@@ -11,6 +11,7 @@ import torch
 from optimize.passes import base
 from optimize.passes.onnx import Onnx
 from serve.runtime.engines.base import executions_for, open_engine
+from serve.runtime.errors import UserError
 
 pytestmark = pytest.mark.peers
 pytest.importorskip("nncf")
@@ -28,7 +29,10 @@ def peers() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "engines"), [("nncf", ["openvino"]), ("ort-static", ["openvino", "onnxruntime"])])
 def test_what_a_peer_makes_is_smaller_and_answers_as_the_float_graph(name, engines, session, trained, digits_context):
-    graph = session.apply(trained, Onnx(), "onnx").artifact
+    pixels = session.apply(trained, Onnx(), "onnx").artifact
+    with pytest.raises(UserError, match="onnx takes uint8; the peers take a graph of floats"):
+        session.apply(pixels, base.find_pass(name).config(images=64), name)
+    graph = session.apply(trained, Onnx(input="float"), "onnx-floats").artifact
     artifact = session.apply(graph, base.find_pass(name).config(images=64), name).artifact
     weights = artifact.path.with_name(f"{artifact.path.name}.bin") if name == "nncf" else artifact.path
     assert weights.stat().st_size < 0.6 * graph.path.stat().st_size
