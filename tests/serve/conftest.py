@@ -89,6 +89,13 @@ def served(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         archives[name_of(kind)] = build_archive(
             folder, archive_path(store, "small", kind), model_name=name_of(kind), options=options
         )
+    # Its first engine does not open it.
+    archives[name_of("fallback")] = build_archive(
+        folders["onnx"],
+        archive_path(store, "small", "fallback"),
+        model_name=name_of("fallback"),
+        options=ServingOptions(batch_size=2, options={"openvino": {"precision": "f33"}}),
+    )
     hiding = tmp_path_factory.mktemp("hiding")
     (hiding / "sitecustomize.py").write_text(HIDE_PROJECT.format(project=str(Path(__file__).parents[2])))
     (hiding / "serve").mkdir()

@@ -20,6 +20,7 @@ from PIL import Image
 from serve.client import ServerError
 from serve.runtime.predictor import Predictor
 from serve.torchserve.configuration import HOST
+from serve.torchserve.server import state_folder
 from tests.serve import bombs
 from tests.serve.artifacts import CLASSES, encoded, jpeg, picture
 from tests.serve.bombs import webp
@@ -312,6 +313,20 @@ def test_describe_tells_what_is_served_and_what_executes_it(
     assert described["artifact"] == kind
     assert described["max_batch"] == 8
     assert described["classes"] == len(CLASSES)
+
+
+def test_an_engine_that_was_passed_over_is_told_by_describe_and_the_workers_log(served: Served) -> None:
+    described = served.client.describe(name_of("fallback"))
+    assert described["execution"] == "onnxruntime"
+    assert [entry["execution"] for entry in described["passed_over"]] == ["openvino[precision=f33]"]
+    reason = described["passed_over"][0]["reason"]
+    assert "Wrong value f33" in reason
+    log = (state_folder(served.store) / "logs" / "model_log.log").read_text()
+    assert f"passed over openvino[precision=f33]: {reason}" in log
+    assert "onnx: runs by onnxruntime (onnxruntime/CPUExecutionProvider, " in log
+    assert_same(
+        served.client.predict(name_of("fallback"), jpeg(1)), served.client.predict(name_of("onnx"), jpeg(1), k=5)
+    )
 
 
 def test_the_handlers_metrics_are_in_prometheus_form_with_their_provider(served: Served) -> None:

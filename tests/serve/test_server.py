@@ -154,7 +154,11 @@ def test_status_and_predict_speak_to_the_running_server(served: Served, tmp_path
     assert told.returncode == 0, told.stderr
     threads = len(os.sched_getaffinity(0))
     assert f"small-onnx: 1 of 1 worker(s) ready, float32 by openvino (openvino/CPU, {threads} threads)" in told.stdout
-    assert "passed over" not in told.stdout
+    assert "small-fallback: 1 of 1 worker(s) ready, float32 by onnxruntime (onnxruntime/CPU" in told.stdout
+    (passed,) = [line for line in told.stdout.splitlines() if "passed over" in line]
+    assert passed.startswith(
+        "    passed over openvino[precision=f33]: onnx: OpenVINO cannot compile it: Wrong value f33"
+    )
     answer = command("predict", image, "--store", served.store, "--model", name_of("onnx"), "--k", "2", "--json")
     assert answer.returncode == 0, answer.stderr
     expected = served.client.predict(name_of("onnx"), artifacts.jpeg(1), k=2)
