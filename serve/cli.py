@@ -84,6 +84,8 @@ def start(
             raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
         run = runs.find_run(run, data)
         selection = runs.select(store, run, artifact or (), device)  # type: ignore[arg-type]
+        if server.running(store) is None:  # one before it may not have stopped in order
+            runs.remove_left(store, run)
         for name, reason in selection.left_out.items():
             typer.echo(f"left out: {name} ({reason})")
         typer.echo(f"starting TorchServe with {len(selection.archives)} model(s) …")
@@ -164,11 +166,14 @@ def stop(
 ) -> None:
     """Stop the running server and its workers; without one, there is nothing to do."""
     with reported():
+        from serve.runs import remove_left
         from serve.torchserve import server
 
         if run is not None and (present := server.running(store)) is not None and present.run != run:
             raise UserError(f"the run {present.run!r} is served, and not {run!r}; it goes on")
         stopped = server.stop(store)
+        if stopped is not None:
+            remove_left(store, stopped.run)
         typer.echo(f"stopped: run {stopped.run}" if stopped else "no server of this store is running")
 
 

@@ -18,6 +18,7 @@ ARCHIVES = "archives"
 REPORT_FILE = "report.json"
 OBJECTS_FILE = "objects.json"
 IDENTITY_FILE = "run.json"
+LOCKS = Path(".store", "locks")
 
 _ILLEGAL = re.compile(r"[^A-Za-z0-9_.-]+")
 _LONGEST = 64  # characters of a name that is made of what a user wrote
@@ -67,6 +68,11 @@ def is_run_name(name: str) -> bool:
 def report_path(store: Path, run: str) -> Path:
     """The run's report."""
     return store / run / REPORT_FILE
+
+
+def run_lock(run: str) -> str:
+    """The name of the lock in `LOCKS` that whoever writes a run's folder holds."""
+    return f"run-{run}"
 
 
 def artifact_folder(store: Path, run: str, artifact: str) -> Path:

@@ -5,11 +5,14 @@ Where they lie is said in `serve.layout`; only what a command needs must be ther
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from filelock import FileLock, Timeout
 
 from serve import layout
 from serve.hints import command
@@ -164,6 +167,23 @@ def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceC
         raise UserError(f"no archive of {run} can be served here: {'; '.join(left_out.values())}")
     recommended = layout.served_name(run, report.recommended) if report else ""
     return Selection(chosen, left_out, recommended if recommended in chosen else next(iter(chosen)))
+
+
+def remove_left(store: Path, run: str) -> None:
+    """Remove archives that a run has no more and had kept for the server that was serving them.
+
+    The caller has seen that no server of the store is running. Where the run is just being made, nothing is removed:
+    it looks for itself.
+    """
+    report = _report(store, run)
+    locks = store / layout.LOCKS
+    if report is None or not locks.is_dir():
+        return
+    lock = FileLock(locks / layout.run_lock(run))
+    with contextlib.suppress(Timeout), lock.acquire(blocking=False):
+        for path in (store / run / layout.ARCHIVES).glob(f"{run}-*.mar"):
+            if path.stem.removeprefix(f"{run}-") not in report.archives:
+                path.unlink(missing_ok=True)
 
 
 def sample_image(store: Path, run: str) -> Path | None:

@@ -71,7 +71,7 @@ def run(job: Job, listener: Listener) -> Outcome:
         recommendation = recommend(measured.rows, measured.turns.speeds, rule, measured.right)
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         here = Machine.from_json(machine(context.device))
-        with session.store.lock(f"run-{folder.name}"):  # or two runs of one name would mix their files
+        with session.store.lock(layout.run_lock(folder.name)):  # or two runs of one name would mix their files
             if not job.replace:
                 refuse_replacing(folder, opened.identity)  # one that has been made meanwhile
             write_identity(opened.identity, folder)

@@ -65,7 +65,7 @@ class Store:
         self.root = root
         self._objects = root / ".store" / "objects"
         self._temporary = root / ".store" / "tmp"
-        self._locks = root / ".store" / "locks"
+        self._locks = root / layout.LOCKS
         #: Folder for files without a name.
         self.scratch = self._temporary
         try:
@@ -93,6 +93,10 @@ class Store:
     def objects(self) -> Path:
         """Where the objects' folders are."""
         return self._objects
+
+    def lock_files(self) -> list[Path]:
+        """The exclusive locks that have ever been taken."""
+        return [path for path in self._locks.iterdir() if path != self.in_use]
 
     def hold(self) -> Hold:
         """Keep every object from being pruned as long as the result lives: not all of them are named by a report."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimize.store.locks import unshared
+from optimize.store.locks import is_free, unshared
 from optimize.store.objects import MANIFEST, Store
 from serve import layout
 from serve.runtime.errors import UserError
@@ -53,7 +53,10 @@ def prunable(store: Store) -> Prunable:
 
 
 def prune(store: Store, agreed: Prunable) -> Prunable:
-    """Remove what was agreed to, unless a run has come to need it since; returns what was removed.
+    """Remove what was agreed to, unless a run has come to need it since, and locks that nobody holds.
+
+    Returns:
+        What was removed.
 
     Raises:
         UserError: as `prunable`.
@@ -64,6 +67,9 @@ def prune(store: Store, agreed: Prunable) -> Prunable:
         removed = Prunable(doomed, _freed(doomed), present.kept)
         for folder in doomed:
             shutil.rmtree(folder, ignore_errors=True)
+        for lock in store.lock_files():  # one for each object that was ever looked for; nobody waits for any now
+            if is_free(lock):
+                lock.unlink(missing_ok=True)
     return removed
 
 

@@ -72,6 +72,18 @@ def test_what_no_run_names_is_shown_with_its_bytes_and_removed(tmp_path: Path) -
     assert not prunable(store).objects
 
 
+def test_locks_that_nobody_holds_go_with_what_they_were_for(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    folder = put(store, KEY)
+    locks = tmp_path / ".store" / "locks"
+    assert {path.name for path in locks.iterdir()} >= {KEY}
+    with store.lock("run-held"):
+        prune(store, prunable(store))
+        assert {path.name for path in locks.iterdir()} == {"in-use", "run-held"}
+    assert not folder.exists()
+    assert put(store, KEY).is_dir(), "and the lock is made again when it is needed"
+
+
 def test_only_bytes_that_nobody_else_shows_are_counted_and_shared_ones_once(tmp_path: Path) -> None:
     store = Store(tmp_path)
     one, two, three = (make_key(n=number) for number in range(3))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,9 @@ def test_a_run_that_is_made_again_while_it_is_served_touches_nothing_that_is_ser
             psutil.wait_procs(workers, timeout=30)
             for model in archives:
                 assert answered(client, model, image) == before[model]
+        stop = [sys.executable, "-m", "serve", "stop", "--store", str(copied_store)]
+        subprocess.run(stop, check=True, capture_output=True)
+        assert sorted(path.name for path in (folder / "archives").iterdir()) == ["tiny-baseline.mar", "tiny-fuse.mar"]
     finally:
         server.stop(copied_store)
     run_recipe(copied_store, with_stages({"pass": "fuse"}))
