@@ -44,8 +44,10 @@ def points(x: float | None) -> str:
 
 
 def times(x: float | None) -> str:
-    """A ratio such as ``5.87×``."""
-    return NONE if x is None else f"{x:.1f}×" if x >= 10 else f"{x:.2f}×"
+    """A ratio such as ``5.87×``: two decimals, fewer where it is large, two digits where it is small."""
+    if x is None:
+        return NONE
+    return f"{x:.0f}×" if x >= 100 else f"{x:.1f}×" if x >= 10 else f"{x:.2f}×" if x >= 0.1 else f"{x:.2g}×"
 
 
 def size(x: float | None) -> str:

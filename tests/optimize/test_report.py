@@ -23,6 +23,7 @@ from optimize.report.page import plot, write_html
 from optimize.report.plots import marks, pareto_front
 from optimize.report.sentences import verdict
 from optimize.report.table import print_table, table
+from optimize.report.words import times
 from optimize.store.files import write_json
 
 from .synthetic import NO_GPU, RULE, SELECTION, body, synthetic
@@ -476,6 +477,13 @@ def test_a_verdict_says_against_what_it_is_so_fast() -> None:
     assert "onnx@openvino is recommended: it is the fastest float execution (13.3 ms at p50), 1.92× eager" in verdict(
         Report.from_json(made)
     )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "word"), [(0.0047, "0.0047×"), (0.82, "0.82×"), (5.874, "5.87×"), (12.34, "12.3×"), (215.6, "216×")]
+)
+def test_a_ratio_keeps_its_digits_however_small(ratio: float, word: str) -> None:
+    assert times(ratio) == word
 
 
 def test_where_half_of_the_images_chose_the_verdict_has_the_accuracy_of_the_others() -> None:
