@@ -140,7 +140,7 @@ class State:
 
     def __init__(self, path: Path, facts: dict[str, Any], *, resume: bool) -> None:
         self.path = path
-        self.body: dict[str, Any] = {"facts": facts, "cells": {}, "jpeg": {}}
+        self.body: dict[str, Any] = {"facts": facts, "weights": {}, "cells": {}, "jpeg": {}}
         if resume and path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             if found["facts"] != facts:
@@ -294,6 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     whole = True
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as work:
         subjects = [make_subject(name, Path(work), options.images, options.photos) for name in options.models]
+        for subject in subjects:
+            state.put("weights", subject.name, "trained" if subject.trained else "random")
         # What opens quickly first, for every model: a run that is cut short has something of everything.
         for way in chosen:
             for subject in subjects:

@@ -13,12 +13,16 @@ end of the last. Inputs of four batches take turns. Answers are compared with th
 float32 on the CPU: top-1 is the share of images with the same best class, SQNR the signal to noise of the logits; the
 worst of all batch sizes is shown. Networks of our engines have their batch norms folded, eager ones do not."""
 
+_RANDOM = """\
+Weights were not all at hand. A network with random ones tells images apart by little, and its classifier was centred
+on that little: rounding shows in its answers more than it would in a trained network's."""
+
 
 def page(body: Mapping[str, Any], command: str, *, whole: bool) -> str:
     """Markdown of what a state holds.
 
     Args:
-        body: facts, cells and JPEG rows, as `benchmarks.gpu` keeps them.
+        body: facts, weights, cells and JPEG rows, as `benchmarks.gpu` keeps them.
         command: what was called.
         whole: whether everything that was asked for was measured.
     """
@@ -37,10 +41,13 @@ def page(body: Mapping[str, Any], command: str, *, whole: bool) -> str:
             "",
             "**These figures are of a processor, all in float32: they try the script out, and say nothing of a GPU.**",
         ]
+    if "random" in body["weights"].values():
+        lines += ["", _RANDOM]
     if not whole:
         lines += ["", "Not everything was measured: the time was up."]
     for model in dict.fromkeys(key.split("|")[0] for key in cells):
-        lines += ["", f"## {model}", "", *_table(model, cells)]
+        weights = body["weights"].get(model, "")
+        lines += ["", f"## {model}{f', {weights} weights' if weights else ''}", "", *_table(model, cells)]
     if body["jpeg"]:
         lines += ["", "## From JPEG bytes to the five best classes", "", *_jpeg_table(body["jpeg"])]
     failures = _failures({**cells, **body["jpeg"]})

@@ -91,7 +91,7 @@ def resume(state: Path, *more: str) -> int:
 def test_a_call_that_was_cut_short_is_resumed(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
     assert resume(state, "--ways", "eager FP32", "--batches", "1", "--limit", "0") == 0
-    assert not state.exists()  # nothing was begun
+    assert json.loads(state.read_text())["cells"] == {}  # nothing was begun
     assert resume(state, "--ways", "eager FP32", "--batches", "1") == 0
     first = json.loads(state.read_text())["cells"]
     assert resume(state, "--ways", "eager FP32", "--batches", "1,2") == 0
@@ -186,8 +186,12 @@ def test_one_reason_for_every_batch_is_told_once() -> None:
     cells = {f"{model}|way|{batch}": {"failed": "not there"} for model in "ab" for batch in (1, 2)}
     cells["a|other|1"] = {"failed": "out of memory"}
     cells["a|other|2"] = {"images_s": 1.0, "p50_ms": 1.0, "p99_ms": 1.0, "top1": 1.0, "sqnr_db": 40.0}  # type: ignore[dict-item]
-    text = page({"facts": facts, "cells": cells, "jpeg": {}}, "command", whole=False)
+    text = page(
+        {"facts": facts, "weights": {"a": "random", "b": "trained"}, "cells": cells, "jpeg": {}}, "command", whole=False
+    )
     assert text.count("- way: not there\n") == 1
     assert "- other (batch of a 1): out of memory\n" in text
     assert "the time was up" in text
+    assert "## a, random weights\n" in text
+    assert "tells images apart by little" in text
     assert "| other | 1<br>1.00 / 1.00 | 100.00% | 40.0 dB |" in text

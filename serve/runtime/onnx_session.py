@@ -20,7 +20,22 @@ CPU_PROVIDER = "CPUExecutionProvider"
 
 #: Arithmetic on shapes, which ONNX Runtime puts on the CPU on purpose (`GetCpuPreferredNodes`).
 _SHAPE_OPERATORS = frozenset(
-    {"Shape", "Size", "Gather", "Slice", "Concat", "Squeeze", "Unsqueeze", "Cast", "Add", "Sub", "Mul", "Div", "Range"}
+    {
+        "Shape",
+        "Size",
+        "Gather",
+        "Slice",
+        "Concat",
+        "Reshape",
+        "Squeeze",
+        "Unsqueeze",
+        "Cast",
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Range",
+    }
     | {"Constant", "ConstantOfShape", "Equal", "Where", "Expand", "ReduceProd", "Identity"}
 )
 _NUMPY = {torch.float32: np.float32, torch.float16: np.float16, torch.uint8: np.uint8}

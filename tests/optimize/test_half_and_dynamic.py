@@ -163,15 +163,16 @@ def test_the_emulated_arithmetic_is_that_of_fp16(trained, digits_context):
 
 @pytest.mark.gpu
 @NEEDS_GPU
+@pytest.mark.parametrize("engine", ["exported", "torch-cudagraph"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_half_program_agrees_with_its_parent_on_cuda(dtype, session, trained, digits_context):
+def test_the_half_program_agrees_with_its_parent_on_cuda(dtype, engine, session, trained, digits_context):
     cuda = torch.device("cuda")
     on_cuda = dataclasses.replace(session, context=dataclasses.replace(digits_context, device=cuda))
     artifact = on_cuda.apply(trained, Half(dtype=dtype), f"half-{dtype}").artifact
-    engine = open_engine(artifact.folder, artifact.card, Execution("exported", "cuda"))
+    opened = open_engine(artifact.folder, artifact.card, Execution(engine, "cuda"))
     batch = digits_context.example(16)
     with torch.no_grad():
-        logits = engine.run(batch.to(cuda, getattr(torch, dtype)))
+        logits = opened.run(batch.to(cuda, getattr(torch, dtype)))
         wanted = trained.module()(batch)
     assert logits.dtype == getattr(torch, dtype)
     assert logits.device.type == "cuda"

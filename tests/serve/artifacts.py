@@ -55,7 +55,7 @@ def write_artifact(
         format=model_format,
         file=file,
         precision=precision,
-        input_dtype="float32",
+        input_dtype="float16" if precision == "float16" else "bfloat16" if precision == "bfloat16" else "float32",
         device=device,
         preprocessing=PREPROCESSING,
         classes=CLASSES,
@@ -97,12 +97,15 @@ def int8(folder: Path) -> Path:
     return write_artifact(folder, "int8", "torchscript", "model.pt", precision="int8", device="cpu")
 
 
-def exported(folder: Path) -> Path:
+def exported(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     folder.mkdir(parents=True)
+    example = torch.zeros(2, 3, 32, 32, dtype=dtype)
     batch = torch.export.Dim("batch")
-    program = torch.export.export(small_network(), (torch.zeros(2, 3, 32, 32),), dynamic_shapes=({0: batch},))
+    program = torch.export.export(small_network(seed).to(dtype), (example,), dynamic_shapes=({0: batch},))
     save_program(program, folder / "model.pt2")
-    return write_artifact(folder, "exported", "exported_program", "model.pt2")
+    return write_artifact(
+        folder, "exported", "exported_program", "model.pt2", precision=str(dtype).removeprefix("torch.")
+    )
 
 
 def onnx(folder: Path, name: str = "onnx", device: Device = "any") -> Path:

@@ -94,7 +94,10 @@ def test_an_archive_whose_files_were_changed_is_refused(name: str, tmp_path: Pat
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("make", [artifacts.torchscript, artifacts.exported])
-def test_an_assigned_gpu_is_used_and_answers_as_the_cpu_does(make: Any, tmp_path: Path) -> None:
+def test_an_assigned_gpu_is_used_and_answers_as_the_cpu_does(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions in full float32
     artifact = make(tmp_path / "artifact")
     on_gpu = opened(context_of(artifact, tmp_path / "gpu", 0))
     on_cpu = opened(context_of(artifact, tmp_path / "cpu", None))

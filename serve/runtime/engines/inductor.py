@@ -49,7 +49,7 @@ class InductorEngine:
         graphs = settings["cudagraph"]
         if graphs and (self.device.type != "cuda" or not execution.buckets):
             raise EngineError(f"{card.name}: inductor's option cudagraph needs a CUDA device and buckets")
-        with on_device(self.device):
+        with on_device(self.device), torch.inference_mode(False), torch.no_grad():
             self._packages = {
                 bucket: _package(folder / card.file, card, self.device, settings, bucket)
                 for bucket in execution.buckets or (0,)
@@ -129,7 +129,7 @@ def compile_program(
     """
     from torch._inductor import aoti_compile_and_package
 
-    with torch.inference_mode(False), torch.no_grad(), _private_work():
+    with torch.no_grad(), _private_work():
         module = program.module()
         if static:
             program = torch.export.export(module, (example,))

@@ -25,9 +25,11 @@ class TorchCudaGraphEngine:
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
         settings = TORCH_CUDAGRAPH.settings(execution.options)
         self.device = torch.device(execution.device)
-        module = program_on(folder / card.file, self.device).module()
         memory_format = torch.channels_last if settings["channels_last"] else torch.contiguous_format
-        to_memory_format(module, memory_format)
+        # Whoever opens it in inference mode gets weights that also run outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            module = program_on(folder / card.file, self.device).module()
+            to_memory_format(module, memory_format)
         batches = StaticBatches(
             execution.buckets or DEFAULT_BUCKETS,
             card.preprocessing.shape,
