@@ -147,4 +147,7 @@ def test_a_foreign_engine_travels_in_the_archives_of_what_it_opens(tmp_path: Pat
 
 def test_a_format_that_no_engine_opens_is_named_with_those_that_are_opened(tmp_path: Path) -> None:
     complaint = run(dict(os.environ), "-c", ECHO_ARTIFACT, tmp_path / "artifact", code=1).splitlines()[-1]
-    assert "no engine here opens 'echo' files; there are engines for exported_program, onnx, torchscript" in complaint
+    assert (
+        "no engine here opens 'echo' files; there are engines for exported_program, onnx, openvino, torchscript"
+        in complaint
+    )

@@ -50,7 +50,7 @@ def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
             raise
         except Exception as error:  # noqa: BLE001 - a library may fail in any way; the next may do
             passed.append(
-                PassedOver(_named(execution), str(error) if isinstance(error, EngineError) else one_line(error))
+                PassedOver(_named(execution), str(error) if isinstance(error, PipelineError) else one_line(error))
             )
         else:
             _log(predictor)

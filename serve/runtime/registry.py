@@ -33,12 +33,15 @@ class Registry(Generic[T]):
         kind: what an entry is called in messages, such as ``pass``.
         package: whose modules hold the project's own entries.
         group: the entry-point group of foreign distributions; each entry point names a module to import.
+        may_lack: whether a module of the package may be left out because a library that it imports is not installed.
     """
 
-    def __init__(self, kind: str, package: str, group: str) -> None:
+    def __init__(self, kind: str, package: str, group: str, *, may_lack: bool = False) -> None:
         self.kind = kind
         self._package = package
         self._group = group
+        self._may_lack = may_lack
+        self._left_out: dict[str, str] = {}
         self._entries: dict[str, T] = {}
         self._read = False
 
@@ -67,7 +70,7 @@ class Registry(Generic[T]):
             package = importlib.import_module(self._package)
             own = [module.name for module in pkgutil.iter_modules(package.__path__)]
             for name in own:
-                importlib.import_module(f"{self._package}.{name}")
+                self._import(name)
             for point in metadata.entry_points(group=self._group):
                 if point.module.rpartition(".")[2] in own:
                     continue  # in an archive, a foreign engine has become one of the package's
@@ -81,6 +84,15 @@ class Registry(Generic[T]):
             self._read = True
         return dict(sorted(self._entries.items()))
 
+    def _import(self, name: str) -> None:
+        try:
+            importlib.import_module(f"{self._package}.{name}")
+        except ModuleNotFoundError as error:
+            lacking = (error.name or "").partition(".")[0]
+            if not self._may_lack or lacking == self._package.partition(".")[0]:
+                raise
+            self._left_out[name] = lacking
+
     def find(self, name: str) -> T:
         """The entry called ``name``.
 
@@ -89,5 +101,8 @@ class Registry(Generic[T]):
         """
         known = self.all()
         if name not in known:
-            raise UserError(f"unknown {self.kind} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}")
+            left_out = "".join(f"; {entry}.py needs {library}" for entry, library in self._left_out.items())
+            raise UserError(
+                f"unknown {self.kind} {name!r}{did_you_mean(name, known)}; known are {', '.join(known)}{left_out}"
+            )
         return known[name]

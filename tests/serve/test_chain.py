@@ -15,6 +15,7 @@ import pytest
 from serve.options import ServingOptions
 from serve.torchserve.archive import build_archive
 from tests.serve import artifacts
+from tests.test_extension import install
 
 #: As TorchServe starts a worker: only what lies in the archive, and of the libraries not those that are named.
 SERVE_UNPACKED = """
@@ -122,3 +123,33 @@ def test_torchs_threads_are_those_of_the_engine_that_was_opened(tmp_path: Path) 
     assert (told["execution"], told["threads"], told["torch_threads"]) == ("torchscript[threads=3]", 3, 3)
     on_openvino, _ = opened(archived(tmp_path / "onnx", threads=2), "")
     assert (on_openvino["threads"], on_openvino["torch_threads"]) == (2, 1)
+
+
+SPECIAL_ENGINE = """
+import special_library
+
+from serve.runtime.engines.base import EngineType, register
+from serve.runtime.engines.torchscript import TORCHSCRIPT
+
+
+def _open(folder, card, execution):
+    return TORCHSCRIPT.open(folder, card, execution)
+
+
+register(EngineType("special", formats=("torchscript",), open=_open, probe=lambda device: None, rank=1))
+"""
+
+
+def test_an_engine_from_outside_whose_library_is_not_installed_is_passed_over(tmp_path: Path) -> None:
+    artifact = artifacts.torchscript(tmp_path / "artifact", device="cpu")
+    there = install(tmp_path, "special_engine", "serve.engines", SPECIAL_ENGINE)
+    (tmp_path / "special_library.py").write_text("")
+    pack = "import sys; from pathlib import Path; from serve.torchserve.archive import build_archive as build; "
+    pack += "build(Path(sys.argv[1]), Path(sys.argv[2]), model_name='x')"
+    archive = tmp_path / "x.mar"
+    subprocess.run([sys.executable, "-c", pack, artifact, archive], env=there, check=True, timeout=120)
+    told, _ = opened(archive, "")
+    assert told["execution"] == "torchscript"
+    (passed,) = told["passed_over"]
+    assert passed["execution"] == "special"
+    assert "special_engine.py needs special_library" in passed["reason"]

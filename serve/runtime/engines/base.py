@@ -121,7 +121,7 @@ class EngineType:
         return {name: options.get(name, option.default) for name, option in self.options.items()}
 
 
-_REGISTRY: Registry[EngineType] = Registry("engine", package=__package__, group="serve.engines")
+_REGISTRY: Registry[EngineType] = Registry("engine", package=__package__, group="serve.engines", may_lack=True)
 
 
 def register(entry: EngineType) -> EngineType:
