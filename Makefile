@@ -7,6 +7,7 @@ MODEL ?= resnet18
 DATA ?= digits
 STORE ?= model_store
 DEVICE ?= auto
+MEASURE ?= auto
 CHECKPOINT ?=
 RECIPE ?=
 IMAGE_SIZE ?=
@@ -40,7 +41,8 @@ BIN := $(VENV)/bin
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
-	@echo "                   [DEVICE=auto|cpu|cuda] [IMAGE_SIZE=pixels] [WEIGHTS=name] [WEIGHTS_KEY=key]"
+	@echo "                   [DEVICE=auto|cpu|cuda] [MEASURE=auto|cpu|cuda|cpu,cuda] [IMAGE_SIZE=pixels]"
+	@echo "                   [WEIGHTS=name] [WEIGHTS_KEY=key]"
 	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name]"
 	@echo "                   [CLASSES=file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1]"
 	@echo "                   [RUN=name] [REPLACE=1]"
@@ -61,11 +63,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 optimize: $(VENV)/.installed ## build, measure and pack MODEL's artifacts
 	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' \
-		$(RUN_OPTIONS)
+		--measure '$(MEASURE)' $(RUN_OPTIONS)
 
 bench: $(VENV)/.installed ## as optimize, and time the artifacts anew
-	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' --remeasure \
-		$(RUN_OPTIONS)
+	@$(BIN)/python -m optimize run '$(MODEL)' --data '$(DATA)' --store '$(STORE)' --device '$(DEVICE)' \
+		--measure '$(MEASURE)' --remeasure $(RUN_OPTIONS)
 
 $(VENV)/.installed-peers: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'

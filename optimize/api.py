@@ -24,9 +24,10 @@ from optimize.data.formats.base import DEFAULT_DATA
 from optimize.data.from_python import Data, image_data
 from optimize.data.records import ImageData
 from optimize.measure.bench import Bench
-from optimize.measure.machine import resolve_device
+from optimize.measure.machine import measured_devices, resolve_device
 from optimize.measure.rows import Results
 from optimize.measure.timing import Timing
+from optimize.measure.wanted import check_wanted
 from optimize.models.preprocessing import PreprocessingConfig, Wish
 from optimize.noise import silenced
 from optimize.passes.base import find_pass, pass_of
@@ -36,7 +37,7 @@ from optimize.report.words import size
 from optimize.run.comparing import compare_runs as _compare_runs
 from optimize.run.job import Job, open_job
 from optimize.run.recommendation import Objective, Recommend, recommend
-from optimize.run.results import measure
+from optimize.run.results import measure as measure_steps
 from optimize.run.saved import take
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
@@ -46,6 +47,7 @@ from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, read_card
 from serve.runtime.engines.base import preferred
 from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
 from serve.runtime.predictor import Label, Predictor
 from serve.torchserve.archive import build_archive
 
@@ -193,7 +195,7 @@ def load(
         weights: torchvision's own, such as ``DEFAULT``, instead of a checkpoint.
         training: how to train where there are no weights.
         store: where artifacts are kept.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        device: where to train and calibrate: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         image_size: side of the network's input in pixels.
         weights_key: which weights of the checkpoint to take: their place in the file, such as ``model`` or
             ``state_dict_ema``, or what their names begin with, such as ``teacher.``; averaged ones if there are any.
@@ -251,11 +253,15 @@ def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
 def compare(
     *variants: Variant,
     timing: Timing | None = None,
+    measure: str = "auto",
+    executions: Sequence[str | Execution] | None = None,
     max_drop: float = _RULE.max_drop,
     objective: Objective = _RULE.objective,
     confidence: float = _RULE.confidence,
 ) -> Comparison:
     """Measure variants of one session side by side: accuracy, parity, speed, memory and size.
+
+    Each is measured by every execution (engine and device) that can run it, in a process of its own.
 
     Differences are to the first variant, which should be the float baseline; speed is measured in
     interleaved rounds, together with eager references of the first, or of the nearest float module that it
@@ -264,13 +270,17 @@ def compare(
     Args:
         variants: what to compare.
         timing: how speed is measured.
+        measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
+        executions: engines' names, such as ``openvino``, or executions; by default all. The first variant is measured
+            in any case.
         max_drop: loss of top-1, as a fraction, that an artifact's interval must exclude to be recommended.
         objective: what the recommended artifact is best at: ``latency`` (median, one image), ``p95``,
             ``throughput`` (at the best batch size) or ``size``.
         confidence: of that interval.
 
     Raises:
-        UserError: there are none, two share a name, they come from different sessions, or the rule is none.
+        UserError: there are none, two share a name, they come from different sessions, the rule is none, or there is
+            no such engine or device.
     """
     rule = Recommend(objective=objective, max_drop=max_drop, confidence=confidence)
     if not variants:
@@ -284,9 +294,14 @@ def compare(
             raise UserError(f"{variant.name} cannot be compared with {names[0]}: they differ in {', '.join(differing)}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"two variants are called {twice[0]!r}; give one another name: apply(…, name=…)")
+    timing = timing or Timing()
+    if executions is not None:
+        timing = Timing(**{**dict(timing), "executions": tuple(executions)})
+    check_wanted(timing.executions or ())
+    devices = measured_devices(measure, session.context.device)
     with silenced():
-        bench = Bench(session.store, session.context)
-        measured = measure([variant.step for variant in variants], bench, timing or Timing(), session.context.listener)
+        bench = Bench(session.store, session.context, timing, devices)
+        measured = measure_steps([variant.step for variant in variants], bench)
     return Comparison(
         Results(
             title=session.source.name,
@@ -304,7 +319,7 @@ def compare(
 def compare_runs(
     *names: str,
     store: str | Path = "model_store",
-    device: str = "auto",
+    measure: str = "auto",
     timing: Timing | None = None,
     max_drop: float = _RULE.max_drop,
     objective: Objective = _RULE.objective,
@@ -316,7 +331,7 @@ def compare_runs(
         names: ``RUN`` stands for its baseline and its recommended artifact, ``RUN/ARTIFACT`` for that one. The
             first is what the others are compared with.
         store: where the runs are.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
         timing: how speed is measured.
         max_drop: as of `compare`.
         objective: as of `compare`.
@@ -332,7 +347,7 @@ def compare_runs(
             names,
             timing=timing or Timing(),
             rule=rule,
-            device=resolve_device(device),
+            devices=measured_devices(measure, resolve_device("auto")),
             listener=here(),
         )
     return Comparison(results)

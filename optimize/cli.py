@@ -48,6 +48,9 @@ class _ListsData(TyperCommand):
 
 
 _Every = Annotated[bool, typer.Option("--all", help="List every execution of each artifact, and not its best alone.")]
+_Measure = Annotated[
+    str, typer.Option(help="Where to measure: auto (every device that there is), or a list such as cpu,cuda.")
+]
 _Objective = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="What the recommended artifact is best at: latency, p95, throughput or size."),
@@ -95,7 +98,8 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     ] = False,
     recipe: Annotated[Optional[Path], typer.Option(help="A YAML file of stages; the default runs every pass.")] = None,  # noqa: UP045
     store: _Store = DEFAULT_STORE,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to train and calibrate: auto, cpu, cuda or cuda:N.")] = "auto",
+    measure: _Measure = "auto",
     image_size: Annotated[
         Optional[int], typer.Option(min=1, help="Side of the network's input in pixels.")  # noqa: UP045
     ] = None,
@@ -157,6 +161,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             recipe=recipe,
             store=store,
             device=device,
+            measure=measure,
             image_size=image_size,
             weights=weights,
             weights_key=weights_key,
@@ -211,7 +216,7 @@ def compare(  # noqa: PLR0917 - each is an option of the command line
         list[str], typer.Argument(metavar="RUN…", help="Runs, or RUN/ARTIFACT; the first is the measure.")
     ],
     store: _Store = DEFAULT_STORE,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    measure: _Measure = "auto",
     objective: _Objective = None,
     max_drop: _MaxDrop = None,
     confidence: _Confidence = None,
@@ -224,7 +229,7 @@ def compare(  # noqa: PLR0917 - each is an option of the command line
     """
     with reported():
         from optimize import noise
-        from optimize.measure.machine import resolve_device
+        from optimize.measure.machine import measured_devices, resolve_device
         from optimize.measure.timing import Timing
         from optimize.report.table import print_table
         from optimize.report.terminal import Display
@@ -235,7 +240,12 @@ def compare(  # noqa: PLR0917 - each is an option of the command line
         noise.silence()
         with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
             results = compare_runs(
-                store, names, timing=Timing(), rule=rule, device=resolve_device(device), listener=display
+                store,
+                names,
+                timing=Timing(),
+                rule=rule,
+                devices=measured_devices(measure, resolve_device("auto")),
+                listener=display,
             )
         if json:
             sys.stdout.write(dumps(results.to_json(), indent=2) + "\n")

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from optimize.context import Context
 from optimize.errors import PassError
+from optimize.measure.latency import Call
 from optimize.measure.rows import Accuracy, Difference, Parity
 from optimize.measure.statistics import paired_difference, sqnr_db
-from serve.runtime.predictor import Predictor
 
 #: Logits are kept of this many images, spread over the split (which may be sorted by class), for parity.
 PARITY_IMAGES = 512
@@ -49,8 +49,13 @@ class Answers:
         return self.five.double().mean().item()
 
 
-def answer(predictor: Predictor, context: Context) -> Answers:
-    """Run ``predictor`` over the validation split.
+def answer(score: Call, context: Context, max_batch: int) -> Answers:
+    """Run a network over the validation split.
+
+    Args:
+        score: ``uint8 (N, C, H, W)`` to logits ``float32 (N, classes)``.
+        context: data and preprocessing.
+        max_batch: most images that are run together.
 
     Raises:
         PassError: a logit is NaN or infinite.
@@ -59,10 +64,10 @@ def answer(predictor: Predictor, context: Context) -> Answers:
     count = len(context.data.val)
     kept = torch.zeros(count, dtype=torch.bool)
     kept[torch.arange(min(count, PARITY_IMAGES)) * count // min(count, PARITY_IMAGES)] = True
-    batches = context.evaluation(predictor.max_batch, predictor.device)
+    batches = context.evaluation(max_batch, torch.device("cpu"))
     first, five, predicted, logits = [], [], [], []
     for done, (rows, images, labels) in enumerate(batches.numbered(), start=1):
-        scores = predictor.logits(images)
+        scores = score(images)
         if not torch.isfinite(scores).all():
             raise PassError("its logits are NaN or infinite on validation images")
         # Of equal logits, which int8 often gives, the served answer has the lower index first; topk has either.

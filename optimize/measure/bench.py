@@ -1,35 +1,43 @@
-"""Measures the artifacts of a run through the serving runtime, each measurement kept in the store.
+"""Measures the artifacts of a run, each by every execution, each measurement kept in the store.
 
-Accuracy and footprint belong to one artifact and are kept for it. Speed belongs to the set that was
-measured in turns: if any member of the set changes, all are timed again, because times of two
-different quarters of an hour are not comparable.
+Accuracy and footprint belong to one pair of artifact and execution and are kept for it. Speed belongs to the set that
+was measured in turns: if any member of the set changes, all are timed again, because times of two different quarters
+of an hour are not comparable. Everything is measured in the execution's own process, by the runtime that serves it;
+where everything is in the store, no process is started.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
 from optimize.context import Context
 from optimize.data.loading import loader
 from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
-from optimize.measure.footprint import FootprintMeter
-from optimize.measure.latency import Call, Speed, measure_speed
+from optimize.measure.latency import Speed, Turn, measure_speed
 from optimize.measure.machine import machine, versions
-from optimize.measure.references import REFERENCES, references
+from optimize.measure.pool import Loaded, Pool
+from optimize.measure.processes import Worker, environment
+from optimize.measure.references import pickled, references_on
 from optimize.measure.rows import Footprint
 from optimize.measure.timing import Timing
+from optimize.measure.wanted import wanted_executions
+from optimize.measure.worker import Child
 from optimize.store.artifact import Artifact
 from optimize.store.files import write_json
-from optimize.store.keys import AnswersKey, FootprintKey, Key, SpeedKey, opened, opening
+from optimize.store.keys import AnswersKey, FootprintKey, Key, ProbeKey, SpeedKey, opening, paired
 from optimize.store.objects import Store
 from optimize.store.sources import code_of
-from serve.runtime.engines.base import engines_for, preferred
+from serve.runtime.engines.base import find_engine, pair_id
+from serve.runtime.errors import EngineError, PipelineError, one_line
+from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 
 _T = TypeVar("_T")
@@ -37,6 +45,25 @@ _T = TypeVar("_T")
 _MAX_BATCH = 64
 _SPEED_FILE = "speed.json"
 _FOOTPRINT_FILE = "footprint.json"
+_PROBE_FILE = "probe.json"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A pair that is to be measured: an artifact, and what runs it."""
+
+    artifact: Artifact
+    execution: Execution
+
+    @property
+    def id(self) -> str:
+        """See `pair_id`."""
+        return pair_id(self.artifact.name, self.execution)
+
+    @property
+    def digest(self) -> str:
+        """See `paired`."""
+        return paired(self.artifact.card, self.execution)
 
 
 @dataclass(frozen=True)
@@ -59,124 +86,229 @@ class Kept(Generic[_T]):
 
 
 @dataclass(frozen=True)
+class Weighed:
+    """What opening a pair in a process of its own tells; ``provider`` is what executes it."""
+
+    provider: str
+    footprint: Footprint
+
+
+@dataclass(frozen=True)
 class SpeedTable:
     """Times of a set measured in turns.
 
     Attributes:
-        speeds: by artifact's or reference's name.
-        skipped: references that do not run here, with the reason.
-        providers: what executed each artifact.
+        speeds: of pairs, by id, and of references, by name.
+        references: names of those that were timed.
+        skipped: pairs and references that could not be timed, with the reason.
     """
 
     speeds: Mapping[str, Speed]
+    references: tuple[str, ...]
     skipped: Mapping[str, str]
-    providers: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures on one machine, with one data set, through one store.
+    """Measures on one machine, with one data set, through one store. A context, whose processes end with it.
 
-    With ``remeasure`` speed is never taken from the store.
+    Attributes:
+        store: what was measured is kept here.
+        context: data, preprocessing, listener.
+        timing: which executions are measured, and how their speed is.
+        devices: where to measure: ``cpu``, ``cuda`` or ``cuda:N``, those that there are.
+        remeasure: never take speed from the store.
     """
 
     store: Store
     context: Context
+    timing: Timing = field(default_factory=Timing)
+    devices: tuple[str, ...] = ("cpu",)
     remeasure: bool = False
+    _pool: Pool = field(init=False, repr=False, compare=False)
 
-    def refuses(self, artifact: Artifact) -> str | None:
-        """Why this artifact cannot be measured in this run; None if it can."""
-        device, wanted = self.context.device.type, artifact.card.device
-        if wanted in ("any", device):
-            return None
-        if wanted == "cuda":
-            return "runs on CUDA only, and this run is on the CPU" + (
-                "" if torch.cuda.is_available() else " (this machine has no CUDA device)"
-            )
-        return "runs on the CPU only; measure it with DEVICE=cpu"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_pool", Pool(self.timing.batch_sizes, _MAX_BATCH, self.context.listener))
 
-    def answers(self, artifact: Artifact) -> Kept[Answers]:
-        """The artifact's answers on the validation images."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.close()
+
+    def candidates(self, artifact: Artifact, *, baseline: bool = False) -> list[Candidate]:
+        """The artifact with each execution that it is to be measured by, the preferred one first.
+
+        Args:
+            artifact: what is to be measured.
+            baseline: whether the others are compared with it; it has an execution even if none of those that are
+                wanted runs it.
+
+        Raises:
+            EngineError: there is none; the message is the reason.
+        """
+        executions = wanted_executions(artifact.card, self.devices, self.timing.executions, needed=baseline)
+        return [Candidate(artifact, execution) for execution in executions]
+
+    def probe(self, execution: Execution) -> str:
+        """Find out whether an execution's engine works on this machine, once for machine and libraries.
+
+        Returns:
+            Key of the object that says so.
+
+        Raises:
+            EngineError: it does not; that is found out anew each time.
+        """
 
         def build(folder: Path) -> None:
-            save_answers(answer(self._open(artifact), self.context), folder)
+            if (reason := self._prober.probe(execution.engine, execution.device_type)) is not None:
+                raise EngineError(reason)
+            write_json({}, folder / _PROBE_FILE)
+
+        key = ProbeKey(
+            engine=execution.engine,
+            device=execution.device_type,
+            **self._inputs(execution, makers=(find_engine(execution.engine).open,)),
+        )
+        self.store.obtain(key.digest, build, about=f"{execution.engine} works on {execution.device_type}")
+        return key.digest
+
+    def answers(self, candidate: Candidate) -> Kept[Answers]:
+        """The pair's answers on the validation images."""
+
+        def build(folder: Path) -> None:
+            worker = self._load(candidate).worker
+            save_answers(answer(worker.logits, self.context, _MAX_BATCH), folder)
 
         key = AnswersKey(
-            artifact=opening(artifact.card),
+            artifact=opening(candidate.artifact.card),
+            execution=candidate.execution.to_json(),
             # How the validation images are prepared is the run's; the card's is in what the artifact is opened with.
             preprocessing=self.context.preprocessing,
             images=self.context.data.val.fingerprint,
             skip_unreadable=self.context.skip_unreadable,
             max_batch=_MAX_BATCH,
-            **self._bench(artifact, makers=(answer, Predictor)),
+            **self._inputs(candidate.execution, makers=(answer, *self._makers(candidate))),
         )
-        return self._obtain(key, build, load_answers, artifact)
+        return self._obtain(key, build, load_answers, candidate.artifact)
 
-    def footprint_meter(self) -> FootprintMeter:
-        """What `footprint` measures with; to be used as a context."""
-        return FootprintMeter(str(self.context.device), torch.get_num_threads())
-
-    def footprint(self, artifact: Artifact, batch: int, meter: FootprintMeter) -> Kept[Footprint]:
-        """Load time and peak memory, see `FootprintMeter.measure`."""
+    def footprint(self, candidate: Candidate) -> Kept[Weighed]:
+        """Load time and peak memory, with the largest batch that is timed."""
 
         def build(folder: Path) -> None:
-            write_json(meter.measure(artifact.folder, batch).to_json(), folder / _FOOTPRINT_FILE)
+            loaded = self._load(candidate)
+            body = {"provider": loaded.provider, "footprint": loaded.footprint.to_json()}
+            write_json(body, folder / _FOOTPRINT_FILE)
 
-        bench = self._bench(artifact, makers=(FootprintMeter,))
-        key = FootprintKey(artifact=opening(artifact.card), batch=batch, **bench)
-        return self._obtain(key, build, lambda folder: Footprint.from_json(_read(folder / _FOOTPRINT_FILE)), artifact)
+        def read(folder: Path) -> Weighed:
+            body = _read(folder / _FOOTPRINT_FILE)
+            return Weighed(body["provider"], Footprint.from_json(body["footprint"]))
 
-    def speed(self, artifacts: Sequence[Artifact], timing: Timing) -> Kept[SpeedTable]:
-        """Times of the artifacts and of the eager references of the first one, in turns.
+        key = FootprintKey(
+            artifact=opening(candidate.artifact.card),
+            execution=candidate.execution.to_json(),
+            batch=self.timing.batch_sizes[-1],
+            **self._inputs(candidate.execution, makers=self._makers(candidate)),
+        )
+        return self._obtain(key, build, read, candidate.artifact)
+
+    def speed(self, candidates: Sequence[Candidate]) -> Kept[SpeedTable]:
+        """Times of the pairs and of the eager references of the first one's artifact, in turns.
 
         An artifact without an eager module is represented by the nearest ancestor that has one.
         """
-        eager = eager_origin(artifacts[0])
+        first = candidates[0].artifact
+        eager = eager_origin(first)
         # Names are no inputs: two that the runtime cannot tell apart are measured once.
-        distinct = {opened(artifact.card): artifact for artifact in reversed(artifacts)}
+        distinct = {candidate.digest: candidate for candidate in reversed(candidates)}
+        references = references_on(self.devices)
 
         def build(folder: Path) -> None:
-            predictors = {digest: self._open(distinct[digest]) for digest in sorted(distinct)}
-            for predictor in predictors.values():
-                predictor.warm_up(timing.batch_sizes)
-            calls: dict[str, Call] = {digest: predictor.probabilities for digest, predictor in predictors.items()}
-            skipped = {}
-            for name, found in self._references(eager, timing):
-                if isinstance(found, str):
-                    skipped[name] = found
-                else:
-                    calls[name] = found
-            speeds = measure_speed(calls, self._batch, self.context.device, timing, self.context.listener)
+            skipped: dict[str, str] = {}
+            with self._pool.alone():
+                turns = self._turns(distinct, skipped) | self._eager_turns(eager, references, skipped)
+                speeds = measure_speed(turns, self.timing, self.context.listener)
             write_json(
                 {
                     "speeds": {name: {str(k): v for k, v in speed.rounds.items()} for name, speed in speeds.items()},
                     "skipped": skipped,
-                    "providers": {digest: predictor.engine.provider for digest, predictor in predictors.items()},
                 },
                 folder / _SPEED_FILE,
             )
 
+        executions = [candidate.execution for candidate in distinct.values()]
+        makers = {maker for candidate in distinct.values() for maker in self._makers(candidate)}
+        inputs = self._inputs(*executions, makers=(measure_speed, pickled, *makers))
         key = SpeedKey(
-            artifacts=tuple(sorted(distinct)),
+            pairs=tuple(sorted(distinct)),
+            references=tuple(references.values()),
             eager=eager.key if eager else None,
-            timing=timing.model_dump(mode="json"),
+            timing=self.timing.of_a_turn,
             max_batch=_MAX_BATCH,
             preprocessing=self.context.preprocessing,
             images=self.context.data.val.fingerprint,
-            **self._bench(*distinct.values(), makers=(measure_speed, references, Predictor)),
+            **inputs,
         )
         if self.remeasure:
             self.store.forget(key.digest)
-        return self._obtain(key, build, lambda folder: _speed_table(folder, artifacts), artifacts[0])
+        return self._obtain(key, build, lambda folder: _speed_table(folder, candidates, references), first)
 
-    def _references(self, eager: Artifact | None, timing: Timing) -> Iterable[tuple[str, Call | str]]:
+    def _load(self, candidate: Candidate) -> Loaded:
+        return self._pool.load(candidate.digest, candidate.artifact.folder, candidate.execution)
+
+    @functools.cached_property
+    def _prober(self) -> Worker:
+        return self._pool.another()
+
+    def _turns(self, candidates: Mapping[str, Candidate], skipped: dict[str, str]) -> dict[str, Turn]:
+        """A turn of each pair, warmed up; and in ``skipped`` why there is none."""
+        found: dict[str, Turn] = {}
+        for digest in sorted(candidates):
+            try:
+                worker = self._load(candidates[digest]).worker
+                found[digest] = self._warmed(digest, worker, skipped)
+            except PipelineError as error:
+                skipped[digest] = str(error)
+        return found
+
+    def _eager_turns(
+        self, eager: Artifact | None, references: Mapping[str, tuple[str, str]], skipped: dict[str, str]
+    ) -> dict[str, Turn]:
         if eager is None:
-            return ((name, "no eager module to run: of a quantized artifact alone") for name in REFERENCES)
-        device = self.context.device
-        return references(eager.module, self.context.preprocessing, device, self._warm(timing))
+            skipped |= dict.fromkeys(references, "no eager module to run: of a quantized artifact alone")
+            return {}
+        try:
+            body = pickled(eager.module, self.context.preprocessing)
+        except Exception as error:  # noqa: BLE001 - the user's module may refuse in any way
+            skipped |= dict.fromkeys(references, f"the module does not travel to another process: {one_line(error)}")
+            return {}
+        found: dict[str, Turn] = {}
+        for name, (kind, device) in references.items():
+            worker = self._pool.another()
+            try:
+                worker.reference(kind, device, body)
+                found[name] = self._warmed(name, worker, skipped)
+            except PipelineError as error:  # Inductor raises whatever its compiler does
+                skipped[name] = f"does not run here: {error}"
+                worker.close()
+        return found
 
-    def _open(self, artifact: Artifact) -> Predictor:
-        return Predictor(artifact.folder, preferred(artifact.card, str(self.context.device)), max_batch=_MAX_BATCH)
+    def _warmed(self, name: str, worker: Worker, skipped: dict[str, str]) -> Turn:
+        """Leave the images with a process and warm it up: its turns, the first that fails being noted."""
+        for size in self.timing.batch_sizes:
+            worker.keep(self._batch(size))
+        worker.warm(self.timing.batch_sizes)
+
+        def turn(size: int) -> list[float]:
+            try:
+                return worker.turn(size, self.timing)
+            except PipelineError as error:
+                skipped[name] = str(error)
+                raise
+
+        return turn
 
     def _batch(self, size: int) -> torch.Tensor:
         """``size`` validation images, repeated if there are fewer, ``uint8 (size, C, H, W)``."""
@@ -194,24 +326,19 @@ class Bench:
         images, _ = next(iter(batches))
         return images.repeat(-(-size // len(images)), 1, 1, 1)[:size].contiguous()
 
-    def _warm(self, timing: Timing) -> Any:
-        def warm(call: Call) -> None:
-            for size in timing.batch_sizes:
-                images = self._batch(size)
-                for _ in range(3):
-                    call(images)
+    def _makers(self, candidate: Candidate) -> tuple[Callable[..., Any], ...]:
+        """What is called to open and run a pair."""
+        return (Child, Predictor, find_engine(candidate.execution.engine).open)
 
-        return warm
-
-    def _bench(self, *artifacts: Artifact, makers: Sequence[Callable[..., Any]]) -> dict[str, Any]:
+    def _inputs(self, *executions: Execution, makers: Sequence[Callable[..., Any]]) -> dict[str, Any]:
         """The inputs that all keys of measurements have in common; ``makers`` are called to measure."""
-        found = machine(self.context.device)
-        engines = [entry.open for artifact in artifacts for entry in engines_for(artifact.card)]
+        device = next((e.device for e in executions if e.device_type == "cuda"), "cpu")
+        found = machine(torch.device(device))
         return {
-            "device": str(self.context.device),
+            "environment": environment(),
             "machine": {name: found[name] for name in ("cpu", "cores", "threads", "memory_bytes", "gpu")},
             "libraries": versions(),
-            "code": code_of(*makers, *engines),
+            "code": _code(frozenset(makers)),
         }
 
     def _obtain(
@@ -222,6 +349,11 @@ class Bench:
         return Kept(read(stored.folder), key.digest, stored.seconds, stored.cached, stored.created)
 
 
+@functools.cache
+def _code(makers: frozenset[Callable[..., Any]]) -> str:
+    return code_of(*makers)
+
+
 def eager_origin(artifact: Artifact) -> Artifact | None:
     """The artifact itself, or the nearest that it was made from, that has an eager float module; None if none has."""
     origin: Artifact | None = artifact
@@ -230,13 +362,15 @@ def eager_origin(artifact: Artifact) -> Artifact | None:
     return origin
 
 
-def _speed_table(folder: Path, artifacts: Sequence[Artifact]) -> SpeedTable:
+def _speed_table(folder: Path, candidates: Sequence[Candidate], references: Mapping[str, object]) -> SpeedTable:
     body = _read(folder / _SPEED_FILE)
     found = {name: Speed({int(size): turns for size, turns in r.items()}) for name, r in body["speeds"].items()}
-    speeds = {artifact.name: found[opened(artifact.card)] for artifact in artifacts}
-    speeds |= {name: speed for name, speed in found.items() if name not in body["providers"]}
-    providers = {artifact.name: body["providers"][opened(artifact.card)] for artifact in artifacts}
-    return SpeedTable(speeds, body["skipped"], providers)
+    digests = {candidate.id: candidate.digest for candidate in candidates} | {name: name for name in references}
+    return SpeedTable(
+        speeds={name: found[digest] for name, digest in digests.items() if digest in found},
+        references=tuple(name for name in references if name in found),
+        skipped={name: body["skipped"][digest] for name, digest in digests.items() if digest in body["skipped"]},
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

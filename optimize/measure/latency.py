@@ -1,7 +1,8 @@
 """Latency and throughput of several variants, measured in turns so that a slow minute of the machine hits all alike.
 
 One call of a variant is what one request pays after decoding (`serve.runtime.predictor.infer`): the
-batch's way to the device, normalising, the network, the logits' way back.
+batch's way to the device, normalising, the network, the logits' way back. A turn is taken in the variant's own process
+(`take_turn`), on command of the one that has them all (`measure_speed`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from optimize.listener import SILENT, Listener
 from optimize.measure.rows import Latency, Ratio, Timed
 from optimize.measure.statistics import percentile_summary, ratio_interval
 from optimize.measure.timing import Timing
+from serve.runtime.errors import PipelineError
 
 #: Two variants whose speeds differ by less than this factor are level.
 LEVEL = 0.97
 
 #: ``uint8 (N, C, H, W)`` on the host to logits on the host.
 Call = Callable[[torch.Tensor], torch.Tensor]
+#: Takes a turn at a batch size: milliseconds of each call.
+Turn = Callable[[int], list[float]]
 #: Runs a call on a batch and gives the milliseconds that it took.
-_Clock = Callable[[Call, torch.Tensor], float]
+Clock = Callable[[Call, torch.Tensor], float]
 
 
 @dataclass(frozen=True)
@@ -66,40 +70,61 @@ class Speed:
         return [sum(turn) / len(turn) / size for turn in self.rounds[size]]
 
 
-def measure_speed(
-    calls: Mapping[str, Call],
-    batch: Callable[[int], torch.Tensor],
-    device: torch.device,
-    timing: Timing,
-    listener: Listener = SILENT,
-) -> dict[str, Speed]:
-    """Time every variant in turns.
+def measure_speed(turns: Mapping[str, Turn], timing: Timing, listener: Listener = SILENT) -> dict[str, Speed]:
+    """Time every variant in turns, one at a time.
 
     Args:
-        calls: the variants by name, warmed up at every batch size.
-        batch: a ``uint8 (N, C, H, W)`` batch of real images for a size N.
-        device: where they run; on CUDA each call is timed with events and synchronised.
+        turns: the variants by name, warmed up at every batch size.
         timing: see `Timing`.
         listener: told how far it is.
+
+    Returns:
+        Times by variant; one whose turn raised a `PipelineError` has left, and is absent.
     """
-    batches = {size: batch(size) for size in timing.batch_sizes}
-    clock = _cuda_clock(device) if device.type == "cuda" else _wall_clock
-    times: dict[str, dict[int, list[list[float]]]] = {name: {size: [] for size in batches} for name in calls}
-    names = list(calls)
+    times: dict[str, dict[int, list[list[float]]]] = {name: {size: [] for size in timing.batch_sizes} for name in turns}
+    names = list(turns)
+    for number in range(timing.rounds):
+        # Each round begins with another variant: none always follows the same neighbour's heat.
+        for place in range(len(names)):
+            name = names[(place + number) % len(names)]
+            for size in timing.batch_sizes if name in times else ():
+                try:
+                    times[name][size].append(turns[name](size))
+                except PipelineError:
+                    del times[name]
+                    break
+            done = (number * len(names) + place + 1) / (timing.rounds * len(names))
+            listener.progressed(done, f"speed, round {number + 1}/{timing.rounds}")
+    return {name: Speed(rounds) for name, rounds in times.items()}
+
+
+def take_turn(call: Call, images: torch.Tensor, clock: Clock, timing: Timing) -> list[float]:
+    """Call a variant again and again, for as long as a turn lasts: milliseconds of each call, warm-up left out.
+
+    Args:
+        call: the variant, warmed up at this batch size.
+        images: ``uint8 (N, C, H, W)``, real ones.
+        clock: see `clock_of`.
+        timing: see `Timing`.
+    """
     gc.collect()
     gc.disable()  # a collection inside a turn would be charged to whoever has it
     try:
-        for number in range(timing.rounds):
-            # Each round begins with another variant: none always follows the same neighbour's heat.
-            for place in range(len(names)):
-                name = names[(place + number) % len(names)]
-                for size, images in batches.items():
-                    times[name][size].append(_turn(calls[name], images, clock, timing))
-                done = (number * len(names) + place + 1) / (timing.rounds * len(names))
-                listener.progressed(done, f"speed, round {number + 1}/{timing.rounds}")
+        for _ in range(timing.warm_up):
+            call(images)
+        minimum = timing.minimum * (5 if len(images) == 1 else 1)
+        times: list[float] = []
+        end = time.perf_counter() + timing.seconds
+        while len(times) < minimum or time.perf_counter() < end:
+            times.append(clock(call, images))
+        return times
     finally:
         gc.enable()
-    return {name: Speed(rounds) for name, rounds in times.items()}
+
+
+def clock_of(device: str) -> Clock:
+    """What times one call on a device: on CUDA with events and synchronised, so that it is timed to its end."""
+    return _cuda_clock(torch.device(device)) if device != "cpu" else _wall_clock
 
 
 def compare(parent: Speed, child: Speed) -> Ratio:
@@ -118,26 +143,13 @@ def level(parent: Sequence[float], child: Sequence[float]) -> Ratio:
     return Ratio(value=ratio.median, low=ratio.low, high=ratio.high, coverage=ratio.coverage, slower=slower)
 
 
-def _turn(
-    call: Call, images: torch.Tensor, clock: Callable[[Call, torch.Tensor], float], timing: Timing
-) -> list[float]:
-    for _ in range(timing.warm_up):
-        call(images)
-    minimum = timing.minimum * (5 if len(images) == 1 else 1)
-    times: list[float] = []
-    end = time.perf_counter() + timing.seconds
-    while len(times) < minimum or time.perf_counter() < end:
-        times.append(clock(call, images))
-    return times
-
-
 def _wall_clock(call: Call, images: torch.Tensor) -> float:
     start = time.perf_counter()
     call(images)
     return (time.perf_counter() - start) * 1e3
 
 
-def _cuda_clock(device: torch.device) -> _Clock:
+def _cuda_clock(device: torch.device) -> Clock:
     def clock(call: Call, images: torch.Tensor) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)

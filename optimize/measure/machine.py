@@ -15,6 +15,7 @@ import torch
 
 from serve.runtime.engines.base import engines
 from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
 
 _LIBRARIES = ("torch", "torchvision", "onnx", "onnxscript", "numpy", "pillow")
 _ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16", "asimddp")
@@ -60,13 +61,32 @@ def project_version() -> str:
         return "source"
 
 
+def measured_devices(wanted: str, device: torch.device) -> tuple[str, ...]:
+    """Where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
+
+    Args:
+        wanted: the user's words.
+        device: the run's, which of several GPUs ``auto`` takes.
+
+    Raises:
+        UserError: another word, one of them twice, or CUDA where there is none.
+    """
+    if wanted == "auto":
+        gpu = str(device) if device.type == "cuda" else "cuda"
+        return ("cpu", gpu) if torch.cuda.is_available() else ("cpu",)
+    words = [word.strip() for word in wanted.split(",")]
+    if len(set(words)) < len(words) or not set(words) - {"auto", ""} == set(words):
+        raise UserError(f"devices to measure on must be auto, or a list such as cpu,cuda, found {wanted!r}")
+    return tuple(str(resolve_device(word)) for word in words)
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge a time: processor, cores, memory, instruction sets, GPU and its driver."""
     model, flags = _cpu()
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
+        "threads": Execution("any").cores,
         "memory_bytes": psutil.virtual_memory().total,
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

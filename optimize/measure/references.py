@@ -1,17 +1,26 @@
-"""What the artifacts are compared with besides each other: the eager model as people run it before optimising."""
+"""What the artifacts are compared with besides each other: the eager model as people run it before optimising.
+
+The module travels to the reference's own process by value, pickled by us and read by us (`pickled`).
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from optimize.measure.latency import Call
+from optimize.models.neighbours import is_installed
+from optimize.store.sources import PROJECT
 from serve.runtime.card import Preprocessing
-from serve.runtime.errors import one_line
 from serve.runtime.predictor import infer
 
 
@@ -30,48 +39,91 @@ REFERENCES = {
 }
 
 
+def references_on(devices: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Kind and device of each reference, by name; on the fastest of the devices it has the plain one."""
+    plain = next((device for device in devices if device != "cpu"), "cpu")
+    return {
+        kind if device == plain else f"{kind}[{device}]": (kind, device)
+        for device in sorted(devices, key=lambda device: device != plain)
+        for kind in REFERENCES
+    }
+
+
 class ModuleEngine:
     """An eager (or compiled) module behind the engines' interface."""
 
-    def __init__(
-        self, module: nn.Module, device: torch.device, memory_format: torch.memory_format, *, compiled: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, reference: Reference) -> None:
         self.device = device
-        self.provider = f"eager/{device.type}"
-        self._module: Call = module.to(device)
-        if compiled:
-            self._module = torch.compile(self._module)
-        self._memory_format = memory_format
+        self.provider = f"{'inductor' if reference.compiled else 'eager'}/{device.type}"
+        self._memory_format = reference.memory_format
+        self._module: Call = module.to(device).to(memory_format=reference.memory_format)
+        if reference.compiled:
+            from torch._inductor import config
+
+            # As torch's documentation has it for inference: weights become constants of the compiled code, and each
+            # batch size, of which there are few, has code of its own.
+            config.freezing = True
+            self._module = torch.compile(self._module, dynamic=False)
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
         """Logits ``(N, classes)`` of a batch."""
         return self._module(batch.contiguous(memory_format=self._memory_format))
 
 
-def references(
-    build: Callable[[], nn.Module], preprocessing: Preprocessing, device: torch.device, warm: Callable[[Call], None]
-) -> Iterator[tuple[str, Call | str]]:
-    """Each reference's name, and its call or the reason why it cannot be measured here.
+def open_reference(name: str, module: nn.Module, preprocessing: Preprocessing, device: str) -> tuple[Call, str]:
+    """A module as the reference of this name runs it, in a process of its own.
 
     Args:
-        build: makes the eager float32 module.
+        name: one of `REFERENCES`.
+        module: eager, float32.
         preprocessing: of the batches.
-        device: where to run.
-        warm: runs a call at every batch size that will be timed.
+        device: where to run it.
+
+    Returns:
+        ``uint8`` images to logits, and what executes it.
     """
-    for name, (memory_format, compiled) in REFERENCES.items():
-        module = build().eval().to(memory_format=memory_format)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                engine = ModuleEngine(module, device, memory_format, compiled=compiled)
-                call = _call(engine, preprocessing)
-                warm(call)
-        except Exception as error:  # noqa: BLE001 - Inductor raises whatever its compiler does
-            yield name, f"does not run here: {one_line(error)}"
-        else:
-            yield name, call
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    engine = ModuleEngine(module.eval(), torch.device(device), REFERENCES[name])
+
+    def call(batch: torch.Tensor) -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler
+            return infer(engine, batch, preprocessing, torch.float32)
+
+    return call, engine.provider
 
 
-def _call(engine: ModuleEngine, preprocessing: Preprocessing) -> Call:
-    return lambda batch: infer(engine, batch, preprocessing, torch.float32)
+def pickled(build: Callable[[], nn.Module], preprocessing: Preprocessing) -> bytes:
+    """A module and its preprocessing, for `open_reference` in another process that cannot import the user's code.
+
+    Classes and functions of installed libraries are named, all others are written out.
+
+    Raises:
+        Exception: whatever the module refuses to be pickled with.
+    """
+    import cloudpickle
+
+    with _by_value():
+        body: bytes = cloudpickle.dumps((build(), preprocessing))
+    return body
+
+
+@contextmanager
+def _by_value() -> Iterator[None]:
+    import cloudpickle
+
+    ours = [module for name, module in list(sys.modules.items()) if _is_users(name, module)]
+    for module in ours:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in ours:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_users(name: str, module: ModuleType) -> bool:
+    if name.partition(".")[0] in (*PROJECT, "__main__", "__mp_main__") or name in sys.builtin_module_names:
+        return False  # cloudpickle takes __main__ by value anyway
+    file = getattr(module, "__file__", None)
+    return isinstance(module, ModuleType) and file is not None and not is_installed(Path(file).resolve())

@@ -1,14 +1,41 @@
-"""The settings of a measurement of speed; apart from `latency`, which needs torch, because reports are read without."""
+"""The settings of a measurement; apart from what measures, which needs torch, because reports are read without."""
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from typing import Annotated
+
+from pydantic import Field, PlainSerializer, PlainValidator, field_validator
 
 from serve.config import Config
+from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
+
+
+def _wanted(body: object) -> str | Execution:
+    if isinstance(body, str | Execution):
+        return body
+    try:
+        return Execution.from_json(body)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+def _as_json(wanted: str | Execution) -> object:
+    return wanted if isinstance(wanted, str) else wanted.to_json()
+
+
+#: An engine's name, for it with its usual settings wherever is measured; or one execution, as a mapping of its fields.
+Wanted = Annotated[str | Execution, PlainValidator(_wanted), PlainSerializer(_as_json)]
 
 
 class Timing(Config):
-    """How speed is measured."""
+    """What is measured, and how its speed is."""
+
+    executions: tuple[Wanted, ...] | None = Field(
+        default=None,
+        description="engines' names, or mappings such as {engine: openvino, threads: 1}, to run the artifacts with; "
+        "by default every engine that can. The baseline is measured in any case, as the rest is compared with it",
+    )
 
     rounds: int = Field(
         default=7, ge=1, description="turns that each variant gets; from 6 on, ratios have a 95 % interval"
@@ -21,6 +48,11 @@ class Timing(Config):
     seconds: float = Field(default=0.2, gt=0, description="time of one turn of one variant at one batch size")
     minimum: int = Field(default=3, ge=1, description="fewest timed calls in a turn; five times as many at batch 1")
     warm_up: int = Field(default=2, ge=0, description="untimed calls at the start of each turn")
+
+    @property
+    def of_a_turn(self) -> dict[str, object]:
+        """What a turn depends on, as JSON values: all but which executions take turns."""
+        return self.model_dump(mode="json", exclude={"executions"})
 
     @field_validator("batch_sizes")
     @classmethod

@@ -8,17 +8,16 @@ difference is a paired one even between two models.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, load_answers
-from optimize.measure.footprint import FootprintMeter
-from optimize.measure.latency import compare, measure_speed
-from optimize.measure.rows import Footprint, Measured, Measurement, Pair, Report, Results, Row, Skip
+from optimize.measure.latency import Turn, compare, measure_speed
+from optimize.measure.pool import Loaded, Pool
+from optimize.measure.rows import Measured, Measurement, Pair, Report, Results, Row, Skip
 from optimize.measure.timing import Timing
 from optimize.report.runs import report_of
 from optimize.run.recommendation import Recommend, recommend
@@ -27,10 +26,9 @@ from optimize.store.objects import Store
 from serve import layout
 from serve.runs import sample_image
 from serve.runtime.card import read_card
-from serve.runtime.engines.base import pair_id, preferred
-from serve.runtime.errors import EngineError, UserError, did_you_mean
+from serve.runtime.engines.base import executions_for, pair_id
+from serve.runtime.errors import EngineError, PipelineError, UserError, did_you_mean
 from serve.runtime.images import load
-from serve.runtime.predictor import Predictor
 
 _MAX_BATCH = 64
 
@@ -53,21 +51,16 @@ class _Contestant:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A contestant that runs here, and its own input at every batch size; ``id`` is the pair's."""
+    """A contestant that runs here, in its process; ``id`` is the pair's."""
 
     id: str
-    predictor: Predictor
-    batches: Mapping[int, torch.Tensor]
-
-    def call(self, batch: torch.Tensor) -> torch.Tensor:
-        """Answer as many images as ``batch`` has; each network has its own input size."""
-        return self.predictor.probabilities(self.batches[len(batch)])
+    loaded: Loaded
 
 
 def compare_runs(
-    store: Path, names: Sequence[str], *, timing: Timing, rule: Recommend, device: torch.device, listener: Listener
+    store: Path, names: Sequence[str], *, timing: Timing, rule: Recommend, devices: Sequence[str], listener: Listener
 ) -> Results:
-    """Compare artifacts across runs.
+    """Compare artifacts across runs, each by the execution that was the best in its own run.
 
     Args:
         store: where the runs are.
@@ -75,7 +68,7 @@ def compare_runs(
             by the execution that was recommended, or was its fastest. The first is what the others are compared with.
         timing: how speed is measured.
         rule: of the recommendation.
-        device: where to run them.
+        devices: where to run them; what was best elsewhere runs by the preferred engine that works here.
         listener: told of the measurements.
 
     Raises:
@@ -89,42 +82,48 @@ def compare_runs(
     answers = {c.name: _answers(Store(store), c) for c in contestants}
     opened: dict[str, _Opened] = {}
     skips: dict[str, Skip] = {}
-    for contestant in contestants:
-        try:
-            opened[contestant.name] = _open(store, contestant, device, timing)
-        except EngineError as error:
-            skips[contestant.name] = Skip(kind="cannot_run_here", reason=str(error))
-    first = contestants[0].name
-    if first in skips:
-        raise UserError(f"{first}, with which the others are compared, cannot run here: {skips[first].reason}")
-    listener.started("memory")
-    footprints = _footprints([c for c in contestants if c.name in opened], device, timing, listener)
-    listener.ended("memory", 0.0, cached=False, skipped=None)
-    listener.started("speed")
     begun = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {o.id: o.call for o in opened.values()}
-    # Each call has its images; of the batch it reads the size alone.
-    speeds = measure_speed(calls, torch.empty, device, timing, listener)
-    taken = sum(sum(map(sum, turns)) for speed in speeds.values() for turns in speed.rounds.values()) / 1e3
-    listener.ended("speed", taken, cached=False, skipped=None)
-    floats = [opened[c.name].id for c in contestants if c.name in opened and c.row.file and c.row.file.is_float]
-    every = turns(speeds, floats=floats, baseline=[opened[first].id])
+    with Pool(timing.batch_sizes, _MAX_BATCH, listener) as pool:
+        listener.started("memory")
+        for done, contestant in enumerate(contestants, start=1):
+            try:
+                opened[contestant.name] = _open(pool, contestant, devices)
+            except EngineError as error:
+                skips[contestant.name] = Skip(kind="cannot_run_here", reason=str(error))
+            listener.progressed(done / len(contestants), contestant.name)
+        listener.ended("memory", 0.0, cached=False, skipped=None)
+        first = contestants[0].name
+        if first in skips:
+            raise UserError(f"{first}, with which the others are compared, cannot run here: {skips[first].reason}")
+        listener.started("speed")
+        with pool.alone():
+            takers = {
+                opened[c.name].id: _turn(store, c, opened[c.name], timing) for c in contestants if c.name in opened
+            }
+            speeds = measure_speed(takers, timing, listener)
+        taken = sum(sum(map(sum, turns)) for speed in speeds.values() for turns in speed.rounds.values()) / 1e3
+        listener.ended("speed", taken, cached=False, skipped=None)
+    for name, each in opened.items():
+        if each.id not in speeds:
+            skips[name] = Skip(kind="failed", reason="its process ended while it was timed")
+    if first in skips:
+        raise PipelineError(f"{first}, with which the others are compared: {skips[first].reason}")
+    timed = {name: each for name, each in opened.items() if name not in skips}
+    floats = [timed[c.name].id for c in contestants if c.name in timed and c.row.file and c.row.file.is_float]
+    every = turns(speeds, floats=floats, baseline=[timed[first].id])
 
     def pair(contestant: _Contestant) -> Pair:
-        name, parent = contestant.name, opened.get(f"{contestant.run}/{contestant.row.parent}")
-        own = opened[name]
+        name, parent = contestant.name, timed.get(f"{contestant.run}/{contestant.row.parent}")
+        own, loaded = timed[name], timed[name].loaded
         measured = Measured(
             **dict(every.timed(own.id)),
             accuracy=accuracy(
-                answers[name],
-                answers[first] if name != first else None,
-                contestant.measured.accuracy.answers,
+                answers[name], answers[first] if name != first else None, contestant.measured.accuracy.answers
             ),
-            footprint=footprints[name],
+            footprint=loaded.footprint,
             vs_parent=compare(speeds[parent.id], speeds[own.id]) if parent else None,
         )
-        engine = own.predictor.engine
-        return Pair(id=own.id, execution=own.predictor.execution, provider=engine.provider, measured=measured)
+        return Pair(id=own.id, execution=loaded.execution, provider=loaded.provider, measured=measured)
 
     rows = [
         c.row.model_copy(
@@ -192,26 +191,35 @@ def _answers(store: Store, contestant: _Contestant) -> Answers:
     return load_answers(stored.folder)
 
 
-def _open(store: Path, contestant: _Contestant, device: torch.device, timing: Timing) -> _Opened:
-    execution = contestant.pair.execution
-    if execution.device_type != device.type:
-        execution = preferred(read_card(contestant.folder), str(device))
-    predictor = Predictor(contestant.folder, execution, max_batch=_MAX_BATCH)
-    predictor.warm_up(timing.batch_sizes)
+def _open(pool: Pool, contestant: _Contestant, devices: Sequence[str]) -> _Opened:
+    """Open a contestant by the execution that it was measured with, or the next that works here.
+
+    Raises:
+        EngineError: none does; the message has each reason.
+    """
+    card = read_card(contestant.folder)
+    usual = [execution for device in devices for execution in executions_for(card, device)]
+    if contestant.pair.execution.device in devices:
+        usual.insert(0, contestant.pair.execution)
+    reasons = []
+    for execution in usual:
+        try:
+            loaded = pool.load(contestant.name, contestant.folder, execution)
+        except EngineError as error:
+            reasons.append(str(error))
+        else:
+            return _Opened(pair_id(contestant.name, execution), loaded)
+    raise EngineError("; ".join(dict.fromkeys(reasons)) or f"runs on {card.device} only")
+
+
+def _turn(store: Path, contestant: _Contestant, opened: _Opened, timing: Timing) -> Turn:
+    """Give a contestant its images, each network having its own input size, and warm it up."""
     sample = sample_image(store, contestant.run)
     if sample is None:
         raise UserError(f"{store / contestant.run} has no sample image; run {contestant.run} again")
-    image = load(sample.read_bytes(), predictor.card.preprocessing)
-    batches = {size: image.expand(size, -1, -1, -1).contiguous() for size in timing.batch_sizes}
-    return _Opened(pair_id(contestant.name, execution), predictor, batches)
-
-
-def _footprints(
-    contestants: Sequence[_Contestant], device: torch.device, timing: Timing, listener: Listener
-) -> dict[str, Footprint]:
-    found = {}
-    with FootprintMeter(str(device), torch.get_num_threads()) as meter:
-        for done, contestant in enumerate(contestants, start=1):
-            found[contestant.name] = meter.measure(contestant.folder, timing.batch_sizes[-1])
-            listener.progressed(done / len(contestants), contestant.name)
-    return found
+    image = load(sample.read_bytes(), read_card(contestant.folder).preprocessing)
+    worker = opened.loaded.worker
+    for size in timing.batch_sizes:
+        worker.keep(image.expand(size, -1, -1, -1))
+    worker.warm(timing.batch_sizes)
+    return functools.partial(worker.turn, timing=timing)

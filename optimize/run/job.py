@@ -17,7 +17,7 @@ from optimize.data.formats.base import DEFAULT_DATA, open_data
 from optimize.data.records import ImageData
 from optimize.data.splits import subset
 from optimize.listener import SILENT, Listener
-from optimize.measure.machine import resolve_device
+from optimize.measure.machine import measured_devices, resolve_device
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
 from optimize.models.module import module_source
 from optimize.models.preprocessing import Wish, choose_preprocessing
@@ -45,7 +45,8 @@ class Job:
         skip_unreadable: measure without the validation images that cannot be read, instead of refusing them.
         recipe: a YAML file; None takes the default, every pass.
         store: where runs are kept.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        device: where to train and calibrate: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
         image_size: side of the network's input in pixels; None leaves it to model and data.
         weights: name of torchvision's own weights, such as ``DEFAULT``.
         weights_key: which weights of the checkpoint to take, see `read_checkpoint`; None prefers averaged ones.
@@ -68,6 +69,7 @@ class Job:
     recipe: Path | None = None
     store: Path = Path("model_store")
     device: str = "auto"
+    measure: str = "auto"
     image_size: int | None = None
     weights: str | None = None
     weights_key: str | None = None
@@ -84,7 +86,7 @@ class Job:
 class Opened:
     """A job whose parts were found and fit: the session, the run's name, and the weights if there are any.
 
-    ``identity`` says which model and data the run is of.
+    ``devices`` are those to measure on. ``identity`` says which model and data the run is of.
     ``preprocessing_origins`` says in words where each part of the preprocessing came from.
     """
 
@@ -94,6 +96,7 @@ class Opened:
     checkpoint: Checkpoint | None
     origin: Path | None
     preprocessing_origins: Mapping[str, str]
+    devices: tuple[str, ...]
 
 
 def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened:
@@ -108,6 +111,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         UserError: something is missing, unreadable, or does not fit.
     """
     device = resolve_device(job.device)
+    devices = measured_devices(job.measure, device)
     source, weights = module_source(job.model) if isinstance(job.model, nn.Module) else (resolve_model(job.model), None)
     if job.run is not None and not layout.is_run_name(job.run):
         raise UserError(
@@ -148,7 +152,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     reference = job.data if isinstance(job.data, str) else data.name
     run = job.run or layout.run_name(source.reference, reference)
     identity = Identity.of(source.reference, reference, source, data)
-    return Opened(session, run, identity, checkpoint, origin, chosen.origins)
+    return Opened(session, run, identity, checkpoint, origin, chosen.origins, devices)
 
 
 def reopen(job: Job, recipe: Wish | None = None) -> Session:

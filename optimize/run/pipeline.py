@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from optimize.context import Context
 from optimize.data.pixels import sample
 from optimize.errors import NotApplicableError, PassError
@@ -66,11 +68,12 @@ def run(job: Job, listener: Listener) -> Outcome:
         for stage in recipe.stages:
             session.check(stage.config)
         steps = _build(opened, recipe, listener)
-        bench = Bench(session.store, context, remeasure=job.remeasure)
-        measured = measure(steps, bench, recipe.measure, listener)
+        bench = Bench(session.store, context, recipe.measure, opened.devices, remeasure=job.remeasure)
+        measured = measure(steps, bench)
         recommendation = recommend(measured.rows, measured.turns.speeds, rule, measured.right)
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
-        here = Machine.from_json(machine(context.device))
+        gpu = next((device for device in opened.devices if device != "cpu"), "cpu")
+        here = Machine.from_json(machine(torch.device(gpu)))
         with session.store.lock(layout.run_lock(folder.name)):  # or two runs of one name would mix their files
             if not job.replace:
                 refuse_replacing(folder, opened.identity)  # one that has been made meanwhile

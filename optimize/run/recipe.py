@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from optimize.measure.references import REFERENCES
 from optimize.measure.timing import Timing
+from optimize.measure.wanted import check_wanted
 from optimize.models.preprocessing import PreprocessingConfig
 from optimize.passes.base import Pass, find_pass, passes
 from optimize.run.recommendation import Recommend
@@ -148,11 +149,21 @@ def _parse(text: str) -> Recipe:
     return Recipe(
         stages=_stages(fields.get("stages"), root.line),
         baseline=_config(TrainingConfig, fields.get("baseline"), "baseline"),
-        measure=_config(Timing, fields.get("measure"), "measure"),
+        measure=_measure(fields.get("measure")),
         recommend=_config(Recommend, fields.get("recommend"), "recommend"),
         preprocessing=_config(PreprocessingConfig, fields.get("preprocessing"), "preprocessing"),
         serving=_config(ServingOptions, fields.get("serving"), "serving"),
     )
+
+
+def _measure(node: _Node | None) -> Timing:
+    timing: Timing = _config(Timing, node, "measure")
+    try:
+        check_wanted(timing.executions or ())
+    except UserError as error:
+        assert node is not None
+        raise _Fault(node.value["executions"].line, f"measure.executions: {error}") from None
+    return timing
 
 
 def _stages(node: _Node | None, line: int) -> tuple[Stage, ...]:

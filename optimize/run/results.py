@@ -5,19 +5,17 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, parity
-from optimize.measure.bench import Bench, Kept, SpeedTable, eager_origin
-from optimize.measure.latency import Speed, compare
-from optimize.measure.rows import Footprint, Measured, Measurement, ModelFile, Pair, Reference, Row, Skip
-from optimize.measure.timing import Timing
+from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
+from optimize.measure.latency import compare
+from optimize.measure.rows import Measured, Measurement, ModelFile, Pair, Reference, Row, Skip
 from optimize.run.halves import Right
 from optimize.run.session import Step
 from optimize.run.turns import Turns, fastest, turns
 from optimize.store.artifact import Artifact
-from serve.runtime.engines.base import pair_id, preferred
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 from serve.runtime.execution import Execution
 
@@ -47,124 +45,143 @@ class Measurements:
     keys: frozenset[str]
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A pair that is to be measured."""
-
-    artifact: Artifact
-    execution: Execution
-
-    @property
-    def id(self) -> str:
-        return pair_id(self.artifact.name, self.execution)
-
-
-def measure(steps: Sequence[Step | Row], bench: Bench, timing: Timing, listener: Listener) -> Measurements:
+def measure(steps: Sequence[Step | Row], bench: Bench) -> Measurements:
     """Measure what this machine can run; the others keep their row, with the reason and no number.
 
     Args:
         steps: unique names, parents before children; the first is the baseline that the others are compared
             with. A row stands for a stage that was not made.
-        bench: see `Bench`.
-        timing: how speed is measured.
-        listener: told of each measurement.
+        bench: see `Bench`; its processes have ended when this returns.
 
     Raises:
         PipelineError: the first cannot be measured.
     """
+    listener = bench.context.listener
     artifacts = [step.artifact for step in steps if isinstance(step, Step)]
-    pairs: dict[str, list[_Candidate]] = {artifact.name: [] for artifact in artifacts}
-    refused: dict[str, Skip] = {}
-    for artifact in artifacts:
-        try:
-            if (reason := bench.refuses(artifact)) is not None:
-                refused[artifact.name] = Skip(kind="cannot_run_here", reason=reason)
-            else:
-                pairs[artifact.name] = [_Candidate(artifact, preferred(artifact.card, str(bench.context.device)))]
-        except EngineError as error:
-            refused[artifact.name] = Skip(kind="cannot_run_here", reason=str(error))
-    baseline = artifacts[0].name
-    if (skip := refused.get(baseline)) is not None:
-        raise PipelineError(f"{baseline}, with which all others are compared, {skip.reason}")
-    skips: dict[str, Skip] = {}
+    with bench:
+        pairs, refused, skips, probes = _candidates(artifacts, bench)
 
-    def remaining() -> list[_Candidate]:
-        return [pair for group in pairs.values() for pair in group if pair.id not in skips]
+        def remaining() -> list[Candidate]:
+            return [pair for group in pairs.values() for pair in group if pair.id not in skips]
 
-    answers, skipped = _each("accuracy", remaining(), lambda pair: bench.answers(pair.artifact), listener)
-    skips |= skipped
-    batch = timing.batch_sizes[-1]
-    with bench.footprint_meter() as meter:
-        footprints, skipped = _each(
-            "memory", remaining(), lambda pair: bench.footprint(pair.artifact, batch, meter), listener
-        )
-    skips |= skipped
-    measured = remaining()
-    listener.started("speed")
-    speed = bench.speed([pair.artifact for pair in measured], timing)
-    listener.ended("speed", speed.seconds, cached=speed.cached, skipped=None)
-    speeds = {pair.id: speed.value.speeds[pair.artifact.name] for pair in measured}
-    references = {name: own for name, own in speed.value.speeds.items() if name not in speed.value.providers}
+        weighed, skipped = _each("memory", remaining(), bench.footprint, listener)
+        skips |= skipped
+        _must_remain(pairs[artifacts[0].name], skips)
+        answers, skipped = _each("accuracy", remaining(), bench.answers, listener)
+        skips |= skipped
+        _must_remain(pairs[artifacts[0].name], skips)
+        listener.started("speed")
+        speed = bench.speed(remaining())
+        listener.ended("speed", speed.seconds, cached=speed.cached, skipped=None)
+    skips |= {
+        pair.id: Skip(kind="failed", reason=f"measuring its speed failed: {speed.value.skipped[pair.id]}")
+        for pair in remaining()
+        if pair.id in speed.value.skipped
+    }
+    baseline = _must_remain(pairs[artifacts[0].name], skips)
     every = _Every(
         pairs=pairs,
         answers=answers,
-        footprints=footprints,
-        providers={pair.id: speed.value.providers[pair.artifact.name] for pair in measured},
+        weighed=weighed,
         turns=turns(
-            speeds | references,
-            floats=[*references, *(pair.id for pair in measured if _is_float(pair.artifact))],
-            baseline=[pair.id for pair in pairs[baseline]],
+            speed.value.speeds,
+            floats=[*speed.value.references, *(pair.id for pair in remaining() if _is_float(pair.artifact))],
+            baseline=baseline,
         ),
         skips=skips,
     )
     rows = [step if isinstance(step, Row) else _row(step, every, refused.get(step.artifact.name)) for step in steps]
     return Measurements(
         rows=tuple(rows),
-        references=tuple(_references(references, speed.value, every.turns)),
+        references=(*_references(speed.value, every.turns), *_absent_floats(remaining(), bench.devices)),
         references_of=eager.name if (eager := eager_origin(artifacts[0])) else None,
         measurement=Measurement(
-            timing=timing,
+            timing=bench.timing,
             taken=datetime.datetime.fromisoformat(speed.created),
             seconds=speed.seconds,
             cached=speed.cached,
         ),
         turns=every.turns,
-        right={pair.id: answers[pair.id].value.first.numpy() for pair in measured},
+        right={pair.id: answers[pair.id].value.first.numpy() for pair in remaining()},
         keys=frozenset(
-            {speed.key, *(kept.key for kept in answers.values()), *(kept.key for kept in footprints.values())}
+            {speed.key, *probes, *(kept.key for kept in answers.values()), *(kept.key for kept in weighed.values())}
         ),
     )
+
+
+def _must_remain(pairs: Sequence[Candidate], skips: Mapping[str, Skip]) -> list[str]:
+    """Ids of the pairs that are not skipped.
+
+    Raises:
+        PipelineError: there are none, of the artifact with which all others are compared.
+    """
+    remaining = [pair.id for pair in pairs if pair.id not in skips]
+    if not remaining:
+        raise PipelineError(f"{pairs[0].artifact.name}: {skips[pairs[0].id].reason}")
+    return remaining
+
+
+def _candidates(
+    artifacts: Sequence[Artifact], bench: Bench
+) -> tuple[dict[str, list[Candidate]], dict[str, Skip], dict[str, Skip], set[str]]:
+    """The pairs of each artifact, why an artifact has none, why a pair cannot be measured, and keys of the probes.
+
+    Raises:
+        PipelineError: the first artifact, with which the others are compared, has none that can.
+    """
+    pairs: dict[str, list[Candidate]] = {artifact.name: [] for artifact in artifacts}
+    refused: dict[str, Skip] = {}
+    skips: dict[str, Skip] = {}
+    probed: dict[tuple[str, str], Skip | str] = {}
+    for artifact in artifacts:
+        try:
+            pairs[artifact.name] = bench.candidates(artifact, baseline=artifact is artifacts[0])
+        except EngineError as error:
+            refused[artifact.name] = Skip(kind="cannot_run_here", reason=str(error))
+        for pair in pairs[artifact.name]:
+            engine = pair.execution.engine, pair.execution.device_type
+            if engine not in probed:
+                probed[engine] = _probe(pair.execution, bench)
+            if isinstance(skip := probed[engine], Skip):
+                skips[pair.id] = skip
+    first = artifacts[0].name
+    if all(pair.id in skips for pair in pairs[first]):
+        why = refused.get(first) or skips[pairs[first][0].id]
+        raise PipelineError(f"{first}, with which all others are compared, {why.reason}")
+    return pairs, refused, skips, {key for key in probed.values() if isinstance(key, str)}
+
+
+def _probe(execution: Execution, bench: Bench) -> Skip | str:
+    try:
+        return bench.probe(execution)
+    except PipelineError as error:
+        return Skip(kind="cannot_run_here", reason=str(error))
 
 
 @dataclass(frozen=True)
 class _Every:
     """All that was measured: ``pairs`` by artifact's name, the baseline's first, the rest by pair's id."""
 
-    pairs: Mapping[str, Sequence[_Candidate]]
+    pairs: Mapping[str, Sequence[Candidate]]
     answers: Mapping[str, Kept[Answers]]
-    footprints: Mapping[str, Kept[Footprint]]
-    providers: Mapping[str, str]
+    weighed: Mapping[str, Kept[Weighed]]
     turns: Turns
     skips: Mapping[str, Skip]
 
-    def measured(self, artifact: str) -> list[_Candidate]:
+    def measured(self, artifact: str) -> list[Candidate]:
         """The artifact's pairs that were."""
         return [pair for pair in self.pairs.get(artifact, ()) if pair.id in self.turns.speeds]
 
     @property
-    def baseline(self) -> _Candidate:
+    def baseline(self) -> Candidate:
         """What all accuracies are compared with: the pair of the first artifact that is preferred."""
         return self.measured(next(iter(self.pairs)))[0]
 
 
 def _each(
-    name: str, pairs: Sequence[_Candidate], measure_one: Callable[[_Candidate], Kept[_T]], listener: Listener
+    name: str, pairs: Sequence[Candidate], measure_one: Callable[[Candidate], Kept[_T]], listener: Listener
 ) -> tuple[dict[str, Kept[_T]], dict[str, Skip]]:
-    """One kind of measurement, of every pair, by its id; and where it fails, why.
-
-    Raises:
-        PipelineError: it fails for the first pair, with which all others are compared.
-    """
+    """One kind of measurement, of every pair, by its id; and where it fails, why."""
     listener.started(name)
     found: dict[str, Kept[_T]] = {}
     skips: dict[str, Skip] = {}
@@ -173,11 +190,9 @@ def _each(
             found[pair.id] = measure_one(pair)
         except (UserError, OSError):
             raise
-        except Exception as error:  # a library's failure on one file must not cost the other artifacts
+        except Exception as error:  # noqa: BLE001 - a library's failure on one file must not cost the other artifacts
             said = str(error) if isinstance(error, PipelineError) else one_line(error)
             reason = f"measuring its {name} failed: {said}"
-            if pair is pairs[0]:
-                raise PipelineError(f"{pair.artifact.name}: {reason}") from error
             # A provider that is not active is this machine's lack, and not the artifact's fault.
             skips[pair.id] = Skip(kind="cannot_run_here" if isinstance(error, EngineError) else "failed", reason=reason)
         listener.progressed(done / len(pairs), pair.id)
@@ -220,18 +235,18 @@ def _is_float(artifact: Artifact) -> bool:
     return _file(artifact).is_float
 
 
-def _pair(pair: _Candidate, every: _Every) -> Pair:
+def _pair(pair: Candidate, every: _Every) -> Pair:
     skip = every.skips.get(pair.id)
     return Pair(
         id=pair.id,
         execution=pair.execution,
-        provider=every.providers.get(pair.id),
+        provider=every.weighed[pair.id].value.provider if pair.id in every.weighed else None,
         measured=None if skip else _measured(pair, every),
         skip=skip,
     )
 
 
-def _measured(pair: _Candidate, every: _Every) -> Measured:
+def _measured(pair: Candidate, every: _Every) -> Measured:
     speeds, answers, baseline = every.turns.speeds, every.answers, every.baseline
     parents = every.measured(pair.artifact.parent.name) if pair.artifact.parent else []
     # Answers are compared where the engine is the same, so that the difference is the artifact's; speed at its best.
@@ -242,17 +257,32 @@ def _measured(pair: _Candidate, every: _Every) -> Measured:
     return Measured(
         **dict(timed),
         accuracy=accuracy(own.value, None if pair.id == baseline.id else answers[baseline.id].value, own.key),
-        footprint=every.footprints[pair.id].value,
+        footprint=every.weighed[pair.id].value.footprint,
         parity=parity(answers[alike.id].value, own.value, alike.id) if alike else None,
         vs_parent=compare(speeds[best], speeds[pair.id]) if best else None,
     )
 
 
-def _references(ran: Mapping[str, Speed], speed: SpeedTable, every: Turns) -> list[Reference]:
+def _references(speed: SpeedTable, every: Turns) -> list[Reference]:
+    skipped = [name for name in speed.skipped if "@" not in name]
     return [
-        *(Reference(name=name, measured=every.timed(name)) for name in ran),
-        *(
-            Reference(name=name, skip=Skip(kind="cannot_run_here", reason=reason))
-            for name, reason in speed.skipped.items()
-        ),
+        *(Reference(name=name, measured=every.timed(name)) for name in speed.references),
+        *(Reference(name=name, skip=Skip(kind="cannot_run_here", reason=speed.skipped[name])) for name in skipped),
+    ]
+
+
+#: The engines whose float execution every INT8 one is to be held against, by what it is called where it is missing.
+_FLOAT_ENGINES: Final = {"onnxruntime FP32": "onnxruntime", "openvino FP32": "openvino"}
+
+
+def _absent_floats(pairs: Sequence[Candidate], devices: Sequence[str]) -> list[Reference]:
+    """The fair float executions that are no pairs here, because there is no artifact for them."""
+    there = {
+        pair.execution.engine for pair in pairs if pair.artifact.kind == "onnx" and pair.execution.device_type == "cpu"
+    }
+    reason = "it is measured as a pair of a float onnx stage, and there is none"
+    return [
+        Reference(name=name, skip=Skip(kind="not_applicable", reason=reason))
+        for name, engine in _FLOAT_ENGINES.items()
+        if engine not in there and "cpu" in devices
     ]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from serve.runtime.card import Card, Preprocessing
+from serve.runtime.execution import Execution
 
 #: Fields of a card that say what an artifact is called and where it comes from; no engine reads them.
 PROVENANCE = frozenset({"name", "model", "lineage", "data", "versions", "machine", "notes", "packed", "schema"})
@@ -143,13 +144,13 @@ class Bench(Key):
     """What all measurements depend on.
 
     Attributes:
-        device: where the artifacts run.
+        environment: variables of the processes that change how, or how fast, libraries compute.
         machine: processor, cores, threads, memory, GPU.
         libraries: versions of all libraries.
         code: digest of the sources that measure, the runtime's among them.
     """
 
-    device: str
+    environment: Mapping[str, str]
     machine: Mapping[str, Any]
     libraries: Mapping[str, str]
     code: str
@@ -157,10 +158,11 @@ class Bench(Key):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswersKey(Bench):
-    """An artifact's answers on the validation images.
+    """An artifact's answers on the validation images, as an execution gives them.
 
     Attributes:
         artifact: see `opening`.
+        execution: what runs it.
         images: fingerprint of the validation images.
         preprocessing: how the run prepares them; the card's own is part of ``artifact``.
         skip_unreadable: whether images that cannot be read are left out.
@@ -169,6 +171,7 @@ class AnswersKey(Bench):
 
     kind = "answers"
     artifact: Mapping[str, Any]
+    execution: Mapping[str, Any]
     images: str
     preprocessing: Preprocessing
     skip_unreadable: bool
@@ -177,15 +180,17 @@ class AnswersKey(Bench):
 
 @dataclass(frozen=True, kw_only=True)
 class FootprintKey(Bench):
-    """An artifact's load time and peak memory.
+    """An artifact's load time and peak memory, in the process of an execution.
 
     Attributes:
         artifact: see `opening`.
+        execution: what runs it.
         batch: images in the batch that the peak is taken with.
     """
 
     kind = "footprint"
     artifact: Mapping[str, Any]
+    execution: Mapping[str, Any]
     batch: int
 
 
@@ -194,8 +199,9 @@ class SpeedKey(Bench):
     """Times of a set that was measured in turns.
 
     Attributes:
-        artifacts: `opened` of each, sorted: the set has no order, and its members no names.
-        eager: key of the baseline or stage whose eager module is timed beside them; None if there is none.
+        pairs: `paired` of each, sorted: the set has no order, and its members no names.
+        references: the eager references that are timed beside them, and where.
+        eager: key of the baseline or stage whose eager module these run; None if there is none.
         timing: how speed is measured.
         images: fingerprint of the validation images: their values matter too (subnormal numbers are slow).
         preprocessing: of the images.
@@ -203,12 +209,27 @@ class SpeedKey(Bench):
     """
 
     kind = "speed"
-    artifacts: tuple[str, ...]
+    pairs: tuple[str, ...]
+    references: tuple[tuple[str, str], ...]
     eager: str | None
     timing: Mapping[str, Any]
     images: str
     preprocessing: Preprocessing
     max_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeKey(Bench):
+    """That an engine works on this machine.
+
+    Attributes:
+        engine: its name.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    kind = "probe"
+    engine: str
+    device: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,3 +255,8 @@ class ArchiveKey(Key):
 def opened(card: Card) -> str:
     """SHA-256 of `opening`: equal for two artifacts that the runtime cannot tell apart."""
     return make_key(**opening(card))
+
+
+def paired(card: Card, execution: Execution) -> str:
+    """SHA-256 of an artifact with what runs it: equal for two pairs that nothing but their names tells apart."""
+    return make_key(artifact=opening(card), execution=execution.to_json())

@@ -22,14 +22,12 @@ from .workbench import CPU, GREY16, image_data, noise
 
 
 class Scripted:
-    """A predictor that gives image i the i-th row of scores, whatever it shows."""
+    """A network that gives image i the i-th row of scores, whatever it shows."""
 
-    device = CPU
+    def __init__(self, scores: np.ndarray) -> None:
+        self.scores, self.seen = torch.from_numpy(scores).float(), 0
 
-    def __init__(self, scores: np.ndarray, max_batch: int) -> None:
-        self.scores, self.max_batch, self.seen = torch.from_numpy(scores).float(), max_batch, 0
-
-    def logits(self, batch: torch.Tensor) -> torch.Tensor:
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
         rows = self.scores[self.seen : self.seen + len(batch)]
         self.seen += len(batch)
         return rows
@@ -37,7 +35,7 @@ class Scripted:
 
 def answers_of(scores: np.ndarray, classes: int, max_batch: int = 7) -> tuple[Answers, np.ndarray]:
     data = image_data(noise(8, classes=classes), noise(len(scores), classes=classes), classes)
-    found = answer(Scripted(scores, max_batch), Context(data, GREY16, CPU))  # type: ignore[arg-type]
+    found = answer(Scripted(scores), Context(data, GREY16, CPU), max_batch)
     return found, data.val.labels.numpy()
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from optimize.context import Context
 from optimize.data.records import ImageData, Split
 from optimize.measure.accuracy import answer
-from optimize.measure.bench import Bench
+from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable
 from optimize.measure.references import REFERENCES
 from optimize.measure.timing import Timing
 from optimize.models.checkpoint import Checkpoint
@@ -29,6 +29,7 @@ from optimize.store.objects import Store
 from optimize.store.sources import closure
 from serve import runtime
 from serve.runtime.card import Preprocessing
+from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from tests.narrow import encoded
 
@@ -82,7 +83,7 @@ def test_a_changed_preprocessing_of_the_same_weights_has_its_own_accuracy(
         context = Context(digits, source.preprocessing, CPU)
         artifact = Session(store, source, context).baseline(checkpoint=weights).artifact
         found[mean] = (
-            Bench(store, context).answers(artifact).value.top1,
+            top1_of(store, context, artifact),
             true_top1(artifact, digits, mean, std),
             artifact.card.content,
         )
@@ -91,6 +92,11 @@ def test_a_changed_preprocessing_of_the_same_weights_has_its_own_accuracy(
     assert truly_good > truly_bad + 0.1
     assert good == pytest.approx(truly_good, abs=0.01)
     assert bad == pytest.approx(truly_bad, abs=0.01)
+
+
+def top1_of(store: Store, context: Context, artifact: Artifact) -> float:
+    with Bench(store, context, QUICK) as bench:
+        return bench.answers(*bench.candidates(artifact)).value.top1
 
 
 def with_preprocessing(context: Context, artifact: Artifact) -> tuple[Context, Artifact]:
@@ -116,21 +122,21 @@ def with_card(**changes: object) -> Callable[[Context, Artifact], tuple[Context,
     )
 
 
-def with_threads(context: Context, artifact: Artifact) -> tuple[Context, Artifact]:
-    torch.set_num_threads(torch.get_num_threads() + 1)
-    return context, artifact
-
-
 MATTERS = {
     "preprocessing": with_preprocessing,
     "input size": with_input_size,
     "classes": with_card(classes=tuple("abcdefghij")),
     "precision (it selects the kernels)": with_card(precision="int8"),
-    "threads": with_threads,
 }
 
 
-def keys(store: Store, context: Context, artifact: Artifact) -> dict[str, str]:
+def keys(
+    store: Store,
+    context: Context,
+    artifact: Artifact,
+    execution: Execution | None = None,
+    timing: Timing | None = None,
+) -> dict[str, str]:
     """The key that each kind of measurement is kept by; nothing is measured."""
     asked: list[str] = []
 
@@ -142,15 +148,15 @@ def keys(store: Store, context: Context, artifact: Artifact) -> dict[str, str]:
             asked.append(key.digest)
             raise AskedError
 
-    bench = Asking(store, context)
-    with bench.footprint_meter() as meter:
-        for ask in (
-            lambda: bench.answers(artifact),
-            lambda: bench.footprint(artifact, 4, meter),
-            lambda: bench.speed([artifact], QUICK),
-        ):
-            with pytest.raises(AskedError):
-                ask()
+    bench = Asking(store, context, timing or QUICK)
+    (candidate,) = [Candidate(artifact, execution)] if execution else bench.candidates(artifact)
+    for ask in (
+        lambda: bench.answers(candidate),
+        lambda: bench.footprint(candidate),
+        lambda: bench.speed([candidate]),
+    ):
+        with pytest.raises(AskedError):
+            ask()
     return dict(zip(("answers", "footprint", "speed"), asked, strict=True))
 
 
@@ -159,13 +165,30 @@ def test_what_a_measurement_depends_on_is_in_its_key(
     change: str, store: Store, trained: Artifact, digits_context: Context
 ) -> None:
     before = keys(store, digits_context, trained)
-    threads = torch.get_num_threads()
-    try:
-        after = keys(store, *MATTERS[change](digits_context, trained))
-    finally:
-        torch.set_num_threads(threads)
+    after = keys(store, *MATTERS[change](digits_context, trained))
     assert before.keys() == after.keys() == {"answers", "footprint", "speed"}
     assert not set(before.values()) & set(after.values())
+
+
+def test_how_it_is_run_is_in_the_key_of_every_measurement(
+    store: Store, trained: Artifact, digits_context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = keys(store, digits_context, trained)
+    assert plain == keys(store, digits_context, trained, Execution("exported"))
+    threads = keys(store, digits_context, trained, Execution("exported", threads=1))
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    spinning = keys(store, digits_context, trained)
+    monkeypatch.setenv("NOBODY_READS_THIS", "1")
+    assert spinning == keys(store, digits_context, trained)
+    for name in plain:
+        assert len({plain[name], threads[name], spinning[name]}) == 3
+
+
+def test_which_executions_take_turns_is_no_input_of_a_turn(
+    store: Store, trained: Artifact, digits_context: Context
+) -> None:
+    named = QUICK.model_copy(update={"executions": ("exported",)})
+    assert keys(store, digits_context, trained, timing=named) == keys(store, digits_context, trained)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -175,7 +198,7 @@ def test_a_measurement_is_taken_from_the_store_where_nothing_changed(
     assert keys(store, digits_context, trained) == keys(store, digits_context, trained)
     fused = session.apply(trained, Fuse()).artifact
     assert keys(store, digits_context, trained)["answers"] != keys(store, digits_context, fused)["answers"]
-    first, second = (Bench(store, digits_context).speed([trained], QUICK) for _ in range(2))
+    first, second = (speed(store, digits_context, trained) for _ in range(2))
     assert (first.cached, second.cached) == (False, True)
     assert first.value.speeds == second.value.speeds
     assert (first.key, first.seconds, first.created) == (second.key, second.seconds, second.created)
@@ -194,25 +217,30 @@ def test_an_accuracy_is_of_the_validation_images_and_of_no_others(
     assert {name for name in before if after[name] != before[name]} == {"answers", "speed"}
 
 
+def speed(store: Store, context: Context, *artifacts: Artifact) -> Kept[SpeedTable]:
+    """Timed in turns, each by its preferred execution."""
+    with Bench(store, context, QUICK) as bench:
+        return bench.speed([bench.candidates(artifact)[0] for artifact in artifacts])
+
+
 @pytest.mark.usefixtures("uncompiled")
 def test_names_and_order_of_a_set_are_not_in_its_key(
     store: Store, trained: Artifact, session: Session, digits_context: Context
 ) -> None:
     """A recipe and the API, which call things by other names, share what was measured."""
     one, two = session.apply(trained, Fuse()), session.apply(trained, Fuse(), "folded")
-    bench = Bench(store, digits_context)
-    first = bench.speed([trained, one.artifact], QUICK)
-    again = bench.speed([trained, two.artifact], QUICK)
+    first = speed(store, digits_context, trained, one.artifact)
+    again = speed(store, digits_context, trained, two.artifact)
     assert (first.cached, again.cached) == (False, True)
     assert again.created == first.created
-    assert again.value.speeds["folded"] == first.value.speeds["fuse"]
-    assert again.value.providers.keys() == {"baseline", "folded"}
-    assert again.value.speeds.keys() - {"folded"} == first.value.speeds.keys() - {"fuse"}
+    assert again.value.speeds["folded@exported"] == first.value.speeds["fuse@exported"]
+    assert again.value.references == first.value.references == ("eager", "eager channels-last")
+    assert again.value.speeds.keys() == {"baseline@exported", "folded@exported", *again.value.references}
     both = [asked["answers"] for asked in (keys(store, digits_context, step.artifact) for step in (one, two))]
     assert both[0] == both[1]
     # The first is the one whose eager module is timed beside the others.
     other = dataclasses.replace(one.artifact, card=trained.card), dataclasses.replace(trained, card=one.artifact.card)
-    assert not bench.speed(list(other), QUICK).cached
+    assert not speed(store, digits_context, *other).cached
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -220,8 +248,8 @@ def test_equal_artifacts_of_a_set_are_measured_once(
     store: Store, trained: Artifact, session: Session, digits_context: Context
 ) -> None:
     twins = [session.apply(trained, Fuse(), name).artifact for name in ("one", "two")]
-    speeds = Bench(store, digits_context).speed([trained, *twins], QUICK).value.speeds
-    assert speeds["one"] == speeds["two"] != speeds["baseline"]
+    speeds = speed(store, digits_context, trained, *twins).value.speeds
+    assert speeds["one@exported"] == speeds["two@exported"] != speeds["baseline@exported"]
 
 
 def test_every_file_of_the_runtime_that_measures_is_in_the_keys() -> None:

@@ -26,7 +26,7 @@ QUICK = opt.Timing(rounds=2, batch_sizes=(1, 4), seconds=0.01)
 
 
 def compared(store: Path, *names: str, **rule: object) -> dict[str, Row]:
-    table = opt.compare_runs(*names, store=store, device="cpu", timing=QUICK, **rule)  # type: ignore[arg-type]
+    table = opt.compare_runs(*names, store=store, measure="cpu", timing=QUICK, **rule)  # type: ignore[arg-type]
     return {row.name: row for row in table.rows}
 
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_compared_is_named(two_runs: Path) -> None:
 
 
 def test_the_command_prints_the_whole_table_or_json(two_runs: Path) -> None:
-    words = ["compare", "tiny/baseline", "other/fuse", "--store", str(two_runs), "--device", "cpu"]
+    words = ["compare", "tiny/baseline", "other/fuse", "--store", str(two_runs), "--measure", "cpu"]
     result = CliRunner().invoke(cli.app, [*words, "--objective", "size", "--json"])
     assert result.exit_code == 0, result.output
     results = Results.from_json(json.loads(result.stdout))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from optimize.store import keys
-from optimize.store.keys import Key, content, make_key, opened, opening
+from optimize.store.keys import Key, content, make_key, opened, opening, paired
 from serve.runtime.card import Ancestor, Card, Preprocessing
+from serve.runtime.execution import Execution
 
 PLAIN = Preprocessing(16, (16, 16))
 CARD: dict[str, Any] = {"name": "ptq", "files": {"model.pt": "0" * 64}}
@@ -46,33 +47,44 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
     keys.NamedKey: {"made": ("a" * 64, "b" * 64), "card": (CARD, {**CARD, "name": "int8"})},
     keys.AnswersKey: {
         "artifact": ({"files": {}}, {"files": {"model.pt": "0"}}),
+        "execution": (Execution("openvino").to_json(), Execution("openvino", threads=1).to_json()),
         "images": ("d" * 64, "e" * 64),
         "preprocessing": (PLAIN, dataclasses.replace(PLAIN, resize=20)),
         "skip_unreadable": (False, True),
         "max_batch": (64, 32),
-        "device": ("cpu", "cuda:1"),
+        "environment": ({"GOMP_SPINCOUNT": "10000"}, {"GOMP_SPINCOUNT": "10000", "OMP_NUM_THREADS": "1"}),
         "machine": ({"cores": 2}, {"cores": 4}),
         "libraries": ({"torch": "2.14"}, {"torch": "2.15"}),
         "code": ("f" * 64, "0" * 64),
     },
     keys.FootprintKey: {
         "artifact": ({"files": {}}, {"files": {"model.pt": "0"}}),
+        "execution": (Execution("torchscript").to_json(), Execution("torchscript", "cuda").to_json()),
         "batch": (16, 1),
-        "device": ("cpu", "cuda:1"),
+        "environment": ({"GOMP_SPINCOUNT": "10000"}, {"GOMP_SPINCOUNT": "10000", "OMP_NUM_THREADS": "1"}),
         "machine": ({"cores": 2}, {"cores": 4}),
         "libraries": ({"torch": "2.14"}, {"torch": "2.15"}),
         "code": ("f" * 64, "0" * 64),
     },
     keys.SpeedKey: {
-        "artifacts": (("a", "b"), ("a",)),
+        "pairs": (("a", "b"), ("a",)),
+        "references": ((("eager", "cpu"),), (("eager", "cuda"),)),
         "eager": ("a" * 64, None),
         "timing": ({"rounds": 5}, {"rounds": 6}),
         "images": ("d" * 64, "e" * 64),
         "preprocessing": (PLAIN, dataclasses.replace(PLAIN, crop=(8, 8))),
         "max_batch": (64, 32),
-        "device": ("cpu", "cuda:1"),
+        "environment": ({"GOMP_SPINCOUNT": "10000"}, {"GOMP_SPINCOUNT": "10000", "OMP_NUM_THREADS": "1"}),
         "machine": ({"cores": 2}, {"cores": 4}),
         "libraries": ({"torch": "2.14"}, {"torch": "2.15"}),
+        "code": ("f" * 64, "0" * 64),
+    },
+    keys.ProbeKey: {
+        "engine": ("openvino", "onnxruntime"),
+        "device": ("cpu", "cuda"),
+        "environment": ({}, {"OMP_NUM_THREADS": "1"}),
+        "machine": ({"cores": 2}, {"cores": 4}),
+        "libraries": ({"openvino": "2026.4"}, {}),
         "code": ("f" * 64, "0" * 64),
     },
     keys.ArchiveKey: {
@@ -172,6 +184,14 @@ def test_a_field_of_the_card_counts_unless_it_is_provenance(field: str) -> None:
     assert (opened(base) != opened(changed)) == read_by_engines
     # Another preprocessing or other labels are another artifact to measure, but no other file to start a pass from.
     assert (content(base) != content(changed)) == (read_by_engines and field not in ("preprocessing", "classes"))
+
+
+def test_a_pair_is_its_artifact_and_its_execution_and_no_name() -> None:
+    one, other = Execution("openvino"), Execution("openvino", options={"precision": "bf16"})
+    renamed = dataclasses.replace(HELD, name="int8")
+    changed = dataclasses.replace(HELD, precision="int8-dynamic")
+    assert paired(HELD, one) == paired(renamed, Execution.from_json(one.to_json()))
+    assert len({paired(HELD, one), paired(HELD, other), paired(changed, one)}) == 3
 
 
 def test_provenance_names_fields_that_there_are() -> None:

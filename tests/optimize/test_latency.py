@@ -12,12 +12,10 @@ import torch
 
 from optimize.listener import Silent
 from optimize.measure import latency
-from optimize.measure.latency import Speed, compare, measure_speed
+from optimize.measure.latency import Speed, Turn, clock_of, compare, measure_speed, take_turn
 from optimize.measure.rows import Timed
 from optimize.measure.timing import Timing
-from serve.runtime.errors import UserError
-
-CPU = torch.device("cpu")
+from serve.runtime.errors import PipelineError, UserError
 
 
 class Machine:
@@ -49,6 +47,15 @@ def images(size: int) -> torch.Tensor:
     return torch.zeros((size, 3, 4, 4), dtype=torch.uint8)
 
 
+def in_turns(calls, timing: Timing, device: str = "cpu") -> dict[str, Speed]:
+    """Each call takes its turns in this process."""
+
+    def turn_of(call) -> Turn:
+        return lambda size: take_turn(call, images(size), clock_of(device), timing)
+
+    return measure_speed({name: turn_of(call) for name, call in calls.items()}, timing)
+
+
 def figures(speed: Speed) -> Timed:
     return speed.against(speed, speed)
 
@@ -67,7 +74,7 @@ def turns(log: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
 def test_variants_take_turns_and_each_round_begins_with_another(fake: Machine) -> None:
     calls = {name: fake.call(name, lambda n, size: 1.0) for name in "abc"}
     timing = Timing(rounds=4, batch_sizes=(1, 2), seconds=1e-9, minimum=2, warm_up=1)
-    measure_speed(calls, images, CPU, timing)
+    in_turns(calls, timing)
     seen = turns(fake.log)
     assert [name for name, size, _ in seen if size == 1] == list("abc" + "bca" + "cab" + "abc")
     assert [name for name, size, _ in seen if size == 2] == list("abc" + "bca" + "cab" + "abc")
@@ -77,7 +84,7 @@ def test_variants_take_turns_and_each_round_begins_with_another(fake: Machine) -
 
 def test_a_turn_lasts_its_time_and_never_less_than_the_minimum(fake: Machine) -> None:
     calls = {"fast": fake.call("fast", lambda n, size: 1.0), "slow": fake.call("slow", lambda n, size: 1000.0)}
-    speeds = measure_speed(calls, images, CPU, Timing(rounds=1, batch_sizes=(1,), seconds=0.1, minimum=2, warm_up=0))
+    speeds = in_turns(calls, Timing(rounds=1, batch_sizes=(1,), seconds=0.1, minimum=2, warm_up=0))
     assert len(speeds["fast"].rounds[1][0]) in (100, 101)  # floating sums
     assert len(speeds["slow"].rounds[1][0]) == 10
 
@@ -90,7 +97,7 @@ def test_warm_up_calls_are_in_no_figure(fake: Machine) -> None:
 
     calls = {"a": fake.call("a", cold_then_warm)}
     timing = Timing(rounds=3, batch_sizes=(1,), seconds=1e-9, minimum=1, warm_up=3)
-    found = figures(measure_speed(calls, images, CPU, timing)["a"]).latency_ms
+    found = figures(in_turns(calls, timing)["a"]).latency_ms
     assert (found.p50, found.p95, found.p99) == pytest.approx((2.0, 2.0, 2.0))
     assert found.samples == 15
 
@@ -123,7 +130,7 @@ def test_a_slow_minute_of_the_machine_favours_nobody(fake: Machine) -> None:
         return lambda n, size: milliseconds * (10 if fake.now > 0.5 else 1)
 
     calls = {"parent": fake.call("parent", of(4.0)), "child": fake.call("child", of(2.0))}
-    speeds = measure_speed(calls, images, CPU, Timing(rounds=7, batch_sizes=(1,), seconds=0.05, minimum=1, warm_up=0))
+    speeds = in_turns(calls, Timing(rounds=7, batch_sizes=(1,), seconds=0.05, minimum=1, warm_up=0))
     assert compare(speeds["parent"], speeds["child"]).value == pytest.approx(2.0)
 
 
@@ -156,9 +163,25 @@ def test_the_garbage_collector_rests_meanwhile_and_is_back_afterwards() -> None:
 
     assert gc.isenabled()
     with pytest.raises(RuntimeError):
-        measure_speed({"a": broken}, images, CPU, Timing(rounds=1, batch_sizes=(1,)))
+        in_turns({"a": broken}, Timing(rounds=1, batch_sizes=(1,)))
     assert seen == [False]
     assert gc.isenabled()
+
+
+def test_one_that_fails_leaves_and_the_others_go_on() -> None:
+    left: list[str] = []
+
+    def breaks(size: int) -> list[float]:
+        left.append("turn")
+        if len(left) == 3:
+            raise PipelineError("its process was ended by SIGKILL")
+        return [1.0]
+
+    turns: dict[str, Turn] = {"a": lambda size: [1.0], "breaks": breaks, "b": lambda size: [2.0]}
+    found = measure_speed(turns, Timing(rounds=4, batch_sizes=(1, 2)))
+    assert found.keys() == {"a", "b"}
+    assert found["b"].rounds == {1: [[2.0]] * 4, 2: [[2.0]] * 4}
+    assert len(left) == 3
 
 
 def test_progress_ends_at_one_and_never_goes_back(fake: Machine) -> None:
@@ -168,9 +191,8 @@ def test_progress_ends_at_one_and_never_goes_back(fake: Machine) -> None:
         def progressed(self, fraction: float, message: str) -> None:
             heard.append(fraction)
 
-    calls = {name: fake.call(name, lambda n, size: 1.0) for name in "ab"}
-    timing = Timing(rounds=2, batch_sizes=(1,), seconds=1e-9)
-    measure_speed(calls, images, CPU, timing, Heard())
+    timing = Timing(rounds=2, batch_sizes=(1,))
+    measure_speed({name: lambda size: [1.0] for name in "ab"}, timing, Heard())
     assert heard == sorted(heard) == [0.25, 0.5, 0.75, 1.0]
 
 
@@ -191,7 +213,6 @@ def test_on_cuda_a_call_is_timed_to_its_end_and_not_to_its_launch() -> None:
             product = product @ matrix  # launched at once, computed for milliseconds
         return product
 
-    device = torch.device("cuda")
-    times = measure_speed({"a": call}, images, device, Timing(rounds=1, batch_sizes=(1,), seconds=0.05))["a"]
+    times = in_turns({"a": call}, Timing(rounds=1, batch_sizes=(1,), seconds=0.05), "cuda")["a"]
     operations = 10 * 2 * 4096**3
     assert figures(times).latency_ms.p50 > operations / 2e15 * 1e3  # no GPU does two petaflops in FP32

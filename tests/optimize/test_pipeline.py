@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torchvision.transforms.v2 import functional
 
 from optimize.data.formats.base import open_data
-from optimize.measure.bench import Bench
+from optimize.measure.bench import Bench, Candidate
 from optimize.measure.rows import Archive, Measured, ModelFile, Report, Row, Skip
 from optimize.passes import onnx as onnx_pass
 from optimize.report.runs import faults_of
@@ -215,9 +215,9 @@ def test_the_model_has_learnt_and_int8_keeps_it(tiny_run: TinyRun) -> None:
 def test_throughput_agrees_with_latency_at_batch_1(tiny_run: TinyRun) -> None:
     for _, measured in figures(tiny_run.report):
         latency = measured.latency_ms
-        if latency.p99 < 3 * latency.p50:  # a busy machine takes the core away for milliseconds, which is in the mean
+        # A busy machine takes a core away for milliseconds: then the mean has no fixed relation to the median.
+        if latency.p99 < 3 * latency.p50:
             assert measured.throughput[1] == pytest.approx(1e3 / latency.p50, rel=0.8)
-        assert measured.throughput[1] < 1.8e3 / latency.p50
         assert measured.best_throughput == max(measured.throughput.values())
 
 
@@ -451,10 +451,10 @@ def test_a_stage_that_fails_costs_only_its_descendants(copied_store: Path, monke
 def test_an_artifact_that_cannot_be_measured_costs_only_itself(copied_store: Path, monkeypatch) -> None:
     real = Bench.answers
 
-    def answers(self: Bench, artifact: Any) -> Any:
-        if artifact.name == "fuse":
+    def answers(self: Bench, candidate: Candidate) -> Any:
+        if candidate.artifact.name == "fuse":
             raise RuntimeError("the file does not open\nat all")
-        return real(self, artifact)
+        return real(self, candidate)
 
     monkeypatch.setattr(Bench, "answers", answers)
     outcome, _ = run_recipe(copied_store, with_stages(FUSE, {"pass": "dynamic"}))

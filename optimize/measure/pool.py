@@ -1,0 +1,143 @@
+"""The processes of one measurement: one for each execution, opened once and kept until everything is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import psutil
+from filelock import FileLock, Timeout
+
+from optimize.listener import SILENT, Listener
+from optimize.measure import processes
+from optimize.measure.processes import Worker
+from optimize.measure.rows import Footprint
+from serve.runtime.errors import EngineError
+from serve.runtime.execution import Execution
+
+#: Held by whoever times anything on this machine, whichever user it is.
+LOCK_FILE: Final = Path(tempfile.gettempdir()) / "optimize-measuring.lock"
+
+#: Share of the memory that was free at the start which all processes together may take.
+_MOST_MEMORY: Final = 0.7
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An artifact, opened by an execution in a process of its own; ``provider`` is what executes it."""
+
+    worker: Worker
+    execution: Execution
+    provider: str
+    footprint: Footprint
+
+
+class Pool:
+    """Opens executions, each in a new process; a context, which ends them all. To be used from one thread.
+
+    Args:
+        sizes: batch sizes that each is warmed up with; of the largest is the peak of its memory.
+        max_batch: most images that are run together.
+        listener: told if another run on this machine must be waited for.
+        lock: see `LOCK_FILE`.
+    """
+
+    def __init__(
+        self, sizes: tuple[int, ...], max_batch: int, listener: Listener = SILENT, lock: Path | None = None
+    ) -> None:
+        self._sizes = sizes
+        self._max_batch = max_batch
+        self._listener = listener
+        # Whoever comes first makes the file; others must be able to lock it too.
+        self._lock = FileLock(lock or LOCK_FILE, mode=0o666, thread_local=False)
+        self._loaded: dict[str, Loaded] = {}
+        self._others: list[Worker] = []
+        self._free = psutil.virtual_memory().available
+        self._devices: dict[str, Worker] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; what is loaded next has new ones."""
+        for worker in (*(loaded.worker for loaded in self._loaded.values()), *self._others, *self._devices.values()):
+            worker.close()
+        self._loaded, self._others, self._devices = {}, [], {}
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Be the only one on this machine that times anything; waits for another run that does. May be nested."""
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            self._listener.said("another run is measuring on this machine; waiting for it to end")
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def load(self, key: str, folder: Path, execution: Execution) -> Loaded:
+        """The process that has an artifact open, by ``key``; opened, warmed up and weighed if there is none yet.
+
+        Raises:
+            EngineError: the engine does not work here, or memory is too small for one more process.
+            PipelineError: opening it failed.
+        """
+        if key in self._loaded:
+            return self._loaded[key]
+        with self.alone():
+            worker = processes.worker()
+            try:
+                loaded = self._load(worker, folder, execution)
+            except BaseException:
+                worker.close()
+                raise
+        self._loaded[key] = loaded
+        return loaded
+
+    def another(self) -> Worker:
+        """A process with nothing in it, which ends with the others."""
+        worker = processes.worker()
+        self._others.append(worker)
+        return worker
+
+    def _load(self, worker: Worker, folder: Path, execution: Execution) -> Loaded:
+        on_cuda = execution.device_type == "cuda"
+        # By what the device has in use, before and after: all libraries' allocations count, and the context's.
+        before = self._used(execution.device) if on_cuda else 0
+        provider, load_ms = worker.open(folder, execution, self._max_batch)
+        worker.warm(sorted({1, self._sizes[-1]}))
+        memory = self._used(execution.device) - before if on_cuda else worker.memory()
+        loaded = Loaded(worker, execution, provider, Footprint(load_ms=load_ms, memory_bytes=max(0, memory)))
+        if not on_cuda:
+            self._must_fit(memory)
+        return loaded
+
+    def _must_fit(self, memory: int) -> None:
+        """Refuse a process for which there is no room: they are timed in turns, and so all live at once."""
+        taken = sum(
+            loaded.footprint.memory_bytes for loaded in self._loaded.values() if loaded.execution.device_type == "cpu"
+        )
+        if self._loaded and taken + memory > _MOST_MEMORY * self._free:
+            raise EngineError(
+                f"its process takes {memory / 1e9:.1f} GB and the {len(self._loaded)} others {taken / 1e9:.1f}, more "
+                f"than {_MOST_MEMORY * 100:.0f} % of the {self._free / 1e9:.1f} GB that were free; name fewer "
+                "executions under measure in the recipe"
+            )
+
+    def _used(self, device: str) -> int:
+        """Memory in use on a CUDA device, seen from a process that does nothing else."""
+        if device not in self._devices:
+            self._devices[device] = processes.worker()
+        return self._devices[device].device_memory(device)

@@ -1,0 +1,285 @@
+"""Processes that executions are measured in, from the side that commands them; `worker` is what runs there."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Final, Self
+
+import torch
+
+from optimize.measure.timing import Timing
+from optimize.measure.worker import receive, send
+from serve.runtime.errors import EngineError, PipelineError, UserError
+from serve.runtime.execution import ENVIRONMENT, Execution
+
+#: Beginnings of the names of variables that change how fast, or how, the libraries compute.
+_READ_BY_LIBRARIES: Final = (
+    "GOMP_",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "DNNL_",
+    "ONEDNN_",
+    "MALLOC_",
+    "LD_PRELOAD",
+    "NVIDIA_TF32",
+)
+
+_START_S = 300.0
+_TIMEOUT_S = 600.0  # of one command: a network that is compiled takes minutes
+_LAST_LINES = 3
+
+
+def environment() -> dict[str, str]:
+    """The variables that an execution's process has and its libraries read: `ENVIRONMENT`, and the user's own.
+
+    What the user has set wins.
+    """
+    return {
+        name: value
+        for name, value in sorted({**ENVIRONMENT, **os.environ}.items())
+        if name.startswith(_READ_BY_LIBRARIES)
+    }
+
+
+class Worker:
+    """One process, for one execution; a context, which ends it. To be used from one thread.
+
+    What a command cannot do it raises: `UserError` and `EngineError` as they were raised there, and `PipelineError`
+    for everything else, the end of the process included.
+    """
+
+    def __init__(self, template: Template) -> None:
+        ours, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
+        self._template = template
+        self._stream = ours
+        self._incoming: BinaryIO = ours.makefile("rb")
+        with theirs:
+            #: The process's id.
+            self.pid = template.fork(theirs.fileno(), self._errors.fileno())
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(self, folder: Path, execution: Execution, max_batch: int) -> tuple[str, float]:
+        """Open an artifact's folder: what executes it, and how long opening took, in ms, without any import."""
+        found = self._ask("open", folder=str(folder.resolve()), execution=execution.to_json(), max_batch=max_batch)
+        return found["provider"], found["load_ms"]
+
+    def reference(self, name: str, device: str, pickled: bytes) -> str:
+        """Take a pickled module and its preprocessing, to run it as the reference of this name; what executes it."""
+        provider: str = self._ask("reference", pickled, name=name, device=device)["provider"]
+        return provider
+
+    def warm(self, sizes: Sequence[int]) -> None:
+        """Run each batch size a few times."""
+        self._ask("warm", sizes=list(sizes))
+
+    def memory(self) -> int:
+        """Peak resident memory above the idle process, bytes."""
+        return int(self._ask("memory")["memory_bytes"])
+
+    def device_memory(self, device: str) -> int:
+        """Memory in use on a CUDA device, by all processes, bytes."""
+        return int(self._ask("device_memory", device=device)["memory_bytes"])
+
+    def probe(self, engine: str, device: str) -> str | None:
+        """Why an engine does not work on a device (``cpu``, ``cuda``) of this machine; None if it does."""
+        reason: str | None = self._ask("probe", engine=engine, device=device)["reason"]
+        return reason
+
+    def torch_threads(self) -> int:
+        """How many threads torch computes with there."""
+        return int(self._ask("torch_threads")["threads"])
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """``uint8 (N, C, H, W)`` to ``float32 (N, classes)``, both on the host."""
+        header, payload = self._exchange("logits", _bytes(images))
+        return torch.frombuffer(payload, dtype=torch.float32).view(-1, header["classes"])
+
+    def keep(self, images: torch.Tensor) -> None:
+        """Leave a batch ``uint8 (N, C, H, W)`` there, for turns at its size."""
+        self._ask("keep", _bytes(images))
+
+    def turn(self, size: int, timing: Timing) -> list[float]:
+        """Take a turn at a batch size: milliseconds of each timed call."""
+        times: list[float] = self._ask("turn", size=size, timing=timing.of_a_turn)["ms"]
+        return times
+
+    def close(self) -> None:
+        """End the process; nothing happens the second time."""
+        if not self._ended:
+            self._end()
+        self._errors.close()
+
+    def _ask(self, command: str, payload: bytes | memoryview = b"", **arguments: Any) -> dict[str, Any]:
+        return self._exchange(command, payload, **arguments)[0]
+
+    def _exchange(
+        self, command: str, payload: bytes | memoryview = b"", **arguments: Any
+    ) -> tuple[dict[str, Any], bytearray]:
+        if self._ended:
+            raise PipelineError("its process has ended")
+        self._stream.settimeout(_TIMEOUT_S)
+        try:
+            send(self._stream, {"command": command, **arguments}, payload)
+            answer = receive(self._incoming)
+        except TimeoutError:
+            self._end()
+            raise PipelineError(f"no answer to {command!r} within {_TIMEOUT_S:.0f} s{self._last_words()}") from None
+        except ConnectionError:
+            answer = None
+        except BaseException:  # interrupted within a message: what follows would be read as its rest
+            self._end()
+            raise
+        if answer is None:
+            status = self._end()
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+            raise PipelineError(f"its process {how}{self._last_words()}")
+        if "error" in answer[0]:
+            kinds: Mapping[str, type[Exception]] = {"user": UserError, "engine": EngineError}
+            raise kinds.get(answer[0]["kind"], PipelineError)(answer[0]["error"])
+        return answer
+
+    def _end(self) -> int:
+        """End the process and reap it: its exit code, or minus the signal that ended it."""
+        self._ended = True
+        self._incoming.close()
+        self._stream.close()
+        return self._template.end(self.pid)
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+        return f": {' / '.join(line.strip() for line in lines)}" if lines else ""
+
+
+class Template:
+    """The process that the workers are forked from. Safe to use from several threads."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self.variables = variables
+        self.owner = os.getpid()
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = ours
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        root = str(Path(__file__).parents[2])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "optimize.measure.worker", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                # The same sources, wherever this process has gone since it imported them.
+                env=os.environ
+                | variables
+                | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
+                start_new_session=True,  # Ctrl-C is for us, who end it
+            )
+        self._control.settimeout(_START_S)
+        try:
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def fork(self, stream: int, errors: int) -> int:
+        """Fork a worker that talks on the socket ``stream`` and prints to ``errors``: its process id."""
+        with self._lock:
+            socket.send_fds(self._control, [b"{}"], [stream, errors])
+            return int(self._receive()["pid"])
+
+    def end(self, pid: int) -> int:
+        """Kill a worker, if it lives, and reap it: its exit code, or minus the signal that ended it."""
+        with self._lock, contextlib.suppress(OSError, PipelineError):
+            self._control.send(json.dumps({"end": pid}).encode())
+            return int(self._receive()["status"])
+        return -signal.SIGKILL  # the template is gone, and so are its children
+
+    def close(self) -> None:
+        """End it, and with it all of its workers."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            message = self._control.recv(256)
+        except TimeoutError:
+            message = b""
+        if not message:
+            self._errors.seek(0)
+            last = (self._errors.read().decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+            raise PipelineError(f"the process that measures could not be started: {last}")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+
+_template: Template | None = None
+_starting = threading.Lock()
+
+
+def template() -> Template:
+    """The template of this process, started with the first worker, and anew where the environment has changed."""
+    global _template  # noqa: PLW0603 - one for a process, which its end ends
+    with _starting:
+        wanted = environment()
+        if _template is not None and _template.owner != os.getpid():
+            _template = None  # we are a fork of the process whose it is
+        if _template is not None and (not _template.alive or _template.variables != wanted):
+            _template.close()
+            _template = None
+        if _template is None:
+            _template = Template(wanted)
+        return _template
+
+
+@atexit.register
+def _close() -> None:
+    if _template is not None and _template.owner == os.getpid():
+        _template.close()
+
+
+def worker() -> Worker:
+    """A new process for an execution.
+
+    Raises:
+        PipelineError: it cannot be started.
+    """
+    return Worker(template())
+
+
+def _bytes(images: torch.Tensor) -> memoryview:
+    return memoryview(images.contiguous().numpy().data).cast("B")

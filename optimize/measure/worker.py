@@ -1,0 +1,280 @@
+"""The process that an execution is measured in: opened on command from a clean start, and nobody else's.
+
+Run as ``python -m optimize.measure.worker FD`` this is the *template*: a process that has imported the libraries,
+has started no thread and no CUDA, and forks a child for each execution. So no artifact pays for an import, and none
+is warmed or grown by another. What is said over the sockets is a line of JSON, and as many bytes as it announces;
+`optimize.measure.processes` is the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+if TYPE_CHECKING:
+    import torch
+
+#: Calls that are not timed, before a batch size counts as warm: TorchScript optimises on its second, CUDA on its first.
+_WARM_CALLS = 3
+_PR_SET_PDEATHSIG: Final = 1
+
+#: What torch (2.14) imports when an exported program is opened, 400 modules with networkx and sympy: 0.3 s.
+_OPENED_LATER: Final = (
+    "torch.export.passes",
+    "torch.export._trace",
+    "torch.export._unlift",
+    "torch._export.serde.serialize",
+    "torch._export.passes.add_runtime_assertions_for_constraints_pass",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.sizevars",
+    "torch.fx.experimental.validator",
+    "sympy.tensor.tensor",
+)
+
+
+def send(stream: socket.socket, header: Mapping[str, Any], payload: bytes | memoryview = b"") -> None:
+    """Write one message: a line of JSON and the payload."""
+    stream.sendall(json.dumps({**header, "bytes": len(payload)}).encode() + b"\n")
+    if payload:
+        stream.sendall(payload)
+
+
+def receive(stream: BinaryIO) -> tuple[dict[str, Any], bytearray] | None:
+    """Read what `send` wrote; None where the other side is gone."""
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        return None
+    header: dict[str, Any] = json.loads(line)
+    payload = bytearray(header.pop("bytes"))
+    view = memoryview(payload)
+    while view:
+        count = stream.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            return None
+        view = view[count:]
+    return header, payload
+
+
+@dataclass
+class Child:
+    """The side of an execution's process that answers; each method is a command of that name.
+
+    Attributes:
+        call: ``uint8 (N, C, H, W)`` to logits, both on the host, once something is open.
+        device: where it runs.
+        idle: memory of the process before anything was opened, bytes.
+        images: a batch of each size that is timed.
+    """
+
+    call: Callable[[torch.Tensor], torch.Tensor] | None = None
+    device: str = "cpu"
+    shape: tuple[int, ...] = ()
+    idle: int = 0
+    images: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def open(self, payload: bytearray, folder: str, execution: Mapping[str, Any], max_batch: int) -> dict[str, Any]:
+        """Open an artifact's folder, whose files are checked; ``load_ms`` is without importing any library."""
+        from serve.runtime.engines.base import find_engine, unavailable
+        from serve.runtime.errors import EngineError
+        from serve.runtime.execution import Execution, settle
+        from serve.runtime.predictor import Predictor
+
+        by = Execution.from_json(execution)
+        settle(by, computes_with_torch=find_engine(by.engine).computes_with_torch)
+        # The probe imports what the engine runs with. Not in the template: onnxruntime (1.31) starts a thread when it
+        # is imported, and a child of a fork would be without it.
+        if (reason := unavailable(by.engine, by.device_type)) is not None:
+            raise EngineError(reason)
+        self.idle = _memory(anew=True)
+        start = time.perf_counter()
+        predictor = Predictor(Path(folder), by, max_batch=max_batch)
+        load_ms = (time.perf_counter() - start) * 1e3
+        self.call, self.device = predictor.logits, by.device
+        self.shape = predictor.card.preprocessing.shape
+        return {"provider": predictor.engine.provider, "load_ms": load_ms}
+
+    def reference(self, payload: bytearray, name: str, device: str) -> dict[str, Any]:
+        """Take an eager module and run it in the way that the reference of this name does."""
+        from optimize.measure.references import open_reference
+
+        module, preprocessing = pickle.loads(payload)  # of our own parent, through a socket that only it has
+        self.call, provider = open_reference(name, module, preprocessing, device)
+        self.device, self.shape = device, preprocessing.shape
+        return {"provider": provider}
+
+    def warm(self, payload: bytearray, sizes: list[int]) -> dict[str, Any]:
+        """Run each batch size a few times."""
+        import torch
+
+        for size in sizes:
+            images = self.images.get(size)
+            if images is None:
+                images = torch.zeros((size, *self.shape), dtype=torch.uint8)
+            for _ in range(_WARM_CALLS):
+                self._run(images)
+        return {}
+
+    def memory(self, payload: bytearray) -> dict[str, Any]:
+        """Peak resident memory above that of the idle process, bytes."""
+        return {"memory_bytes": _memory() - self.idle}
+
+    def device_memory(self, payload: bytearray, device: str) -> dict[str, Any]:
+        """Memory in use on a CUDA device, by whomever, bytes."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info(torch.device(device))
+        return {"memory_bytes": total - free}
+
+    def probe(self, payload: bytearray, engine: str, device: str) -> dict[str, Any]:
+        """Why an engine does not work here, or None."""
+        from serve.runtime.engines.base import unavailable
+
+        return {"reason": unavailable(engine, device)}
+
+    def torch_threads(self, payload: bytearray) -> dict[str, Any]:
+        """How many threads torch computes with."""
+        import torch
+
+        return {"threads": torch.get_num_threads()}
+
+    def logits(self, payload: bytearray) -> tuple[dict[str, Any], memoryview]:
+        """``uint8`` images to ``float32`` logits, both as they lie in memory."""
+        found = self._run(self._batch(payload)).contiguous()
+        return {"classes": found.shape[1]}, memoryview(found.numpy().data).cast("B")
+
+    def keep(self, payload: bytearray) -> dict[str, Any]:
+        """Keep a batch of images for `turn`, by its size."""
+        batch = self._batch(payload)
+        self.images[len(batch)] = batch
+        return {}
+
+    def turn(self, payload: bytearray, size: int, timing: Mapping[str, Any]) -> dict[str, Any]:
+        """Take a turn at a batch size: milliseconds of each timed call."""
+        from optimize.measure.latency import clock_of, take_turn
+        from optimize.measure.timing import Timing
+
+        return {"ms": take_turn(self._run, self.images[size], clock_of(self.device), Timing(**timing))}
+
+    def _run(self, images: torch.Tensor) -> torch.Tensor:
+        assert self.call is not None, "nothing is open"
+        return self.call(images)
+
+    def _batch(self, payload: bytearray) -> torch.Tensor:
+        import torch
+
+        return torch.frombuffer(payload, dtype=torch.uint8).view(-1, *self.shape)
+
+
+_COMMANDS: Final = (
+    "open", "reference", "warm", "memory", "device_memory", "probe", "torch_threads", "logits", "keep", "turn",
+)  # fmt: skip
+
+
+def answer_commands(stream: socket.socket) -> None:
+    """Answer the commands on ``stream`` until the other side closes it. What fails is an answer too."""
+    child = Child()
+    with stream.makefile("rb") as incoming:
+        while (message := receive(incoming)) is not None:
+            header, payload = message
+            command = header.pop("command")
+            try:
+                assert command in _COMMANDS, command
+                found = getattr(child, command)(payload, **header)
+                answer, outgoing = found if isinstance(found, tuple) else (found, b"")
+                send(stream, answer, outgoing)
+            except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer here
+                from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
+
+                kinds = (("user", UserError), ("engine", EngineError))
+                kind = next((name for name, type_ in kinds if isinstance(error, type_)), "failed")
+                # A message of our own is whole; of a library's the first line is what can be shown.
+                said = str(error) if isinstance(error, PipelineError | UserError) else one_line(error)
+                send(stream, {"error": said, "kind": kind})
+
+
+def _memory(*, anew: bool = False) -> int:
+    """This process's peak resident memory, bytes; ``anew``: from here on, if the kernel lets us.
+
+    Not ``getrusage``: its peak is inherited from the parent's.
+    """
+    if anew:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # proc(5): resets VmHWM
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+
+def prepare() -> None:
+    """Import what executions run with, as far as it starts no thread, and leave CUDA alone."""
+    # numpy's OpenBLAS (numpy 2) starts its pool when it is imported; nothing that is measured uses it.
+    given = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    importlib.import_module("numpy")
+    del os.environ["OPENBLAS_NUM_THREADS"]
+    if given is not None:
+        os.environ["OPENBLAS_NUM_THREADS"] = given
+    for name in ("optimize.measure.references", "serve.runtime.predictor", "torchvision.models", *_OPENED_LATER):
+        importlib.import_module(name)
+    from serve.runtime.engines.base import engines
+
+    engines()
+    gc.collect()
+    gc.freeze()  # what is shared with the children stays shared
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process when ``parent`` ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _template(control: socket.socket) -> None:
+    """Fork a child for each pair of descriptors (its socket, its stderr) that arrives; end those that are named."""
+    prepare()
+    control.send(b"{}")
+    me = os.getpid()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 256, 2)
+        if not message:
+            return  # whoever started us is gone, and with us our children go
+        if descriptors:
+            pid = os.fork()
+            if pid == 0:
+                _die_with(me)
+                control.close()
+                stream, errors = descriptors
+                os.dup2(errors, 1)  # what a library prints is no answer
+                os.dup2(errors, 2)
+                os.close(errors)
+                try:
+                    answer_commands(socket.socket(fileno=stream))
+                finally:
+                    sys.stderr.flush()
+                    os._exit(0)  # no destructor of a library is waited for
+            for descriptor in descriptors:
+                os.close(descriptor)
+            control.send(json.dumps({"pid": pid}).encode())
+        else:
+            pid = json.loads(message)["end"]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            control.send(json.dumps({"status": status}).encode())
+
+
+if __name__ == "__main__":
+    _template(socket.socket(fileno=int(sys.argv[1])))
