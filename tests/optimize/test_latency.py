@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,15 @@ from optimize.measure.latency import Speed, Turn, clock_of, compare, measure_spe
 from optimize.measure.rows import Timed
 from optimize.measure.timing import Timing
 from serve.runtime.errors import PipelineError, UserError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settled() -> Iterator[None]:
+    """As in an execution's process: what was there before is not collected again at every turn."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Machine:
