@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from optimize.measure.rows import SCHEMA, Report
 from optimize.report.words import NONE, moment, percent, times
 from serve import layout
+from serve.hints import command
 from serve.runtime.card import CARD_FILE, load_card, sha256_file
 from serve.runtime.errors import CardError, UserError, did_you_mean
 
@@ -139,7 +140,8 @@ def faults_of(store: Path, name: str) -> tuple[int, list[str]]:
         if not archive.is_file():
             faults.append(f"{archive}: missing")
         elif sha256_file(archive) != row.archive.sha256:
-            faults.append(f"{archive}: its SHA-256 does not match the report's")
+            again = command(f"serve package {run}", store)
+            faults.append(f"{archive}: its SHA-256 does not match the report's; `{again}` packs it as the run did")
     return checked, faults
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -281,3 +283,11 @@ def test_a_packaged_variant_is_an_archive_with_its_card(quantized: opt.Variant, 
     assert card.name == quantized.name
     assert card.lineage == quantized.artifact.card.lineage
     assert set(card.files) == {card.file}
+
+
+def test_a_packaged_variant_is_served_as_its_options_say(quantized: opt.Variant, tmp_path: Path) -> None:
+    options = opt.ServingOptions(workers=2, threads=1, k=3)
+    with zipfile.ZipFile(opt.package(quantized, tmp_path / "x.mar", options=options)) as archive:
+        served = json.loads(archive.read("serving.json"))
+    assert (served["workers"], served["k"]) == (2, 3)
+    assert [(entry["engine"], entry["threads"]) for entry in served["executions"]] == [("torchscript", 1)]

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from serve.client import ServerError
+from serve.runtime.execution import ENVIRONMENT
 from serve.runtime.predictor import Predictor
 from serve.torchserve.configuration import HOST
 from serve.torchserve.server import state_folder
@@ -313,6 +314,12 @@ def test_describe_tells_what_is_served_and_what_executes_it(
     assert described["artifact"] == kind
     assert described["max_batch"] == 8
     assert described["classes"] == len(CLASSES)
+
+
+def test_a_worker_has_the_environment_that_executions_are_measured_in(served: Served) -> None:
+    (worker,) = served.client.workers(name_of("int8"))
+    environment = psutil.Process(worker["pid"]).environ()
+    assert {name: environment.get(name) for name in ENVIRONMENT} == dict(ENVIRONMENT)
 
 
 def test_an_engine_that_was_passed_over_is_told_by_describe_and_the_workers_log(served: Served) -> None:
