@@ -13,6 +13,9 @@ ANY_X86: Final = "x86"
 #: Integers of an artifact that only CPUs with VNNI compute: activations of 8 bits, 0 to 255.
 VNNI_X86: Final = "x86-vnni"
 
+#: Integers of an artifact that TensorRT computes: symmetric, -127 to 127 with zero-point 0, and biases in float.
+TENSORRT: Final = "tensorrt"
+
 
 def has_vnni() -> bool:
     """Whether products of bytes are summed in 32 bits here (AVX512-VNNI, which CPUs with AMX have too).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import dataclasses
 import importlib.util
 from collections import Counter
 from pathlib import Path
@@ -92,7 +93,10 @@ def test_int8_graphs_are_refused_by_gpu_engines_that_are_not_made_for_them(
     (tmp_path / "int8").mkdir()
     (tmp_path / "int8" / "model.onnx").write_bytes((folder / "model.onnx").read_bytes())
     card = load_card(artifacts.write_artifact(tmp_path / "int8", "int8", "onnx", "model.onnx", precision=precision))
-    for engine, reason in (("onnxruntime-cuda", "has no INT8"), ("onnxruntime-tensorrt", "not made for TensorRT")):
+    for engine, reason in (
+        ("onnxruntime-cuda", "has no INT8"),
+        ("onnxruntime-tensorrt", "is made for TensorRT"),
+    ):
         assert reason in str(find_engine(engine).refuses(card, "cuda"))
     assert executions_for(card, "cuda") == []
     float_card = load_card(folder)
@@ -100,6 +104,16 @@ def test_int8_graphs_are_refused_by_gpu_engines_that_are_not_made_for_them(
         "onnxruntime-tensorrt",
         "onnxruntime-cuda",
     ]
+
+
+@pytest.mark.parametrize(("target", "reason"), [("x86", "built for tensorrt, not for x86"), ("tensorrt", None)])
+def test_tensorrt_takes_the_integers_that_were_made_for_it(target: str, reason: str | None, folder: Path) -> None:
+    card = dataclasses.replace(load_card(folder), precision="int8", target=target)
+    found = find_engine("onnxruntime-tensorrt").refuses(card, "cuda")
+    assert found is None if reason is None else reason in str(found)
+    for other in ("onnxruntime-cuda", "onnxruntime", "openvino"):
+        device = "cuda" if other == "onnxruntime-cuda" else "cpu"
+        assert (find_engine(other).refuses(card, device) is None) == (target == "x86" and device == "cpu")
 
 
 def test_tensorrt_gets_one_profile_for_every_batch_up_to_the_largest(folder: Path) -> None:

@@ -20,6 +20,7 @@ from ..card import Card
 from ..compiled import cache_folder, device_key
 from ..errors import EngineError
 from ..execution import Execution
+from ..integers import TENSORRT
 from ..onnx_file import TINY_GRAPH, check_graph
 from ..onnx_session import GpuBinding, gpu_session, run_tiny, runtime
 from .base import Engine, EngineOption, EngineType, register
@@ -51,16 +52,15 @@ class OnnxRuntimeTensorRtEngine:
         if not 1 <= optimum <= self._largest:
             raise EngineError(f"{card.name}: option optimum must be from 1 to the largest bucket, {self._largest}")
         machine = {"tensorrt": tensorrt_version(), "onnxruntime": runtime().__version__, **device_key(self.device)}
-        options = {
-            "device_id": self.device.index or 0,
+        options: dict[str, Any] = {
             **precision_options(card.precision),
             "trt_builder_optimization_level": settings["level"],
+            **profile(input_name(path), card.preprocessing.shape, optimum, self._largest),
         }
-        name = input_name(path)
-        options |= profile(name, card.preprocessing.shape, optimum, self._largest)
         engines = cache_folder("tensorrt", {**machine, "model": dict(card.files), "options": options})
         timings = cache_folder("tensorrt-timings", machine)
         options |= {
+            "device_id": self.device.index or 0,
             "trt_engine_cache_enable": True,
             "trt_engine_cache_path": str(engines),
             "trt_timing_cache_enable": True,
@@ -138,10 +138,10 @@ def tensorrt_version() -> str:
 
 
 def _accepts(card: Card) -> str | None:
-    if card.precision.startswith("int8"):
+    if card.precision.startswith("int8") and card.target is None:
         return (
-            "this INT8 graph is not made for TensorRT, which reads only symmetric int8 with zero-point 0 and float "
-            "biases"
+            f"this INT8 graph does not say that it is made for TensorRT ({TENSORRT}), which reads only symmetric int8 "
+            f"with zero-point 0 and float biases"
         )
     return None
 
@@ -166,6 +166,7 @@ ONNXRUNTIME_TENSORRT = register(
         devices=("cuda",),
         rank=10,
         accepts=_accepts,
+        targets=(TENSORRT,),
         computes_with_torch=False,
         options={
             "optimum": EngineOption(0, "images in a batch that kernels are chosen by; 0: the largest bucket"),
