@@ -184,7 +184,7 @@ def _apart(measured: Measured) -> Cell:
 
 def _runs_on(line: Line, _: Results) -> Cell:
     if line.row is None:
-        return Cell("PyTorch")
+        return Cell("PyTorch") if line.measured else EMPTY
     return Cell(line.pair.runs_on) if line.pair else EMPTY
 
 

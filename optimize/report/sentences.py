@@ -67,17 +67,19 @@ def yardsticks(results: Results) -> str:
     return f"Speed is a multiple of that of {results.yardstick}, {kind}; “eager” of that of {results.eager} ({eager})."
 
 
-#: What the references are; a name that is not here explains itself.
+#: What the references are; one on a further device has that behind its name, and other names explain themselves.
 _REFERENCES = {
     "eager": "as PyTorch runs it by default, one operator after the other, with nothing compiled or folded",
-    "eager channels-last": "the same, with the channels innermost in memory, as most convolutions on a CPU want them",
-    "torch.compile": "compiled by PyTorch's Inductor when it is first called",
+    "eager channels-last": "the same, with the channels innermost in memory, as most convolutions want them",
+    "torch.compile": "compiled by PyTorch's Inductor as its documentation says to for inference: the weights are "
+    "constants of the code, and each batch size has code of its own",
 }
 
 
 def explained(results: Results) -> list[str]:
     """What the references are."""
-    known = [f"“{line.name}”: {_REFERENCES[line.name]}" for line in results.references if line.name in _REFERENCES]
+    kinds = dict.fromkeys(line.name.partition("[")[0] for line in results.references)
+    known = [f"“{kind}”: {_REFERENCES[kind]}" for kind in kinds if kind in _REFERENCES]
     if not known:
         return []
     return [f"The references run the weights of {results.references_of or 'the baseline'}. {'; '.join(known)}."]
