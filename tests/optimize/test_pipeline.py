@@ -109,6 +109,27 @@ def test_the_report_says_what_was_run_on_what_and_every_row_has_its_figures(tiny
     assert json.loads((tiny_run.folder / "report.json").read_text())["schema"] == 3
 
 
+def test_speeds_are_multiples_of_the_fastest_float_and_the_recommended_pair_is_one_that_was_measured(
+    tiny_run: TinyRun,
+) -> None:
+    report = tiny_run.report
+    floats = {line.name: line.measured.latency_ms.p50 for line in report.references if line.measured}
+    for row, _ in figures(report):
+        assert row.file is not None
+        if "int8" not in row.file.precision:
+            floats |= {pair.id: pair.measured.latency_ms.p50 for pair in row.pairs if pair.measured}
+    assert report.yardstick == min(floats, key=lambda name: floats[name])
+    assert report.eager == "eager"
+    fastest = report.timed(report.yardstick)
+    assert fastest is not None
+    assert fastest.speedup.value == 1
+    chosen = report.chosen_pair
+    assert chosen is not None
+    assert chosen.measured is not None
+    assert chosen.id.startswith(f"{report.recommended}@")
+    assert report.recommendation.execution == chosen.execution
+
+
 def test_parents_are_those_of_the_recipe(tiny_run: TinyRun) -> None:
     parents = {row.name: row.parent for row in tiny_run.report.rows}
     assert parents["baseline"] is None
