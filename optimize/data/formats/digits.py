@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimize.data.formats.base import DataFormat, register
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from optimize.data.records import ImageData
     from optimize.listener import Listener
 
@@ -18,19 +23,35 @@ SIDE = 64
 def _open(place: str, seed: int, listener: Listener) -> ImageData:
     """8x8 greys of 0 to 16, in ten classes."""
     import numpy as np
-    from sklearn.datasets import load_digits
 
     from optimize.data.pixels import native_size
     from optimize.data.records import ImageData
     from optimize.data.sources import Records, png
     from optimize.data.splits import split_off
 
-    bunch = load_digits()
-    sources = Records.of(png(image) for image in np.rint(bunch.images * (255 / 16)).astype(np.uint8))
+    images, labels = _digits()
+    sources = Records.of(png(image) for image in np.rint(images * (255 / 16)).astype(np.uint8))
     keys = [hashlib.sha256(f"{seed}/{index}".encode()).digest() for index in range(len(sources))]
-    train, val = split_off(sources, bunch.target, keys)
+    train, val = split_off(sources, labels, keys)
     classes = tuple(str(digit) for digit in range(10))
     return ImageData("digits", classes, train, val, "shift", native_size(train), preferred_side=SIDE)
+
+
+def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """As ``sklearn.datasets.load_digits``: images ``(1797, 8, 8)`` and labels.
+
+    From its file, as it is installed: importing scikit-learn takes a second, of each run.
+    """
+    import numpy as np
+
+    path = Path(str(metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")))
+    if not path.is_file():  # installed in some other way
+        from sklearn.datasets import load_digits
+
+        bunch = load_digits()
+        return bunch.images, bunch.target
+    table = np.loadtxt(path, delimiter=",")
+    return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
 
 
 DIGITS = register(DataFormat(name="digits", open=_open, summary="scikit-learn's 1,797 handwritten digits"))
