@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,25 +17,31 @@ from PIL import Image
 
 from optimize.context import Context
 from optimize.data.records import ImageData, Split
+from optimize.measure import processes
 from optimize.measure.accuracy import answer
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable
-from optimize.measure.references import REFERENCES
+from optimize.measure.machine import measured_devices
+from optimize.measure.references import REFERENCES, references_on
 from optimize.measure.timing import Timing
 from optimize.measure.worker import Child
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.resolve import resolve_model
 from optimize.passes.fuse import Fuse
-from optimize.run.session import Session
+from optimize.passes.onnx import Onnx
+from optimize.run.results import Measurements, measure
+from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from optimize.store.keys import Key
 from optimize.store.objects import Store
 from optimize.store.sources import closure
 from serve import runtime
 from serve.runtime.card import Preprocessing
+from serve.runtime.errors import EngineError, UserError
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from tests.narrow import encoded
 
+from .conftest import SHORT
 from .workbench import CPU, TINY_NET
 
 QUICK = Timing(rounds=1, batch_sizes=(1, 2), seconds=0.001, minimum=1, warm_up=0)
@@ -264,3 +272,131 @@ def test_every_file_of_the_runtime_that_measures_is_in_the_keys() -> None:
     # `protocol` reads requests, `serving` and `chain` say what an archive opens: nothing that is measured here is one.
     unread = {f"serve.runtime.{name}" for name in ("protocol", "registry", "serving", "chain")}
     assert {name for name in names if name not in found} <= unread
+
+
+# --- pairs
+
+
+def rows_of(store: Store, context: Context, *steps: Step, timing: Timing = QUICK) -> Measurements:
+    return measure(list(steps), Bench(store, context, timing))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_every_engine_that_runs_an_artifact_measures_it(
+    store: Store, session: Session, digits_context: Context
+) -> None:
+    baseline = session.baseline(SHORT)
+    graph = session.apply(baseline.artifact, Onnx())
+    found = rows_of(store, digits_context, baseline, graph)
+    pairs = {pair.id: pair for row in found.rows for pair in row.pairs}
+    assert list(pairs) == ["baseline@exported", "onnx@openvino", "onnx@onnxruntime"]
+    for pair in pairs.values():
+        assert pair.measured is not None
+        assert pair.measured.footprint.load_ms > 0
+        assert pair.measured.latency_ms.p50 > 0
+    providers = {name: pair.provider for name, pair in pairs.items()}
+    assert providers == {
+        "baseline@exported": "aten/cpu",
+        "onnx@openvino": "openvino/CPU",
+        "onnx@onnxruntime": "onnxruntime/CPUExecutionProvider",
+    }
+    # The float graph's pairs are what its absence would have to excuse.
+    assert [line.name for line in found.references] == ["eager", "eager channels-last"]
+    without = rows_of(store, digits_context, baseline)
+    absent = {line.name: line.skip for line in without.references if line.skip is not None}
+    assert absent.keys() == {"onnxruntime FP32", "openvino FP32"}
+    assert {skip.kind for skip in absent.values()} == {"not_applicable"}
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_executions_that_are_named_are_measured_and_no_others(
+    store: Store, session: Session, digits_context: Context
+) -> None:
+    baseline = session.baseline(SHORT)
+    graph = session.apply(baseline.artifact, Onnx())
+    fused = session.apply(baseline.artifact, Fuse())
+    one = Execution("openvino", threads=1)
+    timing = QUICK.model_copy(update={"executions": (one, "onnxruntime", "openvino", "onnxruntime")})
+    found = rows_of(store, digits_context, baseline, graph, fused, timing=timing)
+    ids = {row.name: [pair.id for pair in row.pairs] for row in found.rows}
+    assert ids == {
+        "baseline": ["baseline@exported"],  # the measure of all others, whatever is named
+        "onnx": ["onnx@openvino[threads=1]", "onnx@onnxruntime", "onnx@openvino"],
+        "fuse": [],
+    }
+    skip = found.rows[2].skip
+    assert skip is not None
+    assert skip.reason.startswith("none of the executions that are to be measured runs it: openvino[threads=1], ")
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_death_of_one_process_is_one_skip(
+    store: Store, session: Session, digits_context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = session.baseline(SHORT)
+    graph = session.apply(baseline.artifact, Onnx())
+    real = Bench.speed
+
+    def killed_before(self: Bench, candidates: Sequence[Candidate]) -> Kept[SpeedTable]:
+        victim = next(candidate for candidate in candidates if candidate.id == "onnx@openvino")
+        os.kill(self._load(victim).worker.pid, signal.SIGKILL)
+        return real(self, candidates)
+
+    monkeypatch.setattr(Bench, "speed", killed_before)
+    found = rows_of(store, digits_context, baseline, graph)
+    dead, living = found.rows[1].pairs
+    assert dead.skip is not None
+    assert dead.skip.kind == "failed"
+    assert dead.skip.reason.startswith("measuring its speed failed: its process was ended by SIGKILL")
+    assert living.measured is not None
+    assert found.rows[1].best == living
+    assert found.rows[0].measured is not None
+
+
+def test_nothing_is_started_where_everything_is_stored(
+    store: Store, session: Session, digits_context: Context, monkeypatch: pytest.MonkeyPatch, uncompiled: None
+) -> None:
+    baseline = session.baseline(SHORT)
+    first = rows_of(store, digits_context, baseline)
+
+    def started() -> NoReturn:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(processes, "worker", started)
+    again = rows_of(store, digits_context, baseline)
+    assert again.rows == first.rows
+    assert again.measurement.cached
+    assert again.keys == first.keys
+
+
+def test_an_artifact_for_another_device_says_where_it_runs(
+    store: Store, trained: Artifact, digits_context: Context
+) -> None:
+    on_gpu = dataclasses.replace(trained, card=dataclasses.replace(trained.card, device="cuda"))
+    with pytest.raises(EngineError, match="runs on CUDA only, and "):
+        Bench(store, digits_context).candidates(on_gpu)
+    on_cpu = dataclasses.replace(trained, card=dataclasses.replace(trained.card, device="cpu"))
+    with pytest.raises(EngineError, match=r"runs on the CPU only, and this is measured on cuda; .* MEASURE=cpu"):
+        Bench(store, digits_context, devices=("cuda",)).candidates(on_cpu)
+
+
+def test_an_artifact_has_pairs_on_every_device_that_is_measured(
+    store: Store, trained: Artifact, digits_context: Context
+) -> None:
+    bench = Bench(store, digits_context, devices=("cpu", "cuda"))
+    devices = {candidate.execution.device for candidate in bench.candidates(trained)}
+    assert devices == {"cpu", "cuda"}
+    assert {"eager", "eager[cpu]", "torch.compile[cpu]"} <= references_on(bench.devices).keys()
+    assert references_on(bench.devices)["eager"] == ("eager", "cuda")
+
+
+def test_where_to_measure_is_every_device_or_a_list() -> None:
+    gpu = torch.cuda.is_available()
+    assert measured_devices("auto", CPU) == (("cpu", "cuda") if gpu else ("cpu",))
+    assert measured_devices("cpu", CPU) == ("cpu",)
+    for words in ("cpu,cpu", "", "auto,cpu", "cpu,", "gpu"):
+        with pytest.raises(UserError):
+            measured_devices(words, CPU)
+    if not gpu:
+        with pytest.raises(UserError, match="0 CUDA devices"):
+            measured_devices("cpu, cuda", CPU)

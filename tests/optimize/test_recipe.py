@@ -16,6 +16,7 @@ from optimize.training.loop import TrainingConfig
 from serve.options import ServingOptions
 from serve.runtime.budget import SERVING
 from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
 
 
 def load(tmp_path: Path, text: str) -> Recipe:
@@ -70,6 +71,30 @@ recommend: {max_drop: 0.01}
     assert (recipe.baseline.epochs, recipe.baseline.learning_rate) == (3, 0.001)
     assert recipe.measure.batch_sizes == (1, 4)
     assert recipe.recommend.max_drop == 0.01
+
+
+def test_a_recipe_names_what_its_artifacts_are_measured_with(tmp_path: Path) -> None:
+    recipe = load(
+        tmp_path,
+        "stages: [pass: onnx]\nmeasure: {executions: [onnxruntime, {engine: openvino, threads: 1}]}\n",
+    )
+    assert recipe.measure.executions == ("onnxruntime", Execution("openvino", threads=1))
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("openvin", "unknown engine 'openvin' .did you mean openvino"),
+        ("{engine: openvino, thread: 1}", "unknown field 'thread' .did you mean threads"),
+        ("{engine: openvino, options: {precison: f32}}", "no option 'precison' .did you mean precision"),
+        ("{engine: openvino, device: cuda}", "openvino runs on cpu, not on cuda"),
+        ("5", "an execution must be a mapping, found 5"),
+    ],
+)
+def test_an_execution_that_nobody_has_is_refused_with_its_line(tmp_path: Path, entry: str, said: str) -> None:
+    text = f"stages: [pass: onnx]\nmeasure:\n  rounds: 2\n  executions: [onnxruntime, {entry}]\n"
+    with pytest.raises(UserError, match=rf"recipe\.yaml:4: measure\.executions.*: .*{said}"):
+        load(tmp_path, text)
 
 
 def test_a_recipe_says_how_its_archives_are_served(tmp_path: Path) -> None:
