@@ -125,7 +125,7 @@ def status(store: Store = DEFAULT_STORE) -> None:
                 typer.echo(
                     f"  {model}: {ready} of {len(workers)} worker(s) ready, "
                     f"{told.get('precision', '?')} by {told.get('execution', '?')} ({told.get('provider', '?')}, "
-                    f"{told.get('threads', '?')} threads){default}"
+                    f"threads: {told.get('threads', '?')}){default}"
                 )
                 for entry in told.get("passed_over", ()):
                     typer.echo(f"    passed over {entry['execution']}: {entry['reason']}")

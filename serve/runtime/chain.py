@@ -101,6 +101,8 @@ def _named(execution: Execution) -> str:
 
 def _log(predictor: Predictor) -> None:
     told = predictor.describe()
-    _LOG.info("%s: runs by %s (%s, %d threads)", told["artifact"], told["execution"], told["provider"], told["threads"])
+    _LOG.info(
+        "%s: runs by %s (%s, threads: %d)", told["artifact"], told["execution"], told["provider"], told["threads"]
+    )
     for entry in predictor.passed_over:
         _LOG.warning("%s: passed over %s: %s", told["artifact"], entry.execution, entry.reason)

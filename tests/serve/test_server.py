@@ -153,7 +153,7 @@ def test_status_and_predict_speak_to_the_running_server(served: Served, tmp_path
     told = command("status", "--store", served.store)
     assert told.returncode == 0, told.stderr
     threads = len(os.sched_getaffinity(0))
-    assert f"small-onnx: 1 of 1 worker(s) ready, float32 by openvino (openvino/CPU, {threads} threads)" in told.stdout
+    assert f"small-onnx: 1 of 1 worker(s) ready, float32 by openvino (openvino/CPU, threads: {threads})" in told.stdout
     assert "small-fallback: 1 of 1 worker(s) ready, float32 by onnxruntime (onnxruntime/CPU" in told.stdout
     (passed,) = [line for line in told.stdout.splitlines() if "passed over" in line]
     assert passed.startswith(
