@@ -286,6 +286,7 @@ class Bench:
             return {}
         found: dict[str, Turn] = {}
         for name, (kind, device) in references.items():
+            self.context.listener.progressed(0.0, f"warming up {name}")  # a compiler takes its time
             worker = self._pool.another()
             try:
                 worker.reference(kind, device, body)

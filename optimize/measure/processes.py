@@ -186,12 +186,12 @@ class Template:
         root = str(Path(__file__).parents[2])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "optimize.measure.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "optimize.measure.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
-                # The same sources, wherever this process has gone since it imported them.
+                # Our own sources, wherever this process is now, and no module of the folder that it is in.
                 env=os.environ
                 | variables
                 | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},

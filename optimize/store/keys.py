@@ -252,11 +252,6 @@ class ArchiveKey(Key):
     code: str
 
 
-def opened(card: Card) -> str:
-    """SHA-256 of `opening`: equal for two artifacts that the runtime cannot tell apart."""
-    return make_key(**opening(card))
-
-
 def paired(card: Card, execution: Execution) -> str:
     """SHA-256 of an artifact with what runs it: equal for two pairs that nothing but their names tells apart."""
     return make_key(artifact=opening(card), execution=execution.to_json())

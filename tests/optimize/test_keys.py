@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from optimize.store import keys
-from optimize.store.keys import Key, content, make_key, opened, opening, paired
+from optimize.store.keys import Key, content, make_key, opening, paired
 from serve.runtime.card import Ancestor, Card, Preprocessing
 from serve.runtime.execution import Execution
 
@@ -181,7 +181,7 @@ def test_a_field_of_the_card_counts_unless_it_is_provenance(field: str) -> None:
     base = dataclasses.replace(HELD, files=files)
     changed = dataclasses.replace(base, **{field: OTHER[field]})
     read_by_engines = field not in keys.PROVENANCE
-    assert (opened(base) != opened(changed)) == read_by_engines
+    assert (opening(base) != opening(changed)) == read_by_engines
     # Another preprocessing or other labels are another artifact to measure, but no other file to start a pass from.
     assert (content(base) != content(changed)) == (read_by_engines and field not in ("preprocessing", "classes"))
 
