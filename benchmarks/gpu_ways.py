@@ -107,6 +107,7 @@ def _engine(way: Way, subject: Subject, device: torch.device, batches: tuple[int
 
 _LAST = torch.channels_last
 _PROGRAM, _ONNX = "exported_program", "onnx"
+_AUTOTUNED = {"cudagraph": True, "max_autotune": True}
 
 #: What opens quickly comes first.
 WAYS = (
@@ -122,5 +123,8 @@ WAYS = (
     Way("onnxruntime-tensorrt FP16", True, False, _engine, "onnxruntime-tensorrt", _ONNX),
     Way("inductor-buckets FP16", True, True, _engine, "inductor", _PROGRAM),
     Way("inductor-graphs FP16", True, True, _engine, "inductor", _PROGRAM, {"cudagraph": True}),
+    Way(
+        "inductor-autotuned FP16", True, True, _engine, "inductor", _PROGRAM, {"cudagraph": True, "max_autotune": True}
+    ),
     Way("torch.compile FP16 max-autotune", True, True, _compiled, memory_format=_LAST),
 )

@@ -110,6 +110,9 @@ def program_on(path: Path, device: torch.device) -> torch.export.ExportedProgram
         return program
     from torch.export.passes import move_to_device_pass
 
+    if str(device) == "cuda":
+        # A program asserts the devices of what it converts, and "cuda" is not equal to the "cuda:0" of a tensor.
+        device = torch.device("cuda", torch.cuda.current_device())
     moved = move_to_device_pass(program, str(device))
     # torch 2.11 to 2.14 rewrites the graphs and leaves the Python made of them as it was (pytorch 185105).
     for module in moved.graph_module.modules():
@@ -127,11 +130,13 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
     Raises:
         EngineError: `load_program` would refuse it.
     """
-    for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # names the builder's source paths
-        node.meta.pop("from_node", None)  # and addresses in its memory, which differ from run to run
-        node.meta.pop("custom", None)
-    program.graph_module.meta.pop("custom", None)  # torch's remarks to its own compiler
+    for module in program.graph_module.modules():  # with the blocks under torch.no_grad and the like
+        if isinstance(module, torch.fx.GraphModule):
+            module.meta.pop("custom", None)  # torch's remarks to its own compiler
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)  # names the builder's source paths
+                node.meta.pop("from_node", None)  # and addresses in its memory, which differ from run to run
+                node.meta.pop("custom", None)
     program.example_inputs = None
     # Python source that `ExportedProgram.module` executes; the input's shape is checked without it.
     program._guards_code = []

@@ -27,7 +27,7 @@ from serve.runtime.errors import EngineError
 from serve.runtime.execution import Execution
 from serve.runtime.onnx_file import external_files
 from serve.runtime.predictor import Predictor
-from serve.runtime.program_file import check_program, load_program
+from serve.runtime.program_file import check_program, load_program, program_on, save_program
 from serve.runtime.script_file import check_script, load_script
 from tests.serve import artifacts, crafted
 
@@ -51,6 +51,23 @@ def test_a_program_that_this_project_wrote_is_loaded(program: Path) -> None:
     inputs = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(load_program(program).module()(inputs), torch.export.load(program).module()(inputs))
+
+
+class Converting(nn.Module):
+    """Leaves assertions about devices in its program, in its graph and in a block's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(torch.float32) + torch.zeros(2, device=x.device)
+        with torch.no_grad():
+            return x.to(torch.float64).relu()
+
+
+def test_a_program_is_moved_to_another_device_with_all_that_names_one(tmp_path: Path) -> None:
+    exported = torch.export.export(Converting(), (torch.zeros(3, 2, dtype=torch.float16),))
+    save_program(exported, tmp_path / "model.pt2")
+    moved = program_on(tmp_path / "model.pt2", torch.device("meta")).module()
+    found = moved(torch.zeros(3, 2, dtype=torch.float16, device="meta"))
+    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float64, (3, 2))
 
 
 @pytest.mark.parametrize("way", crafted.RUN_BY_TORCH)
