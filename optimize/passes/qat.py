@@ -92,7 +92,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
                 if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                     layer.eval()  # those that no convolution absorbed
 
-    result = train(prepared, context, config, set_mode=set_mode)
+    result = train(prepared, context, config, set_mode=set_mode, from_start=True)
     product = write_quantized(prepared.cpu(), example, target, folder)
     images = context.example(IMAGES)
     with torch.no_grad():
@@ -100,8 +100,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
     notes = (
         *overridden,
         check_quantized(folder, product.file, images, expected, config),
-        f"best of {len(result.epochs)} epochs: {result.best + 1}, "
-        f"top-1 {result.epochs[result.best].held_out_top1:.4f} on {result.held_out_images} held-out images",
+        result.kept,
     )
     return dataclasses.replace(product, notes=(*product.notes, *notes))
 

@@ -58,12 +58,7 @@ def make_baseline(
         notes = (f"weights of a checkpoint, SHA-256 {weights.sha256}", *weights.notes, *bridged, _SEEN)
     else:
         result = train(module, context, weights)
-        best = result.epochs[result.best]
-        notes = (
-            f"trained here: best of {len(result.epochs)} epochs is {result.best + 1}, "
-            f"top-1 {best.held_out_top1:.4f} on {result.held_out_images} held-out training images",
-            *result.notes,
-        )
+        notes = (f"trained here: {result.kept}", *result.notes)
     module = module.cpu().eval()
     example = context.example()
     _check_output(module, example, len(context.data.classes))

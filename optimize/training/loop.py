@@ -68,13 +68,29 @@ class Epoch:
 class TrainingResult:
     """What a training run did; the module is left with the weights of epoch ``best``.
 
-    ``notes`` name the images that could not be read.
+    Attributes:
+        epochs: one after the other.
+        best: number of the kept one, from 0; None: the module as it came was better than every epoch, and is kept.
+        held_out_top1: of what is kept, on the held-out images (fraction).
+        held_out_images: how many there are.
+        notes: the images that could not be read.
     """
 
     epochs: tuple[Epoch, ...]
-    best: int
+    best: int | None
+    held_out_top1: float
     held_out_images: int
     notes: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> str:
+        """Which epoch was kept and how good it is, as a note."""
+        which = "best of {} epochs: {}" if self.best is not None else "no better after any of {} epochs, kept {}"
+        number = str(self.best + 1) if self.best is not None else "as it was before them"
+        return (
+            f"{which.format(len(self.epochs), number)}, "
+            f"top-1 {self.held_out_top1:.4f} on {self.held_out_images} held-out images"
+        )
 
 
 def train(
@@ -83,6 +99,7 @@ def train(
     config: TrainingConfig,
     *,
     set_mode: Callable[[nn.Module, int, bool], None] | None = None,
+    from_start: bool = False,
 ) -> TrainingResult:
     """Train ``module`` in place on ``context.device`` and leave it there in eval mode, at its best epoch.
 
@@ -92,6 +109,8 @@ def train(
         config: see `TrainingConfig`.
         set_mode: called after the module was put into training mode (True) or eval mode (False), with the
             epoch's number from 0, for modules with more modes than those two.
+        from_start: whether the module as it comes is kept where no epoch is at least as good: for one that is
+            trained already.
 
     Raises:
         PassError: the loss became NaN or infinite.
@@ -138,7 +157,16 @@ def train(
     generator = torch.Generator().manual_seed(context.seed)
     history: list[Epoch] = []
     best_state: dict[str, torch.Tensor] = {}
-    best = -1
+    best, reached = None, -1.0
+
+    def held_out(number: int) -> float:
+        module.eval()
+        if set_mode is not None:
+            set_mode(module, number, False)
+        return top1(module, validation, context)
+
+    if from_start:
+        reached, best_state = held_out(0), copy.deepcopy(module.state_dict())
     for number in range(config.epochs):
         module.train()
         if set_mode is not None:
@@ -163,13 +191,11 @@ def train(
                 f"training diverged: the loss is {mean} in epoch {number + 1}; "
                 f"lower learning_rate (it is {config.learning_rate:g})"
             )
-        module.eval()
-        if set_mode is not None:
-            set_mode(module, number, False)
-        history.append(Epoch(mean, top1(module, validation, context)))
+        history.append(Epoch(mean, held_out(number)))
         # The later of two equal epochs has seen more.
-        if best < 0 or history[-1].held_out_top1 >= history[best].held_out_top1:
-            best, best_state = number, copy.deepcopy(module.state_dict())
+        if history[-1].held_out_top1 >= reached:
+            best, reached = number, history[-1].held_out_top1
+            best_state = copy.deepcopy(module.state_dict())
     module.load_state_dict(best_state)
     module.eval()
     notes = tuple(
@@ -177,7 +203,7 @@ def train(
         for title, part in (("training", batches), ("held-out", validation))
         if part.left_out
     )
-    return TrainingResult(tuple(history), best, len(held), notes)
+    return TrainingResult(tuple(history), best, reached, len(held), notes)
 
 
 def top1(module: nn.Module, batches: Loader, context: Context) -> float:

@@ -30,6 +30,7 @@ from tests.narrow import layer
 from .foreign_layers import NamedConv, NamedNorm, NormAct, SameConv, StandardisedConv
 from .workbench import (
     CPU,
+    GREY16,
     noise,
     noise_context,
     packed_in_torchscript,
@@ -265,7 +266,7 @@ def schedule(monkeypatch):
     """Records norms' statistics and activation ranges around each half of each epoch of ``qat``'s training."""
     snapshots: dict[tuple[int, bool], tuple[list, list]] = {}
 
-    def recording(module, context, config, *, set_mode):
+    def recording(module, context, config, *, set_mode, **options):
         def wrapped(network, epoch, training):
             set_mode(network, epoch, training)
             norms = [
@@ -280,7 +281,7 @@ def schedule(monkeypatch):
             ]
             snapshots[epoch, training] = (norms, ranges)
 
-        return train(module, context, config, set_mode=wrapped)
+        return train(module, context, config, set_mode=wrapped, **options)
 
     monkeypatch.setattr(qat_module, "train", recording)
     return snapshots
@@ -334,6 +335,18 @@ def test_the_ranges_start_from_the_mean_of_calibration_not_from_the_first_step(t
     scale, zero_point = affine(low, high, x86_target().activation_max)
     assert quantizers(tmp_path)[0][0] == pytest.approx(scale, rel=1e-4)
     assert quantizers(tmp_path)[0][1] == zero_point
+
+
+@pytest.mark.parametrize("rate", [None, 0.05])
+def test_qat_is_not_worse_than_ptq_even_where_training_does_harm(rate, session, trained, made, digits):
+    """McNemar's test on the validation images: those that only one of the two classifies right."""
+    settings = {"augment": False} if rate is None else {"augment": False, "learning_rate": rate}
+    artifact = session.apply(trained, Qat(**settings), f"qat-{rate}").artifact
+    ((images, labels),) = loader(digits.val, GREY16, batch_size=len(digits.val), device=CPU)
+    batch = normalise(images, GREY16, CPU, torch.float32)
+    after, before = (run(entry, batch).argmax(1) == labels for entry in (artifact, made("ptq")))
+    lost, won = int((before & ~after).sum()), int((after & ~before).sum())
+    assert lost - won <= 1.96 * (lost + won) ** 0.5
 
 
 class Joined(nn.Module):

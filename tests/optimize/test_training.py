@@ -127,9 +127,28 @@ def test_the_weights_of_the_best_epoch_are_kept(scores, best, monkeypatch):
     result = train(module, brightness(), FAST.model_copy(update={"epochs": 3}))
     assert result.best == best
     assert [epoch.held_out_top1 for epoch in result.epochs] == scores
+    assert result.held_out_top1 == scores[best]
     kept = module.state_dict()
     for number, state in enumerate(states):
         assert all(torch.equal(kept[name], state[name]) for name in kept) == (number == best)
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [([0.9, 0.2, 0.8], None), ([0.9, 0.9, 0.8], 0), ([0.1, 0.2, 0.3], 1)],
+    ids=["worse", "tie", "up"],
+)
+def test_what_was_trained_already_is_kept_where_no_epoch_is_as_good(scores, best, monkeypatch):
+    module, remaining = network(), iter(scores)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    monkeypatch.setattr(training, "top1", lambda *given: next(remaining))
+    result = train(module, brightness(), FAST.model_copy(update={"epochs": 2}), from_start=True)
+    assert result.best == best
+    assert result.held_out_top1 == max(scores)
+    assert [epoch.held_out_top1 for epoch in result.epochs] == scores[1:]
+    kept = module.state_dict()
+    assert all(torch.equal(kept[name], before[name]) for name in kept) == (best is None)
+    assert ("no better after any of 2 epochs, kept as it was before them" in result.kept) == (best is None)
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not():
