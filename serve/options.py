@@ -137,7 +137,7 @@ class ServingOptions(Config):
             *(
                 Execution(entry.name, device)
                 for entry, device in possible
-                if entry.refuses(card, device) is None and (entry.name, device) not in named
+                if entry.never_runs(card, device) is None and (entry.name, device) not in named
             ),
         ]
         chosen = [

@@ -10,6 +10,7 @@ from serve.runtime.card import Card
 from serve.runtime.engines.base import execution_id, executions_for, find_engine
 from serve.runtime.errors import EngineError, UserError
 from serve.runtime.execution import Execution
+from serve.runtime.integers import saturates
 
 #: An engine's name, for it with its usual settings on every device that is measured; or one execution.
 Wanted = str | Execution
@@ -64,6 +65,8 @@ def wanted_executions(
 def _nowhere(card: Card, devices: Sequence[str]) -> str:
     """Why an artifact cannot be measured on any of the devices."""
     here = ", ".join(devices)
+    if "cpu" in devices and (reason := saturates(card.target)) is not None:
+        return reason
     if card.device == "cuda":
         lack = "this machine has no CUDA device"
         return f"runs on CUDA only, and {'is measured with MEASURE=cuda' if torch.cuda.is_available() else lack}"

@@ -204,7 +204,7 @@ def serving_of(artifact_folder: Path, card: Card, options: ServingOptions | None
     for execution in serving.executions:
         entry = find_engine(execution.engine)
         entry.settings(execution.options)
-        if (reason := entry.refuses(card, execution.device)) is not None:
+        if (reason := entry.never_runs(card, execution.device)) is not None:
             raise UserError(f"{card.name} cannot be served by {execution_id(execution)}: {reason}")
     return serving
 

@@ -17,10 +17,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from optimize.measure.wanted import wanted_executions
 from serve.options import ServingOptions
 from serve.runtime.budget import SERVING, Budget
-from serve.runtime.card import load_card, sha256_file
-from serve.runtime.errors import CardError, UserError
+from serve.runtime.card import load_card, sha256_file, write_card
+from serve.runtime.errors import CardError, EngineError, UserError
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.serving import Serving
@@ -173,6 +174,19 @@ def test_how_an_artifact_is_served_changes_its_archive_and_is_answered_for_by_th
     differing = {name for name, content in contents(one).items() if contents(other)[name] != content}
     assert differing == {"serving.json", "card.json"}
     assert check_archive(other).packed["serving.json"] == hashlib.sha256(contents(other)["serving.json"]).hexdigest()
+
+
+def test_what_this_machine_cannot_run_is_packed_for_one_that_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = artifacts.int8(tmp_path / "artifact")
+    write_card(folder, dataclasses.replace(load_card(folder), target="x86-vnni"))
+    monkeypatch.setattr("serve.runtime.integers.has_vnni", lambda: False)
+    for refused in (Predictor, lambda folder: wanted_executions(load_card(folder), ["cpu"], None, needed=False)):
+        with pytest.raises(EngineError, match="this CPU has none"):
+            refused(folder)
+    found = packed_with(folder, tmp_path, threads=1)["serving"]["executions"]
+    assert [(entry["engine"], entry["threads"]) for entry in found] == [("torchscript", 1)]
 
 
 @pytest.mark.parametrize(

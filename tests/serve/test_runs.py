@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 from filelock import FileLock
 
 from serve import runs
+from serve.options import ServingOptions
+from serve.runtime.execution import Execution
+from serve.runtime.serving import Serving
+from tests.serve import artifacts
 
 
 def left_by_a_server(store: Path) -> Path:
@@ -40,3 +45,16 @@ def test_without_a_report_nothing_is_known_to_be_left(tmp_path: Path) -> None:
     (tmp_path / "small" / "report.json").write_text("{}")
     runs.remove_left(tmp_path, "small")
     assert len(list(folder.iterdir())) == 2
+
+
+def test_who_asks_for_cuda_is_served_by_it_first_and_who_asks_for_nothing_as_it_was_packed(tmp_path: Path) -> None:
+    folder = artifacts.torchscript(tmp_path / "small" / "artifacts" / "script")
+    (folder / "serving.json").write_text(Serving((Execution("torchscript"), Execution("torchscript", "cuda"))).text)
+    selection = runs.Selection({"small-script": tmp_path / "small" / "archives" / "small-script.mar"}, {}, "")
+    assert runs.repacking(tmp_path, "small", selection, ServingOptions()) is None
+    pack = runs.repacking(tmp_path, "small", selection, ServingOptions(k=2), "cuda")
+    assert pack is not None
+    with zipfile.ZipFile(pack(tmp_path / "own")["small-script"]) as archive:
+        served = json.loads(archive.read("serving.json"))
+    assert [entry["device"] for entry in served["executions"]] == ["cuda", "cpu"]
+    assert served["k"] == 2

@@ -94,7 +94,11 @@ class EngineType:
         return self.open.__module__
 
     def refuses(self, card: Card, device: str) -> str | None:
-        """Why this engine cannot run the card's artifact on a device (``cpu``, ``cuda``); None if it can."""
+        """Why this engine cannot run the card's artifact on a device (``cpu``, ``cuda``) here; None if it can."""
+        return self.never_runs(card, device) or saturates(card.target)
+
+    def never_runs(self, card: Card, device: str) -> str | None:
+        """Why this engine runs the card's artifact on a device of no machine; None if it does on some."""
         if card.format not in self.formats:
             return f"{self.name} opens {' and '.join(self.formats)} files, not {card.format}"
         if card.device not in ("any", device):
@@ -103,7 +107,7 @@ class EngineType:
             return f"{self.name} runs on {' and '.join(self.devices)}, not on {device}"
         if card.target is not None and card.target not in self.targets:
             return f"{self.name} computes integers built for {' and '.join(self.targets)}, not for {card.target}"
-        return saturates(card.target) or self.accepts(card)
+        return self.accepts(card)
 
     def settings(self, options: Mapping[str, Option]) -> dict[str, Any]:
         """All of its options: those given, the others by default.
@@ -152,15 +156,13 @@ def find_engine(name: str) -> EngineType:
 
 
 def engines_for(card: Card) -> list[EngineType]:
-    """The engines that run the card's artifact somewhere, the preferred one first.
+    """The engines that run the card's artifact somewhere, on this machine or another, the preferred one first.
 
     Raises:
-        EngineError: there is none for its format, or none that runs its integers on this machine's processor.
+        EngineError: there is none for its format.
     """
     known = engines().values()
-    found = [entry for entry in known if any(entry.refuses(card, device) is None for device in entry.devices)]
-    if not found and (reason := saturates(card.target)) is not None:
-        raise EngineError(f"{card.name}: {reason}")
+    found = [entry for entry in known if any(entry.never_runs(card, device) is None for device in entry.devices)]
     if not found:
         formats = sorted({format_ for entry in known for format_ in entry.formats})
         raise EngineError(
@@ -170,7 +172,7 @@ def engines_for(card: Card) -> list[EngineType]:
 
 
 def executions_for(card: Card, device: str = "cpu") -> list[Execution]:
-    """Every way to run the card's artifact on a device, with all settings as usual, the preferred one first.
+    """Every way to run the card's artifact on a device here, with all settings as usual, the preferred one first.
 
     Args:
         card: the artifact's.
@@ -188,12 +190,17 @@ def executions_for(card: Card, device: str = "cpu") -> list[Execution]:
 
 
 def chain_for(card: Card) -> tuple[Execution, ...]:
-    """Every way to run the card's artifact wherever it may come to, with all settings as usual, CUDA's ways first.
+    """Every way to run the card's artifact, whatever machine it comes to, with usual settings; CUDA's ways first.
 
     Raises:
         EngineError: no engine opens its format.
     """
-    return (*executions_for(card, "cuda"), *executions_for(card, "cpu"))
+    return tuple(
+        Execution(entry.name, device)
+        for device in ("cuda", "cpu")
+        for entry in engines_for(card)
+        if entry.never_runs(card, device) is None and device not in entry.on_request
+    )
 
 
 def preferred(card: Card, device: str) -> Execution:
