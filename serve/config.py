@@ -37,7 +37,8 @@ class _Settings(ModelMetaclass):
         except ValidationError as error:
             assert issubclass(cls, BaseModel)
             named = [f"{f.field}: {f.message}" if f.field else f.message for f in faults(cls, error)]
-            raise UserError(f"{cls.__name__}: {'; '.join(named)}") from None
+            title = cls.model_config.get("title", cls.__name__)
+            raise UserError(f"{title}: {'; '.join(named)}" if title else "; ".join(named)) from None
 
     def __dir__(cls) -> list[str]:  # noqa: N805
         return ["__doc__"]
@@ -47,7 +48,8 @@ class Config(BaseModel, metaclass=_Settings):
     """Settings: typed, validated, frozen; unknown fields are refused. Safe to share between threads.
 
     Raises:
-        UserError: a setting is unknown or has an illegal value; each is named, with its value.
+        UserError: a setting is unknown or has an illegal value; each is named, with its value, after the class's name
+            or the ``title`` of its ``model_config``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
+from pydantic import ConfigDict, Field, InstanceOf, field_validator, model_validator
 from torch import nn
 
 from optimize.context import Context
 from optimize.data.augment import AUGMENTATIONS, IN_WORDS
 from optimize.data.classes import with_classes
 from optimize.data.formats.base import DEFAULT_DATA, open_data
-from optimize.data.records import ImageData
+from optimize.data.records import Augmentation, ImageData
 from optimize.data.splits import subset
 from optimize.listener import SILENT, Listener
 from optimize.measure.machine import measured_devices, resolve_device
@@ -27,59 +29,90 @@ from optimize.run.identity import Identity
 from optimize.run.session import Session
 from optimize.store.objects import Store
 from serve import layout
-from serve.runtime.errors import UserError, did_you_mean
+from serve.config import Config
+from serve.runtime.errors import did_you_mean
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the user asks for, in the words of the command line.
+class Job(Config):
+    """What the user asks for, in the words of the command line."""
 
-    Attributes:
-        model: a torchvision name, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``; or a
-            module that is there already, with its weights.
-        checkpoint: a file of weights; None trains the baseline.
-        data: a data set by its reference, see `optimize.data.formats`, or one that is open already.
-        classes: a file with the names of the classes, one a line; None takes the data's own.
-        val_images: measure on so many validation images, stratified; None on all.
-        augment: what is done to training images (see `Augmentation`); None leaves it to the data.
-        skip_unreadable: measure without the validation images that cannot be read, instead of refusing them.
-        recipe: a YAML file; None takes the default, every pass.
-        store: where runs are kept.
-        device: where to train and calibrate: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
-        image_size: side of the network's input in pixels; None leaves it to model and data.
-        weights: name of torchvision's own weights, such as ``DEFAULT``.
-        weights_key: which weights of the checkpoint to take, see `read_checkpoint`; None prefers averaged ones.
-        preprocessing: what images go through that model and data do not ask for.
-        run: the run's name; by default made of model and data, see `serve.layout.run_name`.
-        replace: let the run replace one of another model or other data that has its name.
-        trust_checkpoint: let the checkpoint's pickle run code.
-        seed: of every random choice.
-        remeasure: time everything anew, even if the same set was timed before.
-        recommend: what differs from the recipe's rule of the recommendation, see `Recommend`.
-    """
+    model_config = ConfigDict(title="")  # in messages, its settings are the command line's
 
-    model: str | nn.Module
-    checkpoint: Path | None = None
-    data: str | ImageData = DEFAULT_DATA
-    classes: Path | None = None
-    val_images: int | None = None
-    augment: str | None = None
-    skip_unreadable: bool = False
-    recipe: Path | None = None
-    store: Path = Path("model_store")
-    device: str = "auto"
-    measure: str = "auto"
-    image_size: int | None = None
-    weights: str | None = None
-    weights_key: str | None = None
-    preprocessing: Wish | None = None
-    run: str | None = None
-    replace: bool = False
-    trust_checkpoint: bool = False
-    seed: int = 0
-    remeasure: bool = False
-    recommend: Mapping[str, object] = field(default_factory=dict)
+    model: str | InstanceOf[nn.Module] = Field(
+        description="a torchvision name, timm:NAME, path/to/file.py:factory or package.module:factory; or a module "
+        "that is there already, with its weights"
+    )
+    checkpoint: Path | None = Field(default=None, description="a file of weights; None trains the baseline")
+    data: str | InstanceOf[ImageData] = Field(
+        default=DEFAULT_DATA, description="a data set by its reference, or one that is open already"
+    )
+    classes: Path | None = Field(
+        default=None, description="a file with the names of the classes, one a line; None takes the data's own"
+    )
+    val_images: int | None = Field(
+        default=None, description="measure on so many validation images, stratified; None on all"
+    )
+    augment: Augmentation | None = Field(
+        default=None, description="what is done to training images; None leaves it to the data"
+    )
+    skip_unreadable: bool = Field(
+        default=False, description="measure without the validation images that cannot be read, instead of refusing them"
+    )
+    recipe: Path | None = Field(default=None, description="a YAML file; None takes the default, every pass")
+    store: Path = Field(default=Path("model_store"), description="where runs are kept")
+    device: str = Field(default="auto", description="where to train and calibrate: auto, cpu, cuda or cuda:N")
+    measure: str = Field(
+        default="auto", description="where to measure: auto (every device that there is), or a list such as cpu,cuda"
+    )
+    image_size: int | None = Field(
+        default=None, description="side of the network's input in pixels; None leaves it to model and data"
+    )
+    weights: str | None = Field(default=None, description="name of torchvision's own weights, such as DEFAULT")
+    weights_key: str | None = Field(
+        default=None, description="which weights of the checkpoint to take; None prefers averaged ones"
+    )
+    preprocessing: InstanceOf[Wish] | None = Field(
+        default=None, description="what images go through that model and data do not ask for"
+    )
+    run: str | None = Field(default=None, description="the run's name; by default made of model and data")
+    replace: bool = Field(
+        default=False, description="let the run replace one of another model or other data that has its name"
+    )
+    trust_checkpoint: bool = Field(default=False, description="let the checkpoint's pickle run code")
+    seed: int = Field(default=0, description="of every random choice")
+    remeasure: bool = Field(default=False, description="time everything anew, even if the same set was timed before")
+    recommend: Mapping[str, object] = Field(
+        default_factory=dict, description="what differs from the recipe's rule of the recommendation"
+    )
+
+    @field_validator("run")
+    @classmethod
+    def _names_a_run(cls, name: str | None) -> str | None:
+        if name is not None and not layout.is_run_name(name):
+            raise ValueError("a run's name has letters, digits, '-', '_' and '.', beginning with a letter or digit")
+        return name
+
+    @field_validator("augment", mode="before")
+    @classmethod
+    def _is_known(cls, name: object) -> object:
+        if isinstance(name, str) and name not in AUGMENTATIONS:
+            near = did_you_mean(name, AUGMENTATIONS)
+            raise ValueError(f"there is no augmentation {name!r}{near}; there are {', '.join(AUGMENTATIONS)}")
+        return name
+
+    @model_validator(mode="after")
+    def _weights_come_from_one_place(self) -> Self:
+        if self.checkpoint is not None and self.weights is not None:
+            raise ValueError("--checkpoint and --weights are both given; the weights can come from one of them only")
+        if self.weights_key is not None and self.checkpoint is None:
+            raise ValueError(
+                f"--weights-key {self.weights_key} is of a checkpoint, and none is given; add --checkpoint FILE"
+            )
+        if isinstance(self.model, nn.Module) and (self.checkpoint is not None or self.weights is not None):
+            raise ValueError(
+                "a module brings its weights; give it without a checkpoint or weights, or load them into it"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -113,16 +146,6 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     device = resolve_device(job.device)
     devices = measured_devices(job.measure, device)
     source, weights = module_source(job.model) if isinstance(job.model, nn.Module) else (resolve_model(job.model), None)
-    if job.run is not None and not layout.is_run_name(job.run):
-        raise UserError(
-            f"run name {job.run!r}: use letters, digits, '-', '_' and '.', beginning with a letter or digit"
-        )
-    if job.checkpoint is not None and job.weights is not None:
-        raise UserError("--checkpoint and --weights are both given; the weights can come from one of them only")
-    if job.weights_key is not None and job.checkpoint is None:
-        raise UserError(f"--weights-key {job.weights_key} is of a checkpoint, and none is given; add --checkpoint FILE")
-    if weights is not None and (job.checkpoint is not None or job.weights is not None):
-        raise UserError("a module brings its weights; give it without a checkpoint or weights, or load them into it")
     source, checkpoint, origin = (source, weights, Path(source.name)) if weights else _with_weights(job, source)
     listener.started("opening")  # until the next step begins
     data = _data(job, listener)
@@ -164,14 +187,14 @@ def _anywhere(job: Job) -> Job | None:
     """The same job in words that hold in any folder; None if it has parts that are no words."""
     if not isinstance(job.model, str) or not isinstance(job.data, str):
         return None
-    return dataclasses.replace(
-        job,
-        model=layout.model_anywhere(job.model),
-        checkpoint=job.checkpoint.resolve() if job.checkpoint else None,
-        data=layout.data_anywhere(job.data),
-        classes=job.classes.resolve() if job.classes else None,
-        store=job.store.resolve(),
-    )
+    places = {
+        "model": layout.model_anywhere(job.model),
+        "checkpoint": job.checkpoint.resolve() if job.checkpoint else None,
+        "data": layout.data_anywhere(job.data),
+        "classes": job.classes.resolve() if job.classes else None,
+        "store": job.store.resolve(),
+    }
+    return job.model_copy(update=places)
 
 
 def _data(job: Job, listener: Listener) -> ImageData:
@@ -180,11 +203,6 @@ def _data(job: Job, listener: Listener) -> ImageData:
     if job.classes is not None:
         data = with_classes(data, job.classes)
     if job.augment is not None:
-        if job.augment not in AUGMENTATIONS:
-            raise UserError(
-                f"there is no augmentation {job.augment!r}{did_you_mean(job.augment, AUGMENTATIONS)}; "
-                f"there are {', '.join(AUGMENTATIONS)}"
-            )
         data = dataclasses.replace(data, augment=job.augment)
     if job.val_images is not None and job.val_images < len(data.val):
         data = dataclasses.replace(data, val=subset(data.val, job.val_images, job.seed), val_of=len(data.val))

@@ -73,8 +73,8 @@ def test_mistakes_in_words_are_named_with_what_is_nearest(tmp_path) -> None:
     assert "did you mean cifar10" in refused("run", TINY, "--data", "cifra10", *store)
     assert "auto, cpu, cuda" in refused("run", TINY, "--device", "gpu", *store)
     assert "one of them only" in refused("run", "resnet18", "--checkpoint", "a.pt", "--weights", "DEFAULT", *store)
-    assert "run name" in refused("run", TINY, "--name", "../up", *store)
-    assert "run name" in refused("run", TINY, "--name", "größe", *store)
+    assert "a run's name has letters" in refused("run", TINY, "--name", "../up", *store)
+    assert "a run's name has letters" in refused("run", TINY, "--name", "größe", *store)
     assert not (tmp_path / "store").exists()
 
 

@@ -41,7 +41,7 @@ def opened(tmp_path):
 
     def opening(**options: Any) -> tuple[Opened, str]:
         heard = Heard()
-        job = Job(f"{TINY_NET}:tiny", store=tmp_path / "store", **options)
+        job = Job(model=f"{TINY_NET}:tiny", store=tmp_path / "store", **options)
         return open_job(job, heard), "\n".join(heard.lines)
 
     return opening

@@ -177,7 +177,7 @@ def test_the_choice_is_in_the_run_s_lines_the_card_and_the_key(tmp_path):
     heard = Heard()
 
     def baseline(weights_key: str | None) -> Any:
-        job = Job(TINY, checkpoint=path, store=tmp_path / "store", device="cpu", weights_key=weights_key)
+        job = Job(model=TINY, checkpoint=path, store=tmp_path / "store", device="cpu", weights_key=weights_key)
         opened = open_job(job, heard)
         return opened.session.baseline(checkpoint=opened.checkpoint, origin=opened.origin).artifact
 
@@ -193,4 +193,4 @@ def test_the_choice_is_in_the_run_s_lines_the_card_and_the_key(tmp_path):
 
 def test_a_key_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(UserError, match="--weights-key ema is of a checkpoint, and none is given"):
-        open_job(Job(TINY, store=tmp_path / "store", weights_key="ema"), Heard())
+        open_job(Job(model=TINY, store=tmp_path / "store", weights_key="ema"), Heard())

@@ -206,7 +206,7 @@ def test_a_recipe_sets_the_preprocessing_and_names_its_line(tmp_path):
 
 def test_the_first_line_of_a_run_says_which_preprocessing_and_by_whose_word(tmp_path):
     heard = Heard()
-    job = Job(TINY, store=tmp_path / "store", preprocessing=Wish(PreprocessingConfig(mean=(0.5, 0.4, 0.3))))
+    job = Job(model=TINY, store=tmp_path / "store", preprocessing=Wish(PreprocessingConfig(mean=(0.5, 0.4, 0.3))))
     opened = open_job(job, heard)
     declared = "your PREPROCESSING in tiny_cnn.py"
     assert heard.lines[0].endswith(
