@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from optimize.context import Context
 from optimize.data.formats.base import open_data
 from optimize.data.records import ImageData
+from optimize.measure import pool
 from optimize.models.resolve import resolve_model
 from optimize.passes.base import find_pass
 from optimize.run.session import Session
@@ -17,6 +20,14 @@ from optimize.training.loop import TrainingConfig
 from .workbench import CPU, GREY16, TINY_NET
 
 SHORT = TrainingConfig(epochs=3, batch_size=32, learning_rate=0.1, augment=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lock_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads its times: it need not wait for whoever measures on this machine, nor make them wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "LOCK_FILE", tmp_path_factory.getbasetemp() / "measuring.lock")
+        yield
 
 
 @pytest.fixture(scope="session")
