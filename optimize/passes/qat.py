@@ -1,7 +1,7 @@
 """``qat``: quantization-aware training to int8, torch.ao FX graph mode, from a float or fused module.
 
 The schedule is after Krishnamoorthi 2018 (arXiv:1806.08342, section 3.2): weights adapt while the ranges
-still move, then the ranges are frozen; batch norms can be frozen, too. Where no epoch is as good on the
+still move, then the ranges are frozen; batch norms can be frozen, too. Where no epoch is better on the
 held-out images, the network stays as it was calibrated.
 """
 

@@ -70,7 +70,7 @@ class TrainingResult:
 
     Attributes:
         epochs: one after the other.
-        best: number of the kept one, from 0; None: the module as it came was better than every epoch, and is kept.
+        best: number of the kept one, from 0; None: no epoch was better than the module as it came, and that is kept.
         held_out_top1: of what is kept, on the held-out images (fraction).
         held_out_images: how many there are.
         notes: the images that could not be read.
@@ -109,8 +109,7 @@ def train(
         config: see `TrainingConfig`.
         set_mode: called after the module was put into training mode (True) or eval mode (False), with the
             epoch's number from 0, for modules with more modes than those two.
-        from_start: whether the module as it comes is kept where no epoch is at least as good: for one that is
-            trained already.
+        from_start: whether the module as it comes is kept where no epoch is better: for one that is trained already.
 
     Raises:
         PassError: the loss became NaN or infinite.
@@ -192,8 +191,8 @@ def train(
                 f"lower learning_rate (it is {config.learning_rate:g})"
             )
         history.append(Epoch(mean, held_out(number)))
-        # The later of two equal epochs has seen more.
-        if history[-1].held_out_top1 >= reached:
+        # The later of two equal epochs has seen more; what was trained already is left only for something better.
+        if history[-1].held_out_top1 > reached or (best is not None and history[-1].held_out_top1 == reached):
             best, reached = number, history[-1].held_out_top1
             best_state = copy.deepcopy(module.state_dict())
     module.load_state_dict(best_state)

@@ -135,10 +135,10 @@ def test_the_weights_of_the_best_epoch_are_kept(scores, best, monkeypatch):
 
 @pytest.mark.parametrize(
     ("scores", "best"),
-    [([0.9, 0.2, 0.8], None), ([0.9, 0.9, 0.8], 0), ([0.1, 0.2, 0.3], 1)],
+    [([0.9, 0.2, 0.8], None), ([0.9, 0.9, 0.8], None), ([0.1, 0.2, 0.3], 1)],
     ids=["worse", "tie", "up"],
 )
-def test_what_was_trained_already_is_kept_where_no_epoch_is_as_good(scores, best, monkeypatch):
+def test_what_was_trained_already_is_kept_where_no_epoch_is_better(scores, best, monkeypatch):
     module, remaining = network(), iter(scores)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     monkeypatch.setattr(training, "top1", lambda *given: next(remaining))
