@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -81,8 +82,8 @@ def place_labels(
         options = list(_candidates(x, y, math.sqrt(label.area) / 2 + 5, extent.width, extent.height))
         others = [spot for spot in marks if not spot.contains(x, y)]
         costs = [
-            _cost(box, taken, inside) + away + (_crossings((x, y), box, others) if away > 14 else 0.0)
-            for box, away in options
+            cost + away + (_crossings((x, y), box, others) if away > 14 else 0.0)
+            for cost, (box, away) in zip(_costs([box for box, _ in options], taken, inside), options, strict=True)
         ]
         box, away = options[costs.index(min(costs))]
         taken.append(box)
@@ -150,16 +151,18 @@ def _candidates(x: float, y: float, gap: float, width: float, height: float) -> 
             yield Bbox.from_bounds(cx - width / 2, cy - height / 2, width, height), float(away)
 
 
-def _cost(box: Bbox, taken: list[Bbox], inside: Bbox) -> float:
-    padded = box.padded(1.5)
-    overlap = sum(both.width * both.height for other in taken if (both := Bbox.intersection(padded, other)) is not None)
-    out = (
-        max(inside.x0 - box.x0, 0)
-        + max(box.x1 - inside.x1, 0)
-        + max(inside.y0 - box.y0, 0)
-        + max(box.y1 - inside.y1, 0)
-    )
-    return float(20 * overlap + 40 * out)
+def _costs(boxes: Sequence[Bbox], taken: Sequence[Bbox], inside: Bbox) -> list[float]:
+    """What it costs to put a label into each box: what it covers, and how far it juts out."""
+    own = np.array([box.extents for box in boxes])
+    padded = own + np.array([-1.5, -1.5, 1.5, 1.5])
+    others = np.array([box.extents for box in taken])
+    low = np.maximum(padded[:, None, :2], others[None, :, :2])
+    high = np.minimum(padded[:, None, 2:], others[None, :, 2:])
+    overlap = (high - low).clip(min=0).prod(axis=2).sum(axis=1)
+    out = (inside.extents[:2] - own[:, :2]).clip(min=0).sum(axis=1)
+    out += (own[:, 2:] - inside.extents[2:]).clip(min=0).sum(axis=1)
+    costs: list[float] = (20 * overlap + 40 * out).tolist()
+    return costs
 
 
 def _nearest(spot: tuple[float, float], box: Bbox) -> tuple[float, float]:
