@@ -15,8 +15,10 @@ import pytest
 from optimize.data.formats.base import open_data
 from serve.client import Client
 from serve.runs import select
+from serve.runtime.engines.base import execution_id
 from serve.runtime.errors import PipelineError
 from serve.runtime.predictor import Predictor
+from serve.runtime.serving import read_serving
 from serve.torchserve import server
 from tests.serve.artifacts import jpeg
 from tests.serve.conftest import free_ports
@@ -40,7 +42,10 @@ def test_served_answers_equal_those_of_the_artifacts_in_process(tiny_run: TinyRu
     try:
         with running.client(tiny_run.store) as client:
             for name in kinds:
-                predictor = Predictor(tiny_run.folder / "artifacts" / name)
+                serving = read_serving(tiny_run.folder / "artifacts" / name)
+                assert serving is not None
+                assert client.describe(f"tiny-{name}")["execution"] == execution_id(serving.executions[0])
+                predictor = Predictor(tiny_run.folder / "artifacts" / name, serving.executions[0])
                 for image in images:
                     # One at a time, as it is sent: dynamic quantization takes its scale from the batch.
                     (labels,) = predictor.predict([image], k=10)
