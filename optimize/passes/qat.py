@@ -35,14 +35,12 @@ class Qat(TrainingConfig, Choices):
     learning_rate: float = Field(
         default=0.002,
         gt=0,
-        description="peak learning rate; fused networks have no norm that bounds a step, and diverge at a fifth of the "
-        "baseline's",
+        description="peak learning rate; fused networks, without norms, diverge at much higher ones",
     )
     freeze_norms_at: int = Field(
         default_factory=lambda others: others.get("epochs", 3),
         ge=0,
-        description="epoch, from 0, at which batch-norm statistics freeze; by default never: a network that was "
-        "trained briefly may diverge once they do",
+        description="epoch, from 0, at which batch-norm statistics freeze; by default never",
     )
     freeze_observers_at: int = Field(
         default_factory=lambda others: min(2, others.get("epochs", 2)),
@@ -62,8 +60,7 @@ class Qat(TrainingConfig, Choices):
     range_horizon: int = Field(
         default=100,
         ge=1,
-        description="training steps that an activation's range looks back over: the newest batch weighs one part in "
-        "this many, the past fades exponentially",
+        description="steps that an activation's range looks back over; the past fades exponentially",
     )
 
     @model_validator(mode="after")

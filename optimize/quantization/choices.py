@@ -37,8 +37,7 @@ class Choices(Gate):
     )
     overrides: dict[str, dict[Literal["observer"], Observer]] = Field(
         default={},
-        description="settings for single modules, by pattern as in keep_float: {classifier: {observer: minmax}}; of "
-        "several that match, the last one holds",
+        description="settings by pattern as in keep_float: {classifier: {observer: minmax}}; the last match holds",
     )
 
 
