@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import matplotlib as mpl
@@ -49,19 +50,13 @@ PEERS = ("nncf", "ort-static")
 
 @dataclass(frozen=True)
 class Line:
-    """One execution: who made the artifact, what runs it, its times, and how near its logits are to the float ones."""
+    """One execution: the artifact, what runs it, whether it computes in int8, and its times."""
 
     artifact: str
     runs_on: str
+    int8: bool
     p50: float
     throughput: float
-    sqnr: float | None
-    agreement: float | None
-
-    @property
-    def int8(self) -> bool:
-        """Whether it computes in int8."""
-        return self.artifact in ("ptq", "onnx-int8", *PEERS)
 
     @property
     def ours(self) -> bool:
@@ -125,21 +120,20 @@ def lines(found: Comparison) -> list[Line]:
 
 def _line(row: Row, pair: Pair) -> Line:
     assert pair.measured is not None
-    parity = pair.measured.parity
+    assert row.file is not None
     return Line(
         artifact=row.name,
         runs_on=pair.id.partition("@")[2],
+        int8=not row.file.is_float,
         p50=pair.measured.latency_ms.p50,
         throughput=pair.measured.throughput[BATCHES[-1]],
-        sqnr=parity.sqnr_db if parity else None,
-        agreement=parity.top1_agreement if parity else None,
     )
 
 
 def _reference(reference: Reference) -> Line:
     assert reference.measured is not None
     measured = reference.measured
-    return Line("float", reference.name, measured.latency_ms.p50, measured.throughput[BATCHES[-1]], None, None)
+    return Line("float", reference.name, False, measured.latency_ms.p50, measured.throughput[BATCHES[-1]])
 
 
 def table(name: str, found: list[Line]) -> list[str]:
@@ -208,7 +202,10 @@ def page(results: dict[str, list[Line]], options: argparse.Namespace, command: s
     """The document."""
     here, known = machine(torch.device("cpu")), versions()
     libraries = ", ".join(
-        f"{name} {known[name]}" for name in ("torch", "onnxruntime-gpu", "openvino", "nncf") if name in known
+        [
+            *(f"{name} {known[name]}" for name in ("torch", "onnxruntime-gpu", "openvino") if name in known),
+            f"nncf {metadata.version('nncf')}",
+        ]
     )
     body = [
         "# INT8 and float on a CPU",
