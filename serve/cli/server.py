@@ -1,54 +1,24 @@
-"""The words of ``python -m serve``: package, start, status, predict, stop. No logic of its own."""
+"""Commands about the TorchServe of a store: ``start``, ``status``, ``stop``."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serve.command_line import OneLineGroup, reported
-from serve.hints import DEFAULT_STORE, command, target
+from serve.cli.words import Data, Run, Store, the_running
+from serve.command_line import reported
+from serve.hints import DEFAULT_STORE, target
 from serve.option_words import with_serving_options
 from serve.options import ServingOptions
-from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from serve.torchserve.server import RunningServer
 
-app = typer.Typer(
-    cls=OneLineGroup,
-    help="Pack a run's artifacts into TorchServe archives, and serve them on this machine.\n\n"
-    "A run is what `python -m optimize run MODEL` leaves in the store. The server listens on loopback only "
-    "and asks for a token; its keys, configuration and logs are in STORE/.server.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
-Store = Annotated[Path, typer.Option(help="The folder that holds the runs.", show_default=True)]
-Run = Annotated[str, typer.Argument(help="The run's name, or the model that it is of, such as path/to/net.py:build.")]
-Data = Annotated[str | None, typer.Option(help="The data that the model's run is on, where RUN is a model.")]
-
-
-@app.command()
-@with_serving_options
-def package(run: Run, *, options: ServingOptions, store: Store = DEFAULT_STORE, data: Data = None) -> None:
-    """Build an archive (.mar) of every artifact of RUN.
-
-    Each archive is complete in itself: a stock TorchServe 0.12 serves it where this project is not
-    installed. The same artifact, served alike, gives the same bytes. What is not given stays as the run decided.
-    """
-    with reported():
-        from serve.runs import find_run, package_run
-
-        for path in package_run(store, find_run(run, data), options):
-            typer.echo(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
-
-
-@app.command()
 @with_serving_options
 def start(
     run: Run,
@@ -105,14 +75,13 @@ def start(
         typer.echo(f"  {_curl(store, running, runs.sample_image(store, run))}")
 
 
-@app.command()
 def status(store: Store = DEFAULT_STORE) -> None:
     """Show the running server: its models, their workers, what really executes each, and what it passed over.
 
     The exit code is 1 when no server of this store is running.
     """
     with reported():
-        running = _running(store)
+        running = the_running(store)
         with running.client(store) as client:
             typer.echo(
                 f"{client.ping()}: run {running.run}, pid {running.pid}, http://127.0.0.1:{running.ports.inference}"
@@ -132,34 +101,6 @@ def status(store: Store = DEFAULT_STORE) -> None:
             client.write_header_file()
 
 
-@app.command()
-def predict(
-    image: Annotated[Path, typer.Argument(help="An image file: JPEG, PNG, WebP, BMP, TIFF or GIF.")],
-    store: Store = DEFAULT_STORE,
-    model: Annotated[str | None, typer.Option(help="Default: the run's recommended artifact.")] = None,
-    k: Annotated[int | None, typer.Option(help="How many classes. Default: the archive's own, 5.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the endpoint's answer as it is.")] = False,
-) -> None:
-    """Send IMAGE to the running server and print its best classes, best first."""
-    with reported():
-        try:
-            data = image.read_bytes()
-        except OSError as error:
-            raise UserError(f"{image}: cannot be read ({error.strerror})") from None
-        running = _running(store)
-        name = model or running.default_model
-        if name not in running.models:
-            raise UserError(f"no model {name!r} is served; there are {', '.join(running.models)}")
-        with running.client(store) as client:
-            answer = client.predict(name, data, k=k)
-        if as_json:
-            typer.echo(json.dumps(answer))
-            return
-        for entry in answer:
-            typer.echo(f"{entry['probability']:.4f}  {entry['index']:4d}  {entry['label']}")
-
-
-@app.command()
 def stop(
     run: Annotated[str | None, typer.Argument(help="Stop only if this run is served. Default: whichever is.")] = None,
     store: Store = DEFAULT_STORE,
@@ -175,20 +116,6 @@ def stop(
         if stopped is not None:
             remove_left(store, stopped.run)
         typer.echo(f"stopped: run {stopped.run}" if stopped else "no server of this store is running")
-
-
-def main() -> None:
-    """Run the command line."""
-    app()
-
-
-def _running(store: Path) -> RunningServer:
-    from serve.torchserve import server
-
-    running = server.running(store)
-    if running is None:
-        raise PipelineError(f"no server of {store} is running: start one with `{command('serve start RUN', store)}`")
-    return running
 
 
 def _curl(store: Path, running: RunningServer, sample: Path | None) -> str:

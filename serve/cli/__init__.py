@@ -1,0 +1,36 @@
+"""The words of ``python -m serve``: a file for each group of commands, a line here for each command. No logic."""
+
+from __future__ import annotations
+
+import typer
+
+from serve.cli.archives import package
+from serve.cli.asking import predict
+from serve.cli.server import start, status, stop
+from serve.command_line import OneLineGroup
+
+app = typer.Typer(
+    cls=OneLineGroup,
+    help="Pack a run's artifacts into TorchServe archives, and serve them on this machine.\n\n"
+    "A run is what `python -m optimize run MODEL` leaves in the store. The server listens on loopback only "
+    "and asks for a token; its keys, configuration and logs are in STORE/.server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+#: In the order of the help, under the title of each group.
+COMMANDS = {
+    "Archives": (package,),
+    "TorchServe": (start, status, stop),
+    "Requests": (predict,),
+}
+
+for _group, _commands in COMMANDS.items():
+    for _command in _commands:
+        app.command(rich_help_panel=_group)(_command)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
