@@ -1,0 +1,125 @@
+"""The ASGI callable: a request in, through token and router, an answer out, told to who observes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from serve.asgi.asking import ClientGoneError
+from serve.asgi.call import Call, Held, Limits
+from serve.asgi.messages import Receive, RefusedError, Response, Scope, Send, refusal_response
+from serve.asgi.models import Models
+from serve.asgi.observing import Observation, Observer
+from serve.asgi.router import Router
+
+if TYPE_CHECKING:
+    from serve.asgi.tokens import Tokens
+
+_LOG = logging.getLogger(__name__)
+
+#: Of a request whose client went before its answer, as nginx logs it.
+CLIENT_GONE = 499
+
+
+class Application:
+    """One server: its models, its routes, its tokens and who observes it. Used in one event loop.
+
+    What speaks another protocol adds its paths to ``router``, its observers to ``observers``, and what lives beside
+    the HTTP server (a gRPC server) to ``on_start`` and ``on_stop``.
+
+    Attributes:
+        models: who answers.
+        router: what answers which path.
+        observers: each is told of each request.
+        on_start: awaited in order when the event loop runs, before a model is loaded.
+        on_stop: awaited in reverse order when every accepted HTTP request is answered, before the services end.
+        draining: set when the server is told to end: it is ready no more, and connections are closed as they answer.
+
+    Args:
+        models: who answers.
+        limits: what a client may cost.
+        tokens: who may ask; None: everybody who reaches it.
+    """
+
+    def __init__(self, models: Models, *, limits: Limits | None = None, tokens: Tokens | None = None) -> None:
+        self.models = models
+        self.limits = limits or Limits()
+        self.tokens = tokens
+        self.router = Router()
+        self.observers: list[Observer] = []
+        self.on_start: list[Callable[[], Awaitable[None]]] = []
+        self.on_stop: list[Callable[[], Awaitable[None]]] = []
+        self.draining = False
+        self._held = Held(self.limits.held_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request; see the ASGI specification, version 3."""
+        if scope["type"] != "http":
+            raise ValueError(f"only HTTP is served, not {scope['type']}")
+        call = Call(scope, receive, models=self.models, limits=self.limits, held=self._held)
+        observation = call.observation
+        try:
+            response = await self._answer(call, scope)
+            observation.status = response.status
+            await send(self._head(call, response))
+            await send({"type": "http.response.body", "body": response.body})
+        except ClientGoneError:
+            observation.status = CLIENT_GONE
+            observation.refusals += ("client-gone",)
+        finally:
+            call.release()
+            observation.seconds = time.monotonic() - call.arrived
+            self.observe(observation)
+
+    def observe(self, observation: Observation) -> None:
+        """Tell the observers of a request that is over."""
+        for observer in self.observers:
+            observer(observation)
+
+    async def _answer(self, call: Call, scope: Scope) -> Response:
+        try:
+            route, call.parameters = self.router.find(call.method, scope["raw_path"].decode("latin-1"))
+            call.observation.route = route.path
+            if not route.public and self.tokens is not None:
+                self.tokens.check(call.headers.get("authorization", ""))
+            return await route.handler(call)
+        except RefusedError as error:
+            call.observation.refusals += (error.kind,)
+            return refusal_response(error)
+        except (ClientGoneError, asyncio.CancelledError):
+            raise
+        except Exception:  # noqa: BLE001 - one request's fault must not be the connection's
+            _LOG.exception("request %s failed", call.request_id)
+            call.observation.refusals += ("fault",)
+            return refusal_response(
+                RefusedError(500, f"the server failed; its log has the reason under {call.request_id}", "fault")
+            )
+
+    def _head(self, call: Call, response: Response) -> dict[str, object]:
+        headers = [
+            (b"content-type", response.content_type.encode()),
+            (b"content-length", str(len(response.body)).encode()),
+            (b"x-request-id", call.request_id.encode()),
+        ]
+        observation = call.observation
+        if observation.version is not None:
+            headers.append((b"x-model-version", observation.version.encode()))
+        if observation.stages is not None:
+            headers.append((b"server-timing", server_timing(observation, time.monotonic() - call.arrived)))
+        if self.draining:
+            headers.append((b"connection", b"close"))
+        headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in response.headers]
+        return {"type": "http.response.start", "status": response.status, "headers": headers}
+
+
+def server_timing(observation: Observation, seconds: float) -> bytes:
+    """The value of a ``Server-Timing`` header: each stage and the total, in milliseconds."""
+    stages = observation.stages
+    assert stages is not None
+    return (
+        f"queue;dur={stages.queue:.2f}, decode;dur={stages.decode:.2f}, preprocess;dur={stages.preprocess:.2f}, "
+        f"infer;dur={stages.infer:.2f}, postprocess;dur={stages.postprocess:.2f}, total;dur={seconds * 1e3:.2f}"
+    ).encode()

@@ -1,0 +1,95 @@
+"""One request to a model's service from the event loop, whatever protocol it came by."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING
+
+from serve.asgi.messages import RefusedError, try_again
+from serve.runtime.errors import EngineError, PipelineError, Refusal, one_line
+
+if TYPE_CHECKING:
+    from serve.asgi.contract import Answered
+    from serve.asgi.models import Served
+    from serve.runtime.protocol import Request
+
+
+class ClientGoneError(Exception):
+    """The client has gone: there is nobody to answer."""
+
+
+class Asking:
+    """A request on its way through a service. Used in the event loop, once.
+
+    Args:
+        served: who answers.
+        request: what is asked.
+        deadline: when the client will have gone, in seconds of `time.monotonic`; None: never.
+    """
+
+    def __init__(self, served: Served, request: Request, deadline: float | None = None) -> None:
+        self._served = served
+        self._request = request
+        self._deadline = deadline
+        self._loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[Answered] = self._loop.create_future()
+
+    async def answered(self) -> Answered:
+        """The service's answer. Where it is not waited for any more, or is cancelled, nothing more is computed for it.
+
+        Raises:
+            RefusedError: 503 (queue full, or closed), 504 (deadline), 500 (the engine failed).
+            ClientGoneError: it was abandoned.
+        """
+        timer = None
+        with self._served.held():
+            if self._deadline is not None:
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    raise _late()
+                timer = self._loop.call_later(left, self._fail, _late())
+            computing = self._submit()
+            computing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._settle, done))
+            try:
+                return await self._outcome
+            finally:
+                computing.cancel()
+                if timer is not None:
+                    timer.cancel()
+
+    def abandon(self) -> None:
+        """Say that the client has gone."""
+        self._fail(ClientGoneError())
+
+    def _submit(self) -> Future[Answered]:
+        try:
+            return self._served.service.submit(self._request, deadline=self._deadline)
+        except EngineError as error:
+            raise RefusedError(500, f"the model failed: {error}", "engine") from None
+        except PipelineError as error:
+            raise try_again(f"{self._served.name}: {error}", "queue-full") from None
+
+    def _settle(self, computing: Future[Answered]) -> None:
+        if self._outcome.done():
+            return
+        try:
+            self._outcome.set_result(computing.result())
+        except (TimeoutError, CancelledError):
+            self._fail(_late())
+        except Exception as error:  # noqa: BLE001 - an engine's library may fail in any way
+            self._fail(RefusedError(500, f"the model failed: {one_line(error)}", "engine"))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._outcome.done():
+            self._outcome.set_exception(error)
+
+
+def refused_items(answered: Answered) -> tuple[str, ...]:
+    """A word for each image that was refused, such as ``item-415``."""
+    return tuple(f"item-{outcome.status}" for outcome in answered.outcomes if isinstance(outcome, Refusal))
+
+
+def _late() -> RefusedError:
+    return RefusedError(504, "the deadline that came with the request is over: nothing more is computed", "deadline")

@@ -1,0 +1,183 @@
+"""One request as a route sees it: its words, its body within limits, its deadline, and the service asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
+
+from serve.asgi.asking import Asking, ClientGoneError, refused_items
+from serve.asgi.messages import Receive, RefusedError, Scope, try_again
+from serve.asgi.observing import Observation
+
+if TYPE_CHECKING:
+    from serve.asgi.contract import Answered
+    from serve.asgi.models import Models, Served
+    from serve.runtime.protocol import Request
+
+_ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may cost before anything is computed for it.
+
+    Attributes:
+        body_bytes: of one request; 413 beyond it. As TorchServe is told here.
+        held_bytes: of all requests that are being received or answered; 503 beyond it.
+        body_s: seconds for a body to arrive whole; 408 beyond it.
+        head_s: seconds for the headers to arrive; the connection is closed beyond it.
+        head_bytes: of the request line and the headers; the connection is closed beyond it.
+        keep_alive_s: seconds that a connection may lie idle.
+        connections: open at once; 503 beyond it.
+        queue: requests that wait for a model's service; 503 beyond it.
+    """
+
+    body_bytes: int = 64 * 1024 * 1024
+    held_bytes: int = 512 * 1024 * 1024
+    body_s: float = 30.0
+    head_s: float = 10.0
+    head_bytes: int = 64 * 1024
+    keep_alive_s: int = 75
+    connections: int = 2048
+    queue: int = 256
+
+
+class Held:
+    """Bytes of bodies that are in memory now, against `Limits.held_bytes`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.bytes = 0
+
+
+class Call:
+    """One HTTP request. Used in the event loop, by one route.
+
+    Attributes:
+        method: in capitals.
+        headers: by name in lower case; of one that came twice, the last.
+        parameters: what stood in the path's places.
+        request_id: the client's ``x-request-id``, or one that was made.
+        observation: what will be told of it; routes fill in the model.
+        models: who answers.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, *, models: Models, limits: Limits, held: Held) -> None:
+        self.arrived = time.monotonic()
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        self.parameters: dict[str, str] = {}
+        self.models = models
+        given = self.headers.get("x-request-id", "")
+        self.request_id = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        self.observation = Observation(self.request_id)
+        self._query: bytes = scope["query_string"]
+        self._receive = receive
+        self._limits = limits
+        self._held = held
+        self._kept = 0
+        self._whole = False
+
+    @cached_property
+    def query(self) -> dict[str, str]:
+        """The query's parameters; of one that came twice, the last."""
+        try:
+            return dict(parse_qsl(self._query.decode("latin-1"), keep_blank_values=True, max_num_fields=100))
+        except ValueError:
+            raise RefusedError(400, "the query has more than 100 parameters", "bad-request") from None
+
+    @cached_property
+    def deadline(self) -> float | None:
+        """When the client will have gone, by its ``x-request-deadline-ms``, in seconds of `time.monotonic`.
+
+        Raises:
+            RefusedError: 400, the header is no whole number of milliseconds.
+        """
+        word = self.headers.get("x-request-deadline-ms")
+        if word is None:
+            return None
+        if not re.fullmatch(r"[0-9]{1,9}", word):
+            raise RefusedError(
+                400, f"x-request-deadline-ms must be a whole number of milliseconds, got {word[:40]!r}", "bad-request"
+            )
+        return self.arrived + int(word) / 1000
+
+    async def body(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            RefusedError: 408 (too slow), 413 (too large; told before it is read where the client says its size), 415
+                (compressed), 503 (too much is held already).
+            ClientGoneError: the client went while it sent.
+        """
+        if self.headers.get("content-encoding", "identity").lower() != "identity":
+            raise RefusedError(415, "compressed bodies are not taken: send the image as it is", "content-encoding")
+        limit = self._limits.body_bytes
+        too_large = RefusedError(413, f"the body is larger than the limit of {limit} bytes", "too-large")
+        length = self.headers.get("content-length", "")
+        if length.isdecimal() and len(length) < 20 and int(length) > limit:
+            raise too_large
+        chunks: list[bytes] = []
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + self._limits.body_s):
+                while not self._whole:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    self._whole = not message.get("more_body", False)
+                    chunk: bytes = message.get("body", b"")
+                    self._keep(len(chunk))
+                    chunks.append(chunk)
+                    if self._kept > limit:
+                        raise too_large
+        except TimeoutError:
+            raise RefusedError(
+                408, f"the body did not arrive within {self._limits.body_s:g} s", "slow-client"
+            ) from None
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def ask(self, served: Served, request: Request) -> Answered:
+        """Have a request answered by a model, unless its time is over or its client goes. The body must be read.
+
+        Raises:
+            RefusedError: 503 (queue full, or the server ends), 504 (deadline), 500 (the engine failed).
+            ClientGoneError: nobody waits for the answer; what was not computed yet will not be.
+        """
+        self.observation.model, self.observation.version = served.name, served.version
+        self.observation.images = len(request.images)
+        asking = Asking(served, request, self.deadline)
+        watching = asyncio.ensure_future(self._watch(asking.abandon))
+        try:
+            answered = await asking.answered()
+        finally:
+            watching.cancel()
+        self.observation.stages, self.observation.batch_size = answered.stages, answered.batch_size
+        self.observation.refusals += refused_items(answered)
+        return answered
+
+    def release(self) -> None:
+        """Count its body as gone."""
+        self._held.bytes -= self._kept
+        self._kept = 0
+
+    def _keep(self, size: int) -> None:
+        self._kept += size
+        self._held.bytes += size
+        if self._held.bytes > self._held.limit:
+            raise try_again("the server holds as many bodies as it may: try again later", "memory")
+
+    async def _watch(self, abandon: Callable[[], None]) -> None:
+        """Call ``abandon`` when the client has gone. Its body was received whole: nothing else can come."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        abandon()

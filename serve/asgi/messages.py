@@ -1,0 +1,62 @@
+"""What a route gets of one request and what it gives back; nothing here knows a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from serve.runtime.errors import PipelineError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+#: Seconds after which who was refused for want of room may try again.
+RETRY_AFTER_S: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One answer: HTTP status, body, content type, and further headers with lower-case names."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class RefusedError(PipelineError):
+    """A request that gets no answer: `status` and one line of text for the client, a `kind` for who counts.
+
+    Kinds are words that never hold anything of the client's: ``unknown-model``, ``queue-full``, ``deadline`` …
+
+    Args:
+        status: HTTP status.
+        message: one line: what is wrong, and what would be right.
+        kind: the word for it in metrics and logs.
+        headers: further headers of the answer, with lower-case names.
+    """
+
+    def __init__(self, status: int, message: str, kind: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.headers = headers
+
+
+def try_again(message: str, kind: str) -> RefusedError:
+    """A refusal with 503 that says when to come back: the same request may be answered later."""
+    return RefusedError(503, message, kind, (("retry-after", str(RETRY_AFTER_S)),))
+
+
+def json_response(status: int, body: object, headers: tuple[tuple[str, str], ...] = ()) -> Response:
+    """A JSON document as an answer."""
+    return Response(status, json.dumps(body, allow_nan=False).encode(), headers=headers)
+
+
+def refusal_response(error: RefusedError) -> Response:
+    """A refusal as TorchServe's handler, KServe v1 and the Open Inference Protocol all write it: ``{"error": …}``."""
+    return json_response(error.status, {"error": str(error)}, error.headers)

@@ -1,0 +1,147 @@
+"""The models that are served, by name and version: who answers a request, and how versions change places.
+
+Changed and read in the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from serve.asgi.contract import Service
+from serve.asgi.messages import RefusedError, try_again
+from serve.runtime.errors import did_you_mean
+from serve.runtime.predictor import Predictor
+from serve.runtime.serving import Serving
+
+
+@dataclass(eq=False)
+class Served:
+    """One version of a model, open and warm.
+
+    Attributes:
+        name: of the model, as it is asked for.
+        version: a word such as ``1.0``.
+        predictor: the opened artifact: its card, engine and description. Only the service's thread runs it.
+        serving: how it is served.
+        service: answers requests.
+        weight: its share of the requests that ask for no version, against the other versions'; 0: none.
+        ready: whether it answers as it should: every file as its card says, warm, and its known image answered.
+        source: what it was opened from, for messages.
+    """
+
+    name: str
+    version: str
+    predictor: Predictor
+    serving: Serving
+    service: Service
+    weight: int = 1
+    ready: bool = True
+    source: str = ""
+    _holders: int = field(default=0, repr=False)
+    _credit: int = field(default=0, repr=False)
+    _free: asyncio.Event | None = field(default=None, repr=False)
+
+    @contextmanager
+    def held(self) -> Iterator[Served]:
+        """Keep its service open for the block, though another version take its place meanwhile."""
+        self._holders += 1
+        try:
+            yield self
+        finally:
+            self._holders -= 1
+            if self._holders == 0 and self._free is not None:
+                self._free.set()
+
+    async def released(self) -> None:
+        """Wait until nobody holds it. It must be out of `Models` by then, or there is always somebody."""
+        while self._holders:
+            self._free = asyncio.Event()
+            await self._free.wait()
+
+
+class Models:
+    """The models by name and version.
+
+    Args:
+        expected: names of the models that will be served, which are refused with 503 and not 404 until then.
+    """
+
+    def __init__(self, expected: Sequence[str] = ()) -> None:
+        self.expected = tuple(expected)
+        self._versions: dict[str, dict[str, Served]] = {}
+
+    def __iter__(self) -> Iterator[Served]:
+        """Every version of every model, by name and version."""
+        for name in sorted(self._versions):
+            for version in sorted(self._versions[name]):
+                yield self._versions[name][version]
+
+    @property
+    def names(self) -> list[str]:
+        """The models that are served or will be, sorted."""
+        return sorted({*self.expected, *self._versions})
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model that is expected is there, and every version of it as it should be."""
+        return all(name in self._versions for name in self.names) and all(served.ready for served in self)
+
+    def versions(self, name: str) -> list[str]:
+        """The versions of a model, sorted; empty where it is unknown or not loaded yet."""
+        return sorted(self._versions.get(name, ()))
+
+    def get(self, name: str, version: str | None = None) -> Served:
+        """The version that answers a request: the one that is named, or each in its turn by weight.
+
+        Raises:
+            RefusedError: 404 where there is no such model or version; 503 where it is not loaded yet.
+        """
+        versions = self._versions.get(name)
+        if versions is None:
+            if name in self.expected:
+                raise try_again(f"model {name} is being loaded: try again later", "not-ready")
+            known = self.names
+            hint = did_you_mean(name[:100], known)
+            raise RefusedError(
+                404, f"there is no model {name[:100]!r}{hint}; served are {', '.join(known) or 'none'}", "unknown-model"
+            )
+        if version is None:
+            return _in_turn([*versions.values()])
+        if version not in versions:
+            raise RefusedError(
+                404,
+                f"model {name} has no version {version[:40]!r}; there are {', '.join(sorted(versions))}",
+                "unknown-model",
+            )
+        return versions[version]
+
+    def replace(self, served: Mapping[str, Sequence[Served]]) -> list[Served]:
+        """Serve these versions by the models' names, and no others, from the next request on.
+
+        Returns:
+            The versions that are out: to be released, drained and closed by the caller.
+        """
+        before = list(self)
+        self.expected = tuple(served)
+        self._versions = {name: {entry.version: entry for entry in entries} for name, entries in served.items()}
+        staying = set(map(id, self))
+        return [entry for entry in before if id(entry) not in staying]
+
+
+def _in_turn(versions: list[Served]) -> Served:
+    """The next of the versions, so that of any total-of-weights requests in a row each gets its weight.
+
+    Smooth weighted round-robin, as nginx does it: each gains its weight, the richest is taken and pays the total.
+    """
+    if len(versions) == 1:
+        return versions[0]
+    total = 0
+    for entry in versions:
+        entry._credit += entry.weight
+        total += entry.weight
+    chosen = max(versions, key=lambda entry: entry._credit)
+    chosen._credit -= total
+    return chosen

@@ -1,0 +1,41 @@
+"""What is told of each request when it is over, for metrics and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve.asgi.contract import Stages
+
+
+@dataclass(slots=True)
+class Observation:
+    """One request, filled while it is answered; an observer gets it once, whole, and changes nothing.
+
+    Attributes:
+        request_id: the client's, or one of ours.
+        route: the path as it was added to the router, or ``grpc/METHOD``; empty where nothing answers.
+        model: name of the model that was asked; None: none, or an unknown one.
+        version: of the model that answered.
+        status: HTTP status of the answer; 499: the client was gone before it.
+        seconds: from the request's headers to its answer.
+        stages: where the service's time went; None: it was not asked.
+        batch_size: images that went through the network together with this request's first.
+        images: how many this request held.
+        refusals: a word for each refusal, of the request or of one of its images (``item-415``).
+    """
+
+    request_id: str = ""
+    route: str = ""
+    model: str | None = None
+    version: str | None = None
+    status: int = 0
+    seconds: float = 0.0
+    stages: Stages | None = None
+    batch_size: int = 0
+    images: int = 0
+    refusals: tuple[str, ...] = ()
+
+
+#: Called in the event loop, once for each request: it must neither wait nor raise.
+Observer = Callable[[Observation], None]
