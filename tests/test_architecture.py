@@ -18,6 +18,7 @@ FLOORS = {
     "optimize.listener": 0,
     "optimize.noise": 0,
     "serve": 1,
+    "serve.load": 1,
     "optimize.data": 2,
     "optimize.models": 3,
     "optimize.store": 3,

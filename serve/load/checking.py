@@ -1,0 +1,94 @@
+"""Whether an answer is the known one. Equal bytes are looked at once, so that checking all of them is cheap."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from serve.load.workload import Item, Known
+
+#: What became of a request. ``answered`` and ``refused``: as known. ``wrong``: otherwise than known. ``rejected``: the
+#: server was full (429, 503). ``failed``: another 5xx. ``lost``: no answer came.
+Verdict = Literal["answered", "refused", "wrong", "rejected", "failed", "lost"]
+VERDICTS: tuple[Verdict, ...] = ("answered", "refused", "wrong", "rejected", "failed", "lost")
+
+_REMEMBERED = 256  # answers of one item; batches of other sizes round otherwise, so that there are several
+
+
+class Checker:
+    """Compares answers with those known. For one thread."""
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._seen: dict[str, dict[tuple[int, bytes], tuple[Verdict, str]]] = {}
+
+    def check(self, item: Item, status: int, body: bytes) -> tuple[Verdict, str]:
+        """What became of a request, and what is wrong with its answer."""
+        seen = self._seen.setdefault(item.name, {})
+        found = seen.get((status, body))
+        if found is None:
+            found = self._judge(item, status, body)
+            if len(seen) < _REMEMBERED:
+                seen[status, body] = found
+        return found
+
+    def _judge(self, item: Item, status: int, body: bytes) -> tuple[Verdict, str]:
+        expected = _status(item)
+        if status != expected:
+            text = f"status {status}, known is {expected}: {body[:160]!r}"
+            return ("rejected" if status in (429, 503) else "failed" if status >= 500 else "wrong"), text
+        if item.exact is not None:
+            return (
+                ("answered", "") if body == item.exact else ("wrong", f"{body[:160]!r}, known is {item.exact[:80]!r}")
+            )
+        try:
+            fault = self._fault(item, json.loads(body, parse_constant=_no_constant))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            fault = f"{type(error).__name__}: {error} in {body[:160]!r}"
+        if fault:
+            return "wrong", fault
+        return ("answered" if status == 200 else "refused"), ""
+
+    def _fault(self, item: Item, document: Any) -> str:
+        """What is wrong with an answer; empty: nothing."""
+        if not item.known:
+            return ""
+        if not item.listed:
+            return self._compare(item.known[0], document)
+        answers = document["predictions"]
+        if len(answers) != len(item.known):
+            return f"{len(answers)} predictions for {len(item.known)} instances"
+        faults = (self._compare(known, answer) for known, answer in zip(item.known, answers, strict=True))
+        return next((f"instance {number}: {fault}" for number, fault in enumerate(faults) if fault), "")
+
+    def _compare(self, known: Known, answer: Any) -> str:
+        if known.status != 200:
+            return "" if isinstance(answer["error"], str) else "its error is no text"
+        # TorchServe's own handlers answer {"class": probability}.
+        pairs = (
+            [(int(index), value) for index, value in answer.items()]
+            if isinstance(answer, dict)
+            else [(entry["index"], entry["probability"]) for entry in answer]
+        )
+        if not pairs:
+            return "no classes"
+        for index, value in pairs:
+            if not abs(value - known.probabilities[index]) <= self._tolerance:
+                return f"class {index} has {value:.4f}, known is {known.probabilities[index]:.4f}"
+        values = [value for _, value in pairs]
+        best = sorted(known.probabilities, reverse=True)[: len(pairs)]
+        if any(abs(mine - theirs) > self._tolerance for mine, theirs in zip(values, best, strict=True)):
+            return f"its classes are not the best: {pairs}"
+        if len({index for index, _ in pairs}) != len(pairs):
+            return f"a class comes twice: {pairs}"
+        return ""
+
+
+def _status(item: Item) -> int:
+    """The known status: 200, or the first image's refusal where all are refused."""
+    refused = [known.status for known in item.known if known.status != 200]
+    return refused[0] if refused and len(refused) == len(item.known) else 200
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not valid JSON")

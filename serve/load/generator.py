@@ -1,0 +1,249 @@
+"""The loop that sends, waits and checks: one thread, one process, kept connections, closed or open loop.
+
+In the open loop requests are due at the times of a Poisson process, whether or not earlier ones were answered, and a
+latency counts from when its request was due (else a server that stalls would stop the clock that judges it; Gil Tene's
+"coordinated omission").
+"""
+
+from __future__ import annotations
+
+import random
+import selectors
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from serve.load.checking import Checker, Verdict
+from serve.load.histogram import Histogram
+from serve.load.plan import Plan, Result
+from serve.load.wire import BrokenWireError, Wire, stages
+from serve.load.workload import Item, Workload, request_bytes
+
+# A connection that was idle for longer is opened anew: servers close them (uvicorn after 5 s), and a request that
+# crosses with that would count as lost.
+_STALE_S = 2.0
+_MOST_FAULTS = 8
+
+
+@dataclass
+class _Sent:
+    """A request under way: what it is, when it was due, and on which connection."""
+
+    item: Item
+    due: float
+    wire: Wire
+    sent: float
+
+
+class _Run:
+    def __init__(self, plan: Plan, workload: Workload) -> None:
+        self._plan = plan
+        self._checker = Checker(workload.tolerance)
+        self._random = random.Random(plan.seed)
+        self._items = list(workload.items)
+        self._weights = [item.weight for item in self._items]
+        target = plan.target
+        host = "localhost" if target.address.startswith("unix:") else target.address
+        self._requests = {item.name: request_bytes(item, target.path, host, target.headers) for item in workload.items}
+        if len(self._requests) < len(self._items):
+            raise ValueError("two items have one name")
+        self._selector = selectors.DefaultSelector()
+        self._idle: list[tuple[Wire, float]] = []
+        self._under_way: dict[Wire, _Sent] = {}
+        self._waiting: deque[float] = deque()
+        self._deck: list[Item] = []
+        self._counts: Counter[str] = Counter()
+        self._latency, self._rejection = Histogram(), Histogram()
+        self._told: dict[str, list[float]] = {}
+        self._faults: list[str] = []
+        self._from = self._until = self._next = self._looked = 0.0
+
+    def run(self) -> Result:
+        plan = self._plan
+        start = time.perf_counter()
+        self._from, self._until = start + plan.warm_s, start + plan.warm_s + plan.seconds
+        self._next = start
+        cpu_at = time.process_time() if plan.warm_s == 0 else None
+        gave_up, ended = False, self._until
+        if plan.rate is None:
+            self._waiting.extend([start] * plan.clients)
+        while True:
+            now = time.perf_counter()
+            if cpu_at is None and now >= self._from:
+                cpu_at = time.process_time()
+            if now >= self._until:
+                break
+            if plan.rate is not None:
+                while self._next <= now:
+                    self._waiting.append(self._next)
+                    self._next += self._random.expovariate(plan.rate)
+            self._send(now)
+            if plan.give_up_ms is not None and now - self._oldest(now) > plan.give_up_ms / 1e3:
+                gave_up, ended = True, now
+                break
+            due = self._next if plan.rate is not None else self._until
+            self._wait(min(due, self._until) - now)
+        cpu = time.process_time() - (cpu_at if cpu_at is not None else time.process_time())
+        if not gave_up:
+            self._drain()
+        self._close()
+        return Result(
+            seconds=max(0.0, ended - self._from),
+            counts=dict(self._counts),
+            latency=self._latency,
+            rejection=self._rejection,
+            cpu_s=cpu,
+            stages={name: total / count for name, (total, count) in self._told.items()},
+            faults=tuple(self._faults),
+            gave_up=gave_up,
+        )
+
+    def _oldest(self, now: float) -> float:
+        """When the request that waits longest was due."""
+        due = [sent.due for sent in self._under_way.values()]
+        return min([now, *due, *([self._waiting[0]] if self._waiting else [])])
+
+    def _send(self, now: float) -> None:
+        while self._waiting and (self._idle or len(self._under_way) < self._plan.clients):
+            due = self._waiting.popleft()
+            item = self._draw()
+            try:
+                wire = self._connection(now)
+            except OSError as error:
+                self._count("lost", due, f"{item.name}: no connection ({error})", now)
+                if self._plan.rate is None:
+                    self._waiting.append(now)
+                time.sleep(0.01)  # nobody listens: not as fast as the processor can ask
+                return
+            if self._plan.rate is None:
+                due = time.perf_counter()
+            self._under_way[wire] = _Sent(item, due, wire, now)
+            try:
+                if not wire.start(self._requests[item.name]):
+                    self._selector.modify(wire.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, wire)
+            except BrokenWireError as broken:
+                self._lose(wire, broken, now)
+
+    def _draw(self) -> Item:
+        """The next item: all in a random order, by weight, before one comes again more often than it should."""
+        if not self._deck:
+            total = sum(self._weights)
+            size = max(len(self._items), 64)
+            shares = (weight / total * size for weight in self._weights)
+            counts = [int(share) + (self._random.random() < share % 1) for share in shares]
+            self._deck = [item for item, count in zip(self._items, counts, strict=True) for _ in range(count)]
+            self._deck = self._deck or self._random.choices(self._items, self._weights)
+            self._random.shuffle(self._deck)
+        return self._deck.pop()
+
+    def _connection(self, now: float) -> Wire:
+        while self._idle:
+            wire, since = self._idle.pop()
+            if now - since < _STALE_S:
+                return wire
+            self._forget(wire)
+        wire = Wire(self._plan.target.address)
+        self._selector.register(wire.socket, selectors.EVENT_READ, wire)
+        return wire
+
+    def _forget(self, wire: Wire) -> None:
+        self._selector.unregister(wire.socket)
+        wire.close()
+
+    def _wait(self, seconds: float) -> None:
+        """Take what comes within ``seconds``; return when something has."""
+        if not self._selector.get_map():
+            time.sleep(max(0.0, min(seconds, 0.05)))
+            return
+        for key, events in self._selector.select(max(0.0, min(seconds, 0.25))):
+            wire: Wire = key.data
+            now = time.perf_counter()
+            try:
+                if events & selectors.EVENT_WRITE and wire.push():
+                    self._selector.modify(wire.socket, selectors.EVENT_READ, wire)
+                if not events & selectors.EVENT_READ or (answer := wire.pull()) is None:
+                    continue
+            except BrokenWireError as broken:
+                self._lose(wire, broken, now)
+                continue
+            sent = self._under_way.pop(wire, None)
+            if answer.closes or sent is None:
+                self._forget(wire)
+            else:
+                self._idle.append((wire, now))
+            if sent is not None:
+                self._take(sent, answer.status, answer.body, answer.timing, now)
+        self._look_for_late()
+
+    def _look_for_late(self) -> None:
+        now = time.perf_counter()
+        if now - self._looked < 0.25:
+            return
+        self._looked = now
+        for wire, sent in list(self._under_way.items()):
+            if now - sent.sent > self._plan.timeout_s:
+                self._lose(wire, BrokenWireError(f"no answer in {self._plan.timeout_s:g} s"), now)
+
+    def _take(self, sent: _Sent, status: int, body: bytes, timing: str, now: float) -> None:
+        verdict, fault = self._checker.check(sent.item, status, body)
+        if self._counts_in(sent.due, now):
+            milliseconds = (now - sent.due) * 1e3
+            if verdict in ("answered", "refused"):
+                self._latency.add(milliseconds)
+                for name, duration in stages(timing).items() if timing else ():
+                    total = self._told.setdefault(name, [0.0, 0.0])
+                    total[0] += duration
+                    total[1] += 1
+            elif verdict == "rejected":
+                self._rejection.add(milliseconds)
+        self._count(verdict, sent.due, f"{sent.item.name}: {fault}" if fault else "", now)
+        if self._plan.rate is None and now < self._until:
+            self._waiting.append(now)
+
+    def _lose(self, wire: Wire, broken: BrokenWireError, now: float) -> None:
+        self._forget(wire)
+        self._idle = [(other, since) for other, since in self._idle if other is not wire]
+        sent = self._under_way.pop(wire, None)
+        if sent is None:
+            return  # an idle connection may be closed
+        self._count("lost", sent.due, f"{sent.item.name}: {broken}", now)
+        if self._plan.rate is None and now < self._until:
+            self._waiting.append(now)
+
+    def _counts_in(self, due: float, now: float) -> bool:
+        """Whether a request is one of those that count: by when it was due, in the closed loop by when it ended."""
+        return self._from <= (due if self._plan.rate is not None else now) < self._until
+
+    def _count(self, verdict: Verdict, due: float, fault: str, now: float) -> None:
+        # A wrong answer is one whenever it comes; the others belong to their time.
+        if self._counts_in(due, now) or verdict in ("wrong", "failed", "lost"):
+            self._counts[verdict] += 1
+            if fault and verdict != "rejected" and len(self._faults) < _MOST_FAULTS:
+                self._faults.append(f"{verdict}: {fault}")
+
+    def _drain(self) -> None:
+        """Wait for what is under way; what was due and not sent yet is sent."""
+        end = time.perf_counter() + self._plan.timeout_s
+        while (self._under_way or (self._waiting and self._plan.rate is not None)) and time.perf_counter() < end:
+            if self._plan.rate is not None:
+                self._send(time.perf_counter())
+            self._wait(0.05)
+        now = time.perf_counter()
+        for due in self._waiting if self._plan.rate is not None else ():
+            self._count("lost", due, "it was due and could not be sent", now)
+        for wire in list(self._under_way):
+            self._lose(wire, BrokenWireError("no answer when the run ended"), now)
+
+    def _close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            key.data.close()
+        self._selector.close()
+
+
+def generate(plan: Plan, workload: Workload) -> Result:
+    """Send a workload as planned, from this thread, until its time is over and all is answered.
+
+    Raises:
+        UserError: the address is no address.
+    """
+    return _Run(plan, workload).run()

@@ -1,0 +1,141 @@
+"""One kept HTTP/1.1 connection that never blocks: bytes out, whole answers in."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+
+from serve.runtime.errors import UserError
+
+_TIMING = re.compile(r"([\w.-]+)\s*(?:;[^,]*?)?;\s*dur=([0-9.eE+-]+)")
+_READ = 1 << 16
+_LONGEST_HEAD = 1 << 16
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer; ``closes`` says that the server closes the connection after it."""
+
+    status: int
+    body: bytes
+    timing: str
+    closes: bool
+
+
+class BrokenWireError(Exception):
+    """The connection ended, or what came is no HTTP/1.1 answer with a length."""
+
+
+def connect(address: str, timeout_s: float = 10.0) -> socket.socket:
+    """A connection that does not block.
+
+    Args:
+        address: ``host:port`` or ``unix:/path``.
+        timeout_s: longest wait for the server to take it.
+
+    Raises:
+        UserError: the address is neither.
+        OSError: nobody listens there.
+    """
+    if address.startswith("unix:"):
+        opened = socket.socket(socket.AF_UNIX)
+        opened.settimeout(timeout_s)
+        opened.connect(address.removeprefix("unix:"))
+    else:
+        host, _, port = address.rpartition(":")
+        if not (host and port.isdecimal()):
+            raise UserError(f"an address must be host:port or unix:/path, got {address!r}")
+        opened = socket.create_connection((host, int(port)), timeout_s)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    opened.setblocking(False)
+    return opened
+
+
+class Wire:
+    """A connection and what is under way on it: at most one request. For one thread."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = connect(address)
+        self._out = memoryview(b"")
+        self._in = bytearray()
+        self._head = -1  # where the body begins, once the head is there
+        self._length = 0
+        self._first = (0, "", False)
+
+    def start(self, request: bytes) -> bool:
+        """Begin to send; whether all of it went."""
+        self._out = memoryview(request)
+        self._in.clear()
+        self._head = -1
+        return self.push()
+
+    def push(self) -> bool:
+        """Send more; whether all of it went.
+
+        Raises:
+            BrokenWireError: the server does not read on.
+        """
+        try:
+            while self._out:
+                self._out = self._out[self.socket.send(self._out) :]
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise BrokenWireError(f"it does not read on ({error.strerror or error})") from None
+        return True
+
+    @property
+    def sending(self) -> bool:
+        """Whether some of the request has not gone yet."""
+        return bool(self._out)
+
+    def pull(self) -> Answer | None:
+        """Read what has come; the answer, if it is whole.
+
+        Raises:
+            BrokenWireError: the connection ended, or this is no answer.
+        """
+        try:
+            data = self.socket.recv(_READ)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise BrokenWireError(f"the connection broke ({error.strerror or error})") from None
+        if not data:
+            raise BrokenWireError(f"the connection was closed after {len(self._in)} bytes of an answer")
+        self._in += data
+        if self._head < 0 and not self._read_head():
+            return None
+        if len(self._in) - self._head < self._length:
+            return None
+        status, timing, closes = self._first
+        # What comes before the whole request went is the last on this connection: the rest would be taken for another.
+        return Answer(status, bytes(self._in[self._head :]), timing, closes or self.sending)
+
+    def close(self) -> None:
+        """End it."""
+        self.socket.close()
+
+    def _read_head(self) -> bool:
+        end = self._in.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._in) > _LONGEST_HEAD:
+                raise BrokenWireError(f"an answer's head has more than {_LONGEST_HEAD} bytes")
+            return False
+        first, *lines = self._in[:end].decode("latin-1").split("\r\n")
+        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if not re.match(r"HTTP/1\.[01] [1-5]\d\d", first):
+            raise BrokenWireError(f"no HTTP/1.1 answer: {first[:80]!r}")
+        length = fields.get("content-length", "")
+        if not length.isdecimal():
+            raise BrokenWireError("an answer has no Content-Length, without which this client does not know its end")
+        self._head, self._length = end + 4, int(length)
+        closes = fields.get("connection", "").lower() == "close" or first.startswith("HTTP/1.0")
+        self._first = (int(first[9:12]), fields.get("server-timing", ""), closes)
+        return True
+
+
+def stages(timing: str) -> dict[str, float]:
+    """A ``Server-Timing`` header's durations in ms by name (W3C Server Timing, section 3)."""
+    return {name: float(duration) for name, duration in _TIMING.findall(timing)}

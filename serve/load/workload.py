@@ -1,0 +1,130 @@
+"""What is sent, and what must come back: requests with their known answers, kept in a folder between processes."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_FILE = "workload.json"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What becomes of one image: its classes' probabilities, or the status that it is refused with.
+
+    Attributes:
+        probabilities: of all classes, by index; empty for a refusal.
+        status: 200, or the refusal's.
+    """
+
+    probabilities: tuple[float, ...] = ()
+    status: int = 200
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request.
+
+    Attributes:
+        name: for messages.
+        body: what is sent.
+        content_type: of the body.
+        known: what becomes of its images, in order; empty: the answer is not compared with anything.
+        listed: whether it is answered with ``predictions`` (a request of instances) or with one image's classes.
+        exact: the answer's bytes, where they are known.
+        weight: how often it is sent beside the others.
+    """
+
+    name: str
+    body: bytes
+    content_type: str = "application/octet-stream"
+    known: tuple[Known, ...] = ()
+    listed: bool = False
+    exact: bytes | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests to choose from, and how far a probability may be from the known one.
+
+    A batch of another size, or another engine, rounds otherwise.
+    """
+
+    items: tuple[Item, ...]
+    tolerance: float = 0.02
+
+    def save(self, folder: Path) -> Path:
+        """Write it into ``folder``, which is made; `load` reads it back."""
+        folder.mkdir(parents=True, exist_ok=True)
+        entries = []
+        for number, item in enumerate(self.items):
+            (folder / f"{number}.body").write_bytes(item.body)
+            exact = None if item.exact is None else base64.b64encode(item.exact).decode()
+            entries.append({**asdict(item), "body": f"{number}.body", "exact": exact})
+        (folder / _FILE).write_text(json.dumps({"tolerance": self.tolerance, "items": entries}), encoding="utf-8")
+        return folder
+
+    @classmethod
+    def load(cls, folder: Path) -> Workload:
+        """Read what `save` wrote."""
+        body = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        items = tuple(
+            Item(
+                **{
+                    **entry,
+                    "body": (folder / entry["body"]).read_bytes(),
+                    "known": tuple(Known(tuple(one["probabilities"]), one["status"]) for one in entry["known"]),
+                    "exact": None if entry["exact"] is None else base64.b64decode(entry["exact"]),
+                }
+            )
+            for entry in body["items"]
+        )
+        return cls(items, body["tolerance"])
+
+    def confusable(self) -> list[tuple[str, str]]:
+        """Pairs of single images that answer alike within the tolerance: an answer swapped between them is not seen."""
+        single = [item for item in self.items if len(item.known) == 1 and item.known[0].probabilities]
+        return [
+            (one.name, other.name)
+            for number, one in enumerate(single)
+            for other in single[number + 1 :]
+            if _alike(one.known[0], other.known[0], 2 * self.tolerance)
+        ]
+
+
+def tell_apart(items: Sequence[Item], tolerance: float) -> tuple[Item, ...]:
+    """Those single images whose answers differ from those of every image kept before by more than two tolerances."""
+    kept: list[Item] = []
+    for item in items:
+        if not any(_alike(item.known[0], other.known[0], 2 * tolerance) for other in kept):
+            kept.append(item)
+    return tuple(kept)
+
+
+def instances(name: str, items: Sequence[Item], weight: float = 1.0) -> Item:
+    """One JSON request of several single images."""
+    body = {"instances": [{"b64": base64.b64encode(item.body).decode()} for item in items]}
+    known = tuple(known for item in items for known in item.known)
+    return Item(name, json.dumps(body).encode(), "application/json", known, listed=True, weight=weight)
+
+
+def request_bytes(item: Item, path: str, host: str, headers: Mapping[str, str]) -> bytes:
+    """The whole HTTP/1.1 request of an item."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: {host}",
+        f"Content-Type: {item.content_type}",
+        f"Content-Length: {len(item.body)}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + item.body
+
+
+def _alike(one: Known, other: Known, difference: float) -> bool:
+    return len(one.probabilities) == len(other.probabilities) and all(
+        abs(mine - theirs) <= difference for mine, theirs in zip(one.probabilities, other.probabilities, strict=True)
+    )
