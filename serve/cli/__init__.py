@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 
 from serve.cli.archives import package
 from serve.cli.asking import predict
 from serve.cli.server import start, status, stop
+from serve.cli.signatures import sign, verify
 from serve.command_line import OneLineGroup
 
 app = typer.Typer(
@@ -20,8 +23,8 @@ app = typer.Typer(
 )
 
 #: In the order of the help, under the title of each group.
-COMMANDS = {
-    "Archives": (package,),
+COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Archives": (package, sign, verify),
     "TorchServe": (start, status, stop),
     "Requests": (predict,),
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serve.cli.words import Data, Run, Store, the_running
+from serve.cli.words import Data, ForeignCode, RequireSigned, Run, Store, the_running
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE, target
 from serve.option_words import with_serving_options
@@ -37,6 +37,8 @@ def start(
         list[str] | None,
         typer.Option(help="Serve this artifact, such as ptq; repeatable. Default: all that this machine can run."),
     ] = None,
+    require_signed: RequireSigned = None,
+    foreign_code: ForeignCode = False,
     data: Data = None,
 ) -> None:
     """Start TorchServe with RUN's archives and return when every model answers.
@@ -49,6 +51,7 @@ def start(
         from serve import runs
         from serve.torchserve import server
         from serve.torchserve.configuration import Ports
+        from serve.verified import policy_of
 
         if device not in ("auto", "cpu", "cuda"):
             raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
@@ -67,6 +70,7 @@ def start(
             default_model=selection.default_model,
             gpus=0 if device == "cpu" else None,
             repack=runs.repacking(store, run, selection, options, device),  # type: ignore[arg-type]
+            policy=policy_of(store, require_signed or (), foreign_code=foreign_code),
             on_ready=lambda model: typer.echo(f"ready: {model}"),
         )
         typer.echo(f"metrics: http://127.0.0.1:{metrics_port}/metrics")

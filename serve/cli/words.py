@@ -16,6 +16,20 @@ if TYPE_CHECKING:
 Store = Annotated[Path, typer.Option(help="The folder that holds the runs.", show_default=True)]
 Run = Annotated[str, typer.Argument(help="The run's name, or the model that it is of, such as path/to/net.py:build.")]
 Data = Annotated[str | None, typer.Option(help="The data that the model's run is on, where RUN is a model.")]
+RequireSigned = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="PUBKEY",
+        help="Serve only what this key signed; repeatable, any will do. Default: what STORE/serve.toml says.",
+    ),
+]
+ForeignCode = Annotated[
+    bool,
+    typer.Option(
+        "--foreign-code",
+        help="Run the Python of an unsigned archive also where it is not what this installation packs.",
+    ),
+]
 
 
 def the_running(store: Path) -> RunningServer:

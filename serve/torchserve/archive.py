@@ -24,7 +24,7 @@ from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, Card, load_card, parse_card, write_card
 from serve.runtime.engines.base import chain_for, engines_for, execution_id, find_engine
 from serve.runtime.errors import CardError, UserError
-from serve.runtime.serving import SERVING_FILE, Serving, read_serving
+from serve.runtime.serving import SERVING_FILE, Serving, parse_serving, read_serving
 
 CONFIG_FILE = "model-config.yaml"
 
@@ -52,6 +52,10 @@ _CREATED_ON = "01/01/1980 00:00:00"
 
 
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
+
+
+# What Python imports by its name, also if a card calls it the model file: the worker's path begins with the archive.
+_CODE = (".py", ".pyc", ".so")
 
 
 _CONFIG_HEAD = """\
@@ -152,6 +156,41 @@ def check_archive(archive: Path) -> Card:
         if not card.packed:
             raise CardError(f"{archive}: its card does not name the handler; pack it again")
         return card
+
+
+def archived_name(archive: Path) -> str:
+    """The name that an archive was packed to be served by.
+
+    Raises:
+        UserError: there is no such file.
+        CardError: it is no archive.
+    """
+    with _opened(archive) as opened:
+        manifest = json.loads(opened.read(MANIFEST_FILE))
+        return str(manifest["model"]["modelName"])
+
+
+def foreign_parts(archive: Path, card: Card) -> list[str]:
+    """What in an archive TorchServe would run or obey and this installation would not pack there, by path.
+
+    Args:
+        archive: has passed `check_archive`: its files have the hashes that the card names.
+        card: its card.
+
+    Raises:
+        CardError: its ``serving.json`` is no such file.
+    """
+    with _opened(archive) as opened:
+        serving = parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
+    own = {
+        **_runtime(card),
+        CONFIG_FILE: model_config(serving).encode(),
+        MANIFEST_FILE: _manifest(archived_name(archive), card),
+    }
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in own.items()}
+    data = {name for name in (CLASSES_FILE, SERVING_FILE, *_files_to_serve(card)) if not name.endswith(_CODE)}
+    packed = {**card.files, **card.packed}
+    return sorted(name for name, digest in packed.items() if name not in data and hashes.get(name) != digest)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.execution import ENVIRONMENT
 from serve.torchserve.configuration import Ports, java_executable, metrics_yaml, properties
 from serve.torchserve.watch import CONSOLE_LOG, StartError, wait_until_ready
+from serve.verified import Policy, verified_copy
 
 STATE_FOLDER = ".server"
 _STATE_FILE = "state.json"
@@ -80,6 +81,7 @@ def start(
     default_model: str | None = None,
     gpus: int | None = None,
     repack: Callable[[Path], Mapping[str, Path]] | None = None,
+    policy: Policy | None = None,
     deadline_s: float | None = None,
     on_ready: Callable[[str], None] = lambda model: None,
 ) -> RunningServer:
@@ -94,11 +96,15 @@ def start(
         gpus: most GPUs to use; 0 serves on the CPU, None takes what TorchServe finds.
         repack: packs other archives of the same models into the folder that it is given, which are served instead and
             go when the server stops.
+        policy: what may be loaded; None: what is whole, and has no other code than this installation's. What is loaded
+            is a private copy of the server's, which was checked after it was made.
         deadline_s: seconds to wait; None takes two minutes and half a minute for each model.
         on_ready: called with each model's name when it answers.
 
     Raises:
         UserError: it runs already, a port is in use, an archive is missing, Java is missing.
+        CardError: an archive is not whole.
+        SignatureError: the policy does not allow one.
         StartError: the server or a worker died; it is stopped again, and the message has their last lines.
     """
     ports = ports or Ports()
@@ -119,16 +125,16 @@ def start(
         _clean(store)
         java = java_executable()
         ports.check_free()
-        if repack is not None:
-            archives = repack(state / _ARCHIVES)
-            folders = {state / _ARCHIVES}
+        private = state / _ARCHIVES
+        private.mkdir(mode=0o700)
         try:
+            archives = _loaded(archives, private, policy or Policy(), repack)
             server, process = _launch(
                 state,
                 java=java,
                 run=run,
                 archives=archives,
-                folder=folders.pop(),
+                folder=private,
                 ports=ports,
                 default_model=default_model or next(iter(archives)),
                 gpus=gpus,
@@ -147,8 +153,26 @@ def start(
             # Whatever ended the wait, Ctrl-C as well: half a server is worse than none.
             if (half := _read_state(store)) is not None:
                 _stop(store, half)
+            else:
+                _clean(store)
             raise
         return server
+
+
+def _loaded(
+    archives: Mapping[str, Path],
+    folder: Path,
+    policy: Policy,
+    repack: Callable[[Path], Mapping[str, Path]] | None,
+) -> Mapping[str, Path]:
+    """What is really loaded, in the server's own folder: packed anew there, or copied and checked."""
+    if repack is None:
+        return {model: verified_copy(path, policy, folder) for model, path in archives.items()}
+    if policy.keys:
+        raise UserError(
+            "what must be signed is served as its archive says: pack it so with `python -m serve package … --sign KEY`"
+        )
+    return repack(folder)
 
 
 def stop(store: Path) -> RunningServer | None:

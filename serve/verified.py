@@ -1,0 +1,146 @@
+"""What a starter loads: a private copy of an archive or an artifact folder, checked after it was made.
+
+Between a check of the file in the store and its use somebody could swap it; nobody but this user reaches the copy.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, Field
+
+from serve.config import Config
+from serve.copying import copy_file, private_copy, remove_copy
+from serve.runtime.card import Card, load_card
+from serve.runtime.errors import UserError
+from serve.signing import SignatureError, check_signature, signature_path
+
+#: A store's own settings.
+SETTINGS_FILE = "serve.toml"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What may be loaded.
+
+    Attributes:
+        keys: public keys, one of which must have signed it; empty: it need not be signed.
+        foreign_code: a server that runs what is in an archive, as TorchServe does, may be given an unsigned one whose
+            Python is not this installation's.
+    """
+
+    keys: tuple[Path, ...] = ()
+    foreign_code: bool = False
+
+
+class SigningSettings(Config):
+    """The table ``[signing]`` of a store's ``serve.toml``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="[signing]")
+
+    require: tuple[str, ...] = Field(
+        default=(),
+        description="Public keys, by paths from the store; one of them must have signed what is served.",
+    )
+    foreign_code: bool = Field(
+        default=False,
+        description="Whether TorchServe may run the Python of an unsigned archive that is not this installation's.",
+    )
+
+
+def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool = False) -> Policy:
+    """What may be loaded from a store: as its ``serve.toml`` says, and as a command line says.
+
+    Args:
+        store: holds the runs.
+        required: keys that are named on the command line, which stand instead of the file's.
+        foreign_code: allow it whatever the file says.
+
+    Raises:
+        UserError: the file cannot be read, or says what is not understood; a key is not there.
+    """
+    path = store / SETTINGS_FILE
+    table: Any = {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("signing", {})
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(table, dict):
+        raise UserError(f"{path}: signing must be a table, found {table!r}")
+    try:
+        settings = SigningSettings(**table)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    keys = tuple(required) or tuple(store / key for key in settings.require)
+    for key in keys:
+        if not key.is_file():
+            raise UserError(f"{key}: there is no such public key, and what is served must be signed with it")
+    return Policy(keys, foreign_code or settings.foreign_code)
+
+
+def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, runs_its_code: bool = True) -> Path:
+    """Copy an archive or an artifact folder to where nobody else can write, check the copy, and return it.
+
+    It is whole, by the hashes of its card; signed, where the policy says so, and then an archive of the model that its
+    file is named after, so that a signed one cannot stand in for another.
+
+    Args:
+        source: a ``.mar`` file, or an artifact folder.
+        policy: what may be loaded.
+        into: a private folder (700) of the caller's; None: a new one in the temporary folder. The caller removes it.
+        runs_its_code: an archive's Python will be run, as TorchServe does. Then it must be signed, or be this
+            installation's, unless the policy allows others.
+
+    Returns:
+        The copy: a path in ``into`` of the same name.
+
+    Raises:
+        SignatureError: the policy does not allow it.
+        CardError: it is not whole, or no archive or artifact.
+        UserError: it is not there or cannot be copied, or ``into`` is open to others.
+    """
+    own = None if into is not None else Path(tempfile.mkdtemp(prefix="verified-"))
+    copy = (into or own or Path()) / source.name
+    signature = signature_path(copy)
+    try:
+        private_copy(source, copy.parent)
+        if policy.keys:
+            if not signature_path(source).is_file():
+                raise SignatureError(
+                    f"{source}: is not signed, and must be by {' or '.join(key.name for key in policy.keys)}: "
+                    f"sign it with `python -m serve sign`"
+                )
+            copy_file(signature_path(source), signature, follow=True)
+            check_signature(copy, policy.keys)
+        if copy.is_dir():
+            load_card(copy)
+        else:
+            _check_archive(source, copy, policy, runs_its_code)
+    except BaseException:
+        remove_copy(own or copy)
+        raise
+    finally:
+        signature.unlink(missing_ok=True)
+    return copy
+
+
+def _check_archive(source: Path, copy: Path, policy: Policy, runs_its_code: bool) -> None:
+    from serve.torchserve import archive  # imports torch
+
+    card: Card = archive.check_archive(copy)
+    if policy.keys:
+        if (name := archive.archived_name(copy)) != source.stem:
+            raise SignatureError(f"{source}: is the signed archive of {name}, and not of {source.stem}")
+    elif runs_its_code and not policy.foreign_code and (foreign := archive.foreign_parts(copy, card)):
+        raise SignatureError(
+            f"{source}: holds what this installation would not pack ({foreign[0]}), and TorchServe would run it: pack "
+            f"it again with `python -m serve package`, have it signed and start with --require-signed, or start with "
+            f"--foreign-code if you trust it"
+        )
