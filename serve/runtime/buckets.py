@@ -43,6 +43,17 @@ def pieces(count: int, buckets: Sequence[int]) -> Iterator[Piece]:
         yield Piece(start, stop, buckets[bisect.bisect_left(buckets, stop - start)])
 
 
+def warm_sizes(buckets: Sequence[int], most: int) -> list[int]:
+    """The batch sizes to run before the first request: of an engine with buckets one of each, else 1, 2, 4 … ``most``.
+
+    Args:
+        buckets: ascending batch sizes that an engine is prepared for; none: any.
+        most: images of the largest batch.
+    """
+    sizes = buckets or [1 << power for power in range(most.bit_length())]
+    return [*(size for size in sizes if size < most), most]
+
+
 class StaticBatches:
     """The input buffer of an engine with fixed batch sizes. Called from one thread, on one stream.
 

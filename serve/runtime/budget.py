@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ _TRY_AGAIN = 503
 
 
 class Accounts:
-    """What the requests of one batch have claimed and used. Made for one batch, used from one thread.
+    """The seconds that the requests of one batch have used. Made for one batch; safe to share between threads.
 
     Args:
         budget: the limits.
@@ -73,6 +74,7 @@ class Accounts:
         self._clock = clock
         self._started = clock()
         self._seconds: dict[int, float] = {}
+        self._lock = threading.Lock()
 
     @contextmanager
     def charged(self, request: int) -> Iterator[None]:
@@ -81,7 +83,8 @@ class Accounts:
         try:
             yield
         finally:
-            self._seconds[request] = self._seconds.get(request, 0.0) + self._clock() - begun
+            with self._lock:
+                self._seconds[request] = self._seconds.get(request, 0.0) + self._clock() - begun
 
     def late(self, request: int) -> Refusal | None:
         """The refusal of further images of ``request``, if its time or the batch's is over."""
@@ -125,19 +128,62 @@ def admit(budget: Budget, claims: Mapping[int, Sequence[int]]) -> Admission:
     spent = 0
     for request, pixels in sorted(claims.items(), key=lambda claim: sum(claim[1])):
         asked = sum(pixels)
-        if budget.request_pixels is not None and asked > budget.request_pixels:
-            refused[request] = Refusal(
-                413,
-                f"the request's {len(pixels)} images have {asked} pixels together, more than the limit of "
-                f"{budget.request_pixels}: send fewer or smaller ones in one request",
-            )
+        if (refusal := _too_large(budget, pixels)) is not None:
+            refused[request] = refusal
         elif budget.batch_pixels is not None and spent + asked > budget.batch_pixels:
-            refused[request] = Refusal(
-                _TRY_AGAIN,
-                f"the requests that came with this one left too little of the batch's {budget.batch_pixels} pixels "
-                f"for its {asked}: try again later",
-            )
+            refused[request] = _left_too_little(budget.batch_pixels, asked)
         else:
             spent += asked
             order.append(request)
     return Admission(tuple(order), refused)
+
+
+class Backlog:
+    """Pixels that are admitted and not decoded yet, of requests that come one by one.
+
+    What `admit` does for a batch: what lies here at once is what a batch would hold. A request that asks for no more
+    than its equal share is always admitted. Not safe to share between threads: whoever shares it has a lock.
+
+    Args:
+        budget: the limits.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._requests = 0
+        self._pixels = 0
+
+    def admit(self, pixels: Sequence[int]) -> Refusal | None:
+        """Take in a request by the pixels of each of its images, or say why not."""
+        if (refusal := _too_large(self._budget, pixels)) is not None:
+            return refusal
+        asked, limit = sum(pixels), self._budget.batch_pixels
+        if limit is not None and self._pixels + asked > limit and asked > limit // (self._requests + 1):
+            return _left_too_little(limit, asked)
+        self._requests += 1
+        self._pixels += asked
+        return None
+
+    def leave(self, pixels: int) -> None:
+        """A request that was admitted with so many pixels in all has none left to decode."""
+        self._requests -= 1
+        self._pixels -= pixels
+
+
+def _too_large(budget: Budget, pixels: Sequence[int]) -> Refusal | None:
+    asked = sum(pixels)
+    if budget.request_pixels is None or asked <= budget.request_pixels:
+        return None
+    return Refusal(
+        413,
+        f"the request's {len(pixels)} images have {asked} pixels together, more than the limit of "
+        f"{budget.request_pixels}: send fewer or smaller ones in one request",
+    )
+
+
+def _left_too_little(limit: int, asked: int) -> Refusal:
+    return Refusal(
+        _TRY_AGAIN,
+        f"the requests that came with this one left too little of the batch's {limit} pixels for its {asked}: "
+        f"try again later",
+    )

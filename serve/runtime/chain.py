@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from .buckets import warm_sizes
 from .card import read_card
 from .engines.base import execution_id, find_engine, unavailable
 from .errors import CardError, EngineError, PipelineError, one_line
@@ -82,13 +82,8 @@ def _open(
     # Before anything runs: the threads of an engine that was tried before would otherwise be this one's.
     settle(execution, computes_with_torch=find_engine(execution.engine).computes_with_torch)
     predictor = Predictor(folder, execution, max_batch=serving.batch_size, budget=serving.allowance, passed_over=passed)
-    predictor.warm_up(_sizes(execution, serving.batch_size), repeats=2)
+    predictor.warm_up(warm_sizes(execution.buckets, serving.batch_size), repeats=2)
     return predictor
-
-
-def _sizes(execution: Execution, most: int) -> Sequence[int]:
-    """The batch sizes that will be run: all that may come, or one of each bucket."""
-    return [*(size for size in execution.buckets if size < most), most] if execution.buckets else range(1, most + 1)
 
 
 def _named(execution: Execution) -> str:

@@ -6,6 +6,7 @@ Each message says what was wrong, with the value, and what would be right::
     ├── UserError            the caller's mistake; exit code 2
     ├── CardError            an artifact folder that is not whole
     ├── EngineError          a model file that cannot run as asked
+    │   └── BrokenError      the device under an engine is lost to this process: only a new one helps
     ├── ImageError           one item of a batch that is no usable image
     ├── RequestError         a request that does not say what to classify
     ├── PassError            (optimize) a pass whose result is not what it promises
@@ -41,6 +42,10 @@ class CardError(PipelineError):
 
 class EngineError(PipelineError):
     """A model file that cannot be run as asked: the wrong device, or a provider that is not active."""
+
+
+class BrokenError(EngineError):
+    """What an engine runs on is lost to this process, and every further call fails: end it and start another."""
 
 
 @dataclass(frozen=True)

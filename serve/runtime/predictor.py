@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +16,16 @@ import torch
 from .budget import Budget
 from .card import Card, Preprocessing, load_card
 from .engines.base import Engine, execution_id, open_engine, preferred
-from .errors import Refusal
+from .errors import BrokenError, Refusal, one_line
 from .execution import Execution
+from .faults import device_answers, is_lost, lacks_memory
 from .images import normalise
-from .intake import take_in
+from .intake import NO_MEMORY, take_in
+
+_LOG = logging.getLogger(__name__)
+
+# What is no number cannot be ranked, nor written as JSON. It may be one image's: half precision overflows.
+_NOT_FINITE = Refusal(500, "the network gave no finite numbers (NaN or infinity) for the image")
 
 
 @dataclass(frozen=True)
@@ -35,11 +43,20 @@ Outcome = list[Label] | Refusal
 
 @dataclass
 class Timings:
-    """Where the time of the last `Predictor.predict` went, in milliseconds."""
+    """Where the time of a `Predictor.predict` went, in milliseconds."""
 
     decode: float = 0.0
     inference: float = 0.0
     batch_sizes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Classified:
+    """The outcomes of decoded images, in order, and the seconds that the network and the ranking took."""
+
+    outcomes: list[Outcome]
+    infer: float
+    postprocess: float
 
 
 def infer(engine: Engine, batch: torch.Tensor, preprocessing: Preprocessing, dtype: torch.dtype) -> torch.Tensor:
@@ -64,7 +81,13 @@ class PassedOver:
 
 
 class Predictor:
-    """An artifact folder, opened by an execution.
+    """An artifact folder, opened by an execution. Safe to share between threads, which take turns at its engine.
+
+    An engine that wants one thread of its own gets it from `service.Service`.
+
+    Attributes:
+        timings: of the `predict` that ended last, in whichever thread.
+        seconds: what the last call of `warm_up` took for a batch, by its size.
 
     Args:
         folder: the artifact's folder; its files are checked against the card.
@@ -96,11 +119,14 @@ class Predictor:
         self.engine: Engine = open_engine(folder, self.card, self.execution)
         self.device = self.engine.device
         self.timings = Timings()
+        self.seconds: dict[int, float] = {}
         self._dtype: torch.dtype = getattr(torch, self.card.input_dtype)
+        self._turn = threading.Lock()
 
     def logits(self, batch: torch.Tensor) -> torch.Tensor:
         """``uint8`` images ``(N, C, H, W)`` on the host to ``float32`` logits ``(N, classes)`` on the host."""
-        return infer(self.engine, batch, self.card.preprocessing, self._dtype)
+        with self._turn:
+            return infer(self.engine, batch, self.card.preprocessing, self._dtype)
 
     def probabilities(self, batch: torch.Tensor) -> torch.Tensor:
         """As `logits`, with the softmax taken."""
@@ -111,7 +137,9 @@ class Predictor:
         for size in sorted(set(batch_sizes)):
             batch = torch.zeros((size, *self.card.preprocessing.shape), dtype=torch.uint8)
             for _ in range(repeats):
+                started = time.perf_counter()
                 self.probabilities(batch)
+                self.seconds[size] = time.perf_counter() - started
 
     def predict(
         self, items: Sequence[bytes], k: int | Sequence[int] = 5, requests: Sequence[int] | None = None
@@ -139,12 +167,12 @@ class Predictor:
 
         def answer_chunk() -> None:
             nonlocal inference
-            begun = time.perf_counter()
-            for index, row in zip(chunk, self.probabilities(torch.stack([*chunk.values()])), strict=True):
-                outcomes[index] = self.top(row, wanted[index])
+            found = self.classify([*chunk.values()], [wanted[index] for index in chunk])
+            for index, outcome in zip(chunk, found.outcomes, strict=True):
+                outcomes[index] = outcome
             sizes.append(len(chunk))
             chunk.clear()
-            inference += time.perf_counter() - begun
+            inference += found.infer + found.postprocess
 
         for index, image in take_in(items, owners, self.card.preprocessing, self.budget):
             if isinstance(image, Refusal):
@@ -159,13 +187,61 @@ class Predictor:
         self.timings = Timings((total - inference) * 1e3, inference * 1e3, sizes)
         return outcomes
 
-    def top(self, probabilities: torch.Tensor, k: int) -> list[Label]:
-        """The ``k`` best classes of one row of probabilities, best first; equal ones by index."""
-        values, indices = probabilities.sort(descending=True, stable=True)
+    def classify(self, images: Sequence[torch.Tensor], wanted: Sequence[int]) -> Classified:
+        """Classify decoded images, which go through the network together.
+
+        Where memory is too short for them together they go in halves; where the engine fails for another reason
+        too, so that one image's fault is not its neighbours'.
+
+        Args:
+            images: ``uint8`` of the network's input shape, on the host; at least one.
+            wanted: how many classes each is to get.
+
+        Raises:
+            BrokenError: the device is lost to this process.
+        """
+        started = time.perf_counter()
+        rows = self._rows(torch.stack([*images]))
+        inferred = time.perf_counter()
+        outcomes: list[Outcome] = []
+        for found in rows:
+            if isinstance(found, Refusal):
+                outcomes.append(found)
+            else:
+                outcomes += self._best(found, wanted[len(outcomes) : len(outcomes) + len(found)])
+        return Classified(outcomes, inferred - started, time.perf_counter() - inferred)
+
+    def _rows(self, batch: torch.Tensor) -> list[torch.Tensor | Refusal]:
+        """Logits ``(N, classes)`` of the batch's parts, in order, with a refusal for each image that has none."""
+        try:
+            return [self.logits(batch)]
+        except Exception as error:  # noqa: BLE001 - a library raises what it likes
+            if is_lost(error) or not device_answers(self.device):
+                raise BrokenError(
+                    f"{self.card.name}: {self.device} is lost to this process: {one_line(error)}"
+                ) from None
+            refusal = NO_MEMORY if lacks_memory(error) else Refusal(500, f"the engine failed: {one_line(error)}")
+            if len(batch) == 1:
+                _LOG.error("%s: %s fails: %s", self.card.name, self.execution_name, one_line(error))
+                return [refusal]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        middle = len(batch) // 2
+        return self._rows(batch[:middle]) + self._rows(batch[middle:])
+
+    def _best(self, logits: torch.Tensor, wanted: Sequence[int]) -> list[Outcome]:
+        """The best classes of each row, best first; equal ones by index."""
+        finite = logits.isfinite().all(dim=1).tolist()
+        values, indices = logits.softmax(dim=1).sort(dim=1, descending=True, stable=True)
         classes = self.card.classes
         return [
-            Label(classes[index], index, value)
-            for value, index in zip(values[:k].tolist(), indices[:k].tolist(), strict=True)
+            [
+                Label(classes[index], index, value)
+                for value, index in zip(best[:k].tolist(), order[:k].tolist(), strict=True)
+            ]
+            if good
+            else _NOT_FINITE
+            for good, best, order, k in zip(finite, values, indices, wanted, strict=True)
         ]
 
     @property
