@@ -38,6 +38,17 @@ class ServingOptions(Config):
         description="How long the first request of a batch waits for others, idle workers or not. While a worker "
         "is busy, batches form in the queue by themselves, so that a longer wait costs a lone client and buys little.",
     )
+    decode_threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Threads of a worker that decode images beside the engine; None: one per core.",
+    )
+    queue_limit: int = Field(
+        default=Serving.queue_limit,
+        ge=1,
+        description="Requests that may wait for an answer; the next one is told to try again later (503).",
+    )
     buckets: tuple[int, ...] = Field(
         default=(),
         description="Batch sizes to prepare for, ascending; a smaller batch is padded to the next.",

@@ -33,6 +33,8 @@ class Serving:
         workers: processes that load the model.
         batch_size: most requests that are answered together.
         max_batch_delay_ms: how long the first request of a batch waits for others.
+        decode_threads: threads of a worker that decode images beside the engine; None: one for each core.
+        queue_limit: requests that may wait for an answer; the next one is told to try again later.
         response_timeout_s: a batch that takes longer has its worker restarted.
         startup_timeout_s: most time for a worker to load and warm up.
         k: classes in an answer where the request does not say.
@@ -45,6 +47,8 @@ class Serving:
     workers: int = 1
     batch_size: int = 8
     max_batch_delay_ms: int = 1
+    decode_threads: int | None = None
+    queue_limit: int = 256
     response_timeout_s: int = 60
     startup_timeout_s: int = 600
     k: int = 5
@@ -66,7 +70,9 @@ class Serving:
         if type(self.strict) is not bool:
             raise CardError(f"serving: strict must be true or false, found {fields.shown(self.strict)}")
         fields.whole("serving: batch_size", self.batch_size, 1, 1024)
-        for name in ("workers", "max_batch_delay_ms", "k", "instance_limit"):
+        if self.decode_threads is not None:
+            fields.whole("serving: decode_threads", self.decode_threads, 1, 1024)
+        for name in ("workers", "max_batch_delay_ms", "queue_limit", "k", "instance_limit"):
             fields.whole(f"serving: {name}", getattr(self, name), 1, _MOST)
         for name in ("response_timeout_s", "startup_timeout_s"):
             fields.whole(f"serving: {name}", getattr(self, name), 1, _LONGEST_S)

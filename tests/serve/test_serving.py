@@ -33,18 +33,27 @@ EXECUTIONS = st.builds(
 @given(
     executions=st.lists(EXECUTIONS, min_size=1, max_size=3).map(tuple),
     strict=st.booleans(),
-    numbers=st.tuples(*[st.integers(1, 1000)] * 7),
+    numbers=st.tuples(*[st.integers(1, 1000)] * 8),
+    decode_threads=st.none() | st.integers(1, 1024),
     seconds=st.none() | st.floats(0.1, 1e6),
 )
 def test_what_is_written_is_read_back(
-    executions: tuple[Execution, ...], strict: bool, numbers: tuple[int, ...], seconds: float | None
+    executions: tuple[Execution, ...],
+    strict: bool,
+    numbers: tuple[int, ...],
+    decode_threads: int | None,
+    seconds: float | None,
 ) -> None:
     names = [
         entry.name for entry in dataclasses.fields(Serving) if type(entry.default) is int and entry.name != "schema"
     ]
     assert len(names) == len(numbers)
     record = Serving(
-        executions, strict, budget=Budget(request_seconds=seconds), **dict(zip(names, numbers, strict=True))
+        executions,
+        strict,
+        budget=Budget(request_seconds=seconds),
+        decode_threads=decode_threads,
+        **dict(zip(names, numbers, strict=True)),
     )
     assert parse_serving(record.text, WHERE) == record
     assert parse_serving(json.dumps(dict(reversed(json.loads(record.text).items()))), WHERE).text == record.text
@@ -70,6 +79,8 @@ def changed(**fields: Any) -> str:
         (changed(workers=True), "workers must be a whole number"),
         (changed(batch_size=1025), "batch_size must be a whole number from 1 to 1024, found 1025"),
         (changed(k="5"), "k must be a whole number from 1"),
+        (changed(decode_threads=0), "decode_threads must be a whole number from 1 to 1024, found 0"),
+        (changed(queue_limit=0), "queue_limit must be a whole number from 1"),
         (changed(strict=1), "strict must be true or false, found 1"),
         (changed(schema=2), "schema must be a whole number from 1 to 1, found 2"),
         (changed(budget=[]), "budget must be a JSON object"),
