@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +153,30 @@ def test_buckets_are_the_only_batch_sizes_that_an_engine_is_given(
         assert seen == [4, 4], "4 and 3 of the 7, these padded"
         np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-4, atol=1e-5, err_msg=execution.engine)
         assert bucketed.provider == whole.provider
+
+
+def test_an_engine_may_go_in_any_thread_and_signals_are_handled_after_it(tmp_path: Path) -> None:
+    """A server loads in one thread, drops in another, and is told to end by a signal that Python handles."""
+    folder = artifacts.onnx(tmp_path / "artifact", device="cpu")
+    program = """
+        import gc, signal, sys, threading
+        from pathlib import Path
+        from serve.runtime.execution import Execution
+        from serve.runtime.predictor import Predictor
+
+        held = [Predictor(Path(sys.argv[1]), Execution("openvino"))]
+
+        def drop():
+            held.clear()
+            gc.collect()
+
+        thread = threading.Thread(target=drop)
+        thread.start()
+        thread.join()
+        signal.signal(signal.SIGTERM, lambda number, frame: print("handled"))
+        signal.raise_signal(signal.SIGTERM)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(folder)], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "handled\n"), ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,15 @@ class OpenVinoEngine:
         return torch.from_numpy(answers[0])
 
 
+@functools.cache
 def _core() -> Any:
+    """One for the process, which keeps it to its end.
+
+    OpenVINO's CPU plugin (2026.4.1, openvinotoolkit/openvino pull request 11894) gives the thread that loads it an
+    alternate signal stack, and unmaps it with the last reference: in whatever thread that goes, the garbage
+    collector's choice. The loading thread is left with a stack that is not there, and dies by SIGSEGV at the next
+    signal that Python handles.
+    """
     # Imported only for what it runs: the other artifacts run where it is not installed.
     return importlib.import_module("openvino").Core()
 
