@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import Refusal, RequestError
@@ -62,8 +64,11 @@ def parse(
                 "the header 'Content-Type: image/jpeg', or use curl's -T FILE instead of --data-binary"
             )
         raise RequestError(f"the request has no image: send it as the body or as the multipart field 'data'{found}")
-    if isinstance(body, str):  # TorchServe decodes text/* bodies
-        body = body.encode("utf-8", "surrogateescape")
+    if isinstance(body, str):  # TorchServe decodes text/* bodies, and JSON, which may be but a text
+        try:
+            body = body.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the body is text with an unpaired surrogate at character {error.start}") from None
     if isinstance(body, bytes | bytearray):
         # No supported image format begins with a brace, so JSON is known without its content type.
         if not says_json and not bytes(body[:64]).lstrip().startswith(b"{"):
@@ -87,25 +92,29 @@ def parse_k(value: object) -> int:
     return int(text)
 
 
-def answer(request: Request, outcomes: Sequence[Outcome]) -> tuple[int, Any]:
+def answer(request: Request, outcomes: Sequence[Outcome]) -> tuple[int, bytes]:
     """HTTP status and JSON body for a request whose images had these outcomes, in order.
 
     One image: the list of its classes, best first, or ``{"error": …}`` with the refusal's own status.
     Instances: ``{"predictions": [list or {"error": …}, …]}`` with status 200, or the first refusal's
-    status when every one of them was refused.
+    status when every one of them was refused. Always valid JSON (RFC 8259), in ASCII.
+
+    Raises:
+        ValueError: a probability is no finite number.
     """
     bodies = [_body(outcome) for outcome in outcomes]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if not request.listed:
-        return (refusals[0].status if refusals else 200), bodies[0]
+        return (refusals[0].status if refusals else 200), bodies[0].encode("ascii")
+    status, opening = 200, "{"
     if len(refusals) == len(outcomes):
-        return refusals[0].status, {**refuse(refusals[0])[1], "predictions": bodies}
-    return 200, {"predictions": bodies}
+        status, opening = refusals[0].status, f"{_body(refusals[0])[:-1]}, "
+    return status, f'{opening}"predictions": [{", ".join(bodies)}]}}'.encode("ascii")
 
 
-def refuse(refusal: Refusal) -> tuple[int, dict[str, str]]:
+def refuse(refusal: Refusal) -> tuple[int, bytes]:
     """HTTP status and JSON body for a refusal."""
-    return refusal.status, {"error": refusal.message}
+    return refusal.status, _body(refusal).encode("ascii")
 
 
 def _instances(document: object, limit: int) -> tuple[bytes | Refusal, ...]:
@@ -133,7 +142,20 @@ def _image(instance: object, index: int) -> bytes | Refusal:
         return Refusal(400, f"instance {index}: 'b64' is not valid base64 ({error})")
 
 
-def _body(outcome: Outcome) -> Any:
+def _body(outcome: Outcome) -> str:
     if isinstance(outcome, Refusal):
-        return refuse(outcome)[1]
-    return [asdict(label) for label in outcome]
+        # What a message quotes may have unpaired surrogates; in JSON they would be no Unicode text (RFC 8259, 8.2).
+        return json.dumps({"error": outcome.message.encode("utf-8", "replace").decode()})
+    return f"[{', '.join(_opening(label.label, label.index) + _number(label.probability) for label in outcome)}]"
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _opening(label: str, index: int) -> str:
+    """What is the same in all answers that name a class: made once for each."""
+    return f'{{"label": {json.dumps(label)}, "index": {index}, "probability": '
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        raise ValueError(f"a probability must be a finite number, got {value}")
+    return f"{value!r}}}"

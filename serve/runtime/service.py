@@ -35,9 +35,6 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-#: Requests that may be accepted and not answered, where nobody says otherwise: half a second of work for one host.
-QUEUE_LIMIT = 256
-
 #: Pixels from which an image may not take the last idle decode thread from smaller ones: above what phones make.
 _LARGE = 16_000_000
 
@@ -167,8 +164,9 @@ class Service:
         predictor: the artifact. Nobody else may use its engine any more if that is bound to one thread.
         serving: how it is served; ``max_batch_delay_ms`` is the most that an idle engine waits for images that are
             being decoded, where a full batch is cheaper than lone images.
-        decode_threads: threads that decode; None: one for each core that this process may use, at most 8.
-        queue_limit: requests that may be accepted and not answered yet.
+        decode_threads: threads that decode, if not as many as ``serving`` says; where that says nothing, one for each
+            core that this process may use, at most 8.
+        queue_limit: requests that may be accepted and not answered yet, if not as many as ``serving`` says.
         owner: the thread that owns the engine, where it was opened in one (see `open_service`); else one is made.
     """
 
@@ -178,13 +176,13 @@ class Service:
         serving: Serving,
         *,
         decode_threads: int | None = None,
-        queue_limit: int = QUEUE_LIMIT,
+        queue_limit: int | None = None,
         owner: EngineThread | None = None,
     ) -> None:
         self.predictor = predictor
         self.serving = serving
-        self.queue_limit = queue_limit
-        self.decode_threads = decode_threads or min(8, len(os.sched_getaffinity(0)))
+        self.queue_limit = queue_limit or serving.queue_limit
+        self.decode_threads = decode_threads or serving.decode_threads or min(8, len(os.sched_getaffinity(0)))
         self._budget = serving.allowance
         self._most = predictor.max_batch
         self._lock = threading.Lock()
@@ -260,6 +258,23 @@ class Service:
         if not work.left:
             self._finish([work])
         return work.future
+
+    def answer_batch(self, requests: Sequence[Request]) -> list[Answered]:
+        """Have several requests answered, and wait; what cannot be accepted is refused.
+
+        Raises:
+            BrokenError: the device is lost to this process.
+        """
+        futures: list[Future[Answered] | QueueFull] = []
+        for request in requests:
+            try:
+                futures.append(self.submit(request))
+            except QueueFull as full:
+                futures.append(full)
+        return [
+            _refused(request, Refusal(503, str(future))) if isinstance(future, QueueFull) else future.result()
+            for request, future in zip(requests, futures, strict=True)
+        ]
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, and wait for those that were accepted.
@@ -515,7 +530,7 @@ class Service:
 
 
 def open_service(
-    folder: Path, gpu: int | None, *, decode_threads: int | None = None, queue_limit: int = QUEUE_LIMIT
+    folder: Path, gpu: int | None, *, decode_threads: int | None = None, queue_limit: int | None = None
 ) -> Service:
     """Open an unpacked archive as its ``serving.json`` says, in the thread that will run it; see `open_served`.
 
@@ -536,6 +551,12 @@ def open_service(
         owner.end()
         raise
     return Service(predictor, serving, decode_threads=decode_threads, queue_limit=queue_limit, owner=owner)
+
+
+def _refused(request: Request, refusal: Refusal) -> Answered:
+    """A request of which nothing was computed."""
+    outcomes = tuple(image if isinstance(image, Refusal) else refusal for image in request.images)
+    return Answered(outcomes, Stages(0, 0, 0, 0, 0), 0)
 
 
 def _runs(future: Future[Answered]) -> bool:

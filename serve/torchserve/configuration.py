@@ -126,8 +126,10 @@ def metrics_yaml() -> str:
     config: dict[str, Any] = yaml.safe_load(stock.read_text(encoding="utf-8"))
     ours = ["ModelName", "Level", "Provider", "Execution"]
     config["model_metrics"]["gauge"] += [
-        {"name": "DecodeTime", "unit": "ms", "dimensions": [*ours]},
-        {"name": "InferenceTime", "unit": "ms", "dimensions": [*ours]},
+        *(
+            {"name": f"{stage}Time", "unit": "ms", "dimensions": [*ours]}
+            for stage in ("Wait", "Decode", "Preprocess", "Inference", "Postprocess")
+        ),
         {"name": "BatchSize", "unit": "count", "dimensions": [*ours]},
     ]
     config["model_metrics"]["counter"] = [

@@ -8,17 +8,21 @@ declare, and ``BaseHandler``'s ONNX branch cannot run a session. TorchServe want
 from __future__ import annotations
 
 import fcntl
+import json
+import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 if TYPE_CHECKING:
     from serve.runtime.errors import Refusal
-    from serve.runtime.predictor import Predictor
     from serve.runtime.protocol import Request
-    from serve.runtime.serving import Serving
+    from serve.runtime.service import Answered, Service
+
+_LOG = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -28,11 +32,22 @@ _PHRASES = {
     400: "Bad Request",
     413: "Payload Too Large",
     415: "Unsupported Media Type",
+    500: "Internal Server Error",
     501: "Not Implemented",
     503: "Service Unavailable",
+    504: "Gateway Timeout",
 }
 
 _K_HEADER = "x-top-k"
+
+# Metrics by the stages of a request; QueueTime is one of TorchServe's own.
+_STAGES = {
+    "Wait": "queue",
+    "Decode": "decode",
+    "Preprocess": "preprocess",
+    "Inference": "infer",
+    "Postprocess": "postprocess",
+}
 
 
 def prefer_own_runtime() -> None:
@@ -55,8 +70,7 @@ class ImageClassifierHandler:
     """Serves one artifact; TorchServe makes one of these in each worker process."""
 
     def __init__(self) -> None:
-        self._predictor: Predictor | None = None
-        self._serving: Serving | None = None
+        self._service: Service | None = None
 
     def initialize(self, context: Any) -> None:
         """Open the artifact as its ``serving.json`` says, on the GPU that TorchServe assigned if there is one.
@@ -68,75 +82,64 @@ class ImageClassifierHandler:
         # Imported here and not above: TorchServe 0.12 takes an ImportError of this module for "no such
         # file" and reports "No module named 'ts.torch_handler.handler'" in place of the cause.
         prefer_own_runtime()
-        from serve.runtime.chain import open_served
+        from serve.runtime.service import open_service
 
         properties = context.system_properties
         folder = Path(properties["model_dir"])
         with _one_at_a_time(folder.parent):
-            self._predictor, self._serving = open_served(folder, properties.get("gpu_id"))
+            self._service = open_service(folder, properties.get("gpu_id"))
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
         """Answer a batch of requests, one body for each, with its own status.
 
         Everything that is one request's fault is that request's answer. An exception that leaves this
-        method fails the whole batch with 503 (507 if its text contains "CUDA"): only the engine's may.
+        method fails the whole batch with 503 (507 if its text contains "CUDA").
+
+        The worker ends where its device is lost to it, so that TorchServe starts another: as an exception TorchServe
+        0.12 would take that for want of memory, and answer 507 for ever.
         """
-        from serve.runtime.errors import Refusal
+        from serve.runtime.errors import BrokenError, Refusal
         from serve.runtime.protocol import answer, refuse
 
-        predictor = self._opened()
-        requests = [self._parse(parameters, context, index) for index, parameters in enumerate(data)]
-        images: list[bytes] = []
-        wanted: list[int] = []
-        owners: list[int] = []
-        for index, request in enumerate(requests):
-            if not isinstance(request, Refusal):
-                good = [image for image in request.images if isinstance(image, bytes)]
-                images += good
-                wanted += [request.k] * len(good)
-                owners += [index] * len(good)
-        predicted = iter(predictor.predict(images, wanted, owners))
-        bodies: list[Any] = []
-        refused = 0
-        for index, request in enumerate(requests):
-            status: int
-            body: Any
-            if _asks_to_describe(context, index):
-                status, body = 200, self.describe_handle()
-            elif isinstance(request, Refusal):
-                status, body = refuse(request)
-                refused += 1
+        asked = [self._parse(parameters, context, index) for index, parameters in enumerate(data)]
+        try:
+            answers = iter(self._opened().answer_batch([entry for entry in asked if _is_request(entry)]))
+        except BrokenError as error:
+            _end_worker(error)
+        answered: list[Answered] = []
+        bodies: list[bytes] = []
+        for index, entry in enumerate(asked):
+            if entry is None:
+                status, body = 200, json.dumps(self.describe_handle(), allow_nan=False).encode()
+            elif isinstance(entry, Refusal):
+                status, body = refuse(entry)
             else:
-                outcomes = [image if isinstance(image, Refusal) else next(predicted) for image in request.images]
-                refused += sum(not isinstance(outcome, list) for outcome in outcomes)
-                status, body = answer(request, outcomes)
+                answered.append(next(answers))
+                status, body = answer(entry, answered[-1].outcomes)
             context.set_response_status(status, _PHRASES.get(status, ""), idx=index)
             context.set_response_content_type(index, "application/json")
             bodies.append(body)
-        if images:
-            self._emit(context, len(images), refused)
+        refused = sum(isinstance(entry, Refusal) for entry in asked)
+        if answered or refused:
+            self._emit(context, answered, refused)
         return bodies
 
     def describe_handle(self) -> dict[str, Any]:
         """What is served, and what executes it: the answer to ``GET /models/NAME?customized=true``."""
-        return self._opened().describe()
+        return self._opened().predictor.describe()
 
-    def _opened(self) -> Predictor:
-        if self._predictor is None:
+    def _opened(self) -> Service:
+        if self._service is None:
             raise RuntimeError("the handler was called before it was initialised")
-        return self._predictor
+        return self._service
 
-    def _rules(self) -> Serving:
-        if self._serving is None:
-            raise RuntimeError("the handler was called before it was initialised")
-        return self._serving
-
-    def _parse(self, parameters: dict[str, Any], context: Any, index: int) -> Request | Refusal:
+    def _parse(self, parameters: dict[str, Any], context: Any, index: int) -> Request | Refusal | None:
+        """What a request asks for, or why it cannot be read; None: what is served."""
         from serve.runtime.errors import Refusal, RequestError
-        from serve.runtime.protocol import BODY_NAMES, Request, parse
+        from serve.runtime.protocol import BODY_NAMES, parse
 
-        if _asks_to_describe(context, index):
-            return Request((), 1, listed=True)
+        if context.get_request_header(index, "describe") == "True":
+            return None
         if context.get_request_header(index, "explain") == "True":
             return Refusal(501, "explanations are not offered: ask /predictions")
         name = next((name for name in BODY_NAMES if name in parameters), "body")
@@ -146,32 +149,50 @@ class ImageClassifierHandler:
         # TorchServe 0.12 drops the query string of /predictions/NAME (not of /NAME/predict and /invocations),
         # so that k can come as a header too.
         headers = {header.lower(): value for header, value in context.get_all_request_header(index).items()}
+        serving = self._opened().serving
         asked = {"k": headers[_K_HEADER]} if _K_HEADER in headers else {}
         try:
             return parse(
                 {**asked, **parameters},
                 says_json=kind.partition(";")[0].strip().lower() == "application/json",
                 request_type=str(headers.get("content-type", "")).lower(),
-                default_k=self._rules().k,
-                instance_limit=self._rules().instance_limit,
+                default_k=serving.k,
+                instance_limit=serving.instance_limit,
             )
         except RequestError as error:
             return error.refusal
 
-    def _emit(self, context: Any, images: int, refused: int) -> None:
-        """Write this batch's metrics; TorchServe shows those that its metrics.yaml names."""
+    def _emit(self, context: Any, answered: list[Answered], refused: int) -> None:
+        """Write this batch's metrics; TorchServe shows those that its metrics.yaml names.
+
+        Args:
+            context: TorchServe's.
+            answered: the requests that could be read; of their stages the mean is told.
+            refused: how many could not.
+        """
         from ts.metrics.dimension import Dimension
         from ts.metrics.metric_type_enum import MetricTypes
 
-        predictor = self._opened()
-        timings = predictor.timings
-        for name, value, unit, kind in (
-            ("DecodeTime", round(timings.decode, 3), "ms", MetricTypes.GAUGE),
-            ("InferenceTime", round(timings.inference, 3), "ms", MetricTypes.GAUGE),
-            ("BatchSize", images, "count", MetricTypes.GAUGE),
-            ("Images", images, "count", MetricTypes.COUNTER),
-            ("Refused", refused, "count", MetricTypes.COUNTER),
-        ):
+        from serve.runtime.errors import Refusal
+
+        predictor = self._opened().predictor
+        outcomes = [outcome for entry in answered for outcome in entry.outcomes]
+        refused += sum(isinstance(outcome, Refusal) for outcome in outcomes)
+        values = [("Images", len(outcomes), "count", MetricTypes.COUNTER)]
+        values += [("Refused", refused, "count", MetricTypes.COUNTER)]
+        if outcomes:
+            values.append(("BatchSize", len(outcomes), "count", MetricTypes.GAUGE))
+        if computed := [entry.stages for entry in answered if entry.batch_size > 0]:
+            values += [
+                (
+                    f"{name}Time",
+                    round(sum(getattr(stages, stage) for stages in computed) / len(computed), 3),
+                    "ms",
+                    MetricTypes.GAUGE,
+                )
+                for name, stage in _STAGES.items()
+            ]
+        for name, value, unit, kind in values:
             # Values are matched to the dimensions of metrics.yaml by their order, not by their names.
             dimensions = [
                 Dimension("ModelName", context.model_name),
@@ -196,5 +217,16 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         yield
 
 
-def _asks_to_describe(context: Any, index: int) -> bool:
-    return bool(context.get_request_header(index, "describe") == "True")
+def _is_request(entry: object) -> TypeGuard[Request]:
+    from serve.runtime.protocol import Request
+
+    return isinstance(entry, Request)
+
+
+def _end_worker(error: Exception) -> NoReturn:
+    """End this process at once, and leave nothing to destructors: of a lost device they may never come back."""
+    _LOG.critical("%s; this worker ends, so that another one is started", error)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

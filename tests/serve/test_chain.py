@@ -43,7 +43,7 @@ served = archived.ImageClassifierHandler()
 served.initialize(SimpleNamespace(system_properties={"model_dir": folder, "gpu_id": None}))
 import serve
 assert serve.__file__.startswith(folder), serve.__file__
-labels = served._opened().predict([open(sys.argv[3], "rb").read()], 5)[0]
+labels = served._opened().predictor.predict([open(sys.argv[3], "rb").read()], 5)[0]
 answer = {label.label: label.probability for label in labels}
 print(json.dumps(served.describe_handle() | {"answer": answer, "torch_threads": torch.get_num_threads()}))
 """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from ts.context import Context
+from PIL import Image
+from ts.context import Context, RequestProcessor
+from ts.protocol.otf_message_handler import create_predict_response
 
 from serve.options import ServingOptions
 from serve.runtime.errors import CardError, EngineError
+from serve.runtime.faults import is_lost, lacks_memory
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
 from tests.serve import artifacts
@@ -29,6 +35,29 @@ def context_of(artifact: Path, tmp_path: Path, gpu: int | None, **options: Any) 
         opened.extractall(folder)
     config = yaml.safe_load((folder / "model-config.yaml").read_text())
     return Context("x", str(folder), {}, config["batchSize"], gpu, "0.12.0", True, None, config)
+
+
+class Metrics:
+    """What the handler gives TorchServe to show, by name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def add_metric(self, name: str, value: float, unit: str, dimensions: Any, metric_type: Any) -> None:
+        assert unit in ("ms", "count")
+        self.values[name] = value
+
+
+def ask(handler: ImageClassifierHandler, context: Context, *bodies: Any, header: str = "body") -> list[tuple[int, Any]]:
+    """A batch as TorchServe gives it, and what would be sent: statuses, and bodies as a client reads them."""
+    context.request_processor = [RequestProcessor({header: {"content-type": "text/plain"}}) for _ in bodies]
+    context.metrics = Metrics()
+    context.stopping_criteria = None
+    answers = handler.handle([{header: body} for body in bodies], context)
+    sent = create_predict_response(answers, dict(enumerate("abcdefgh"[: len(bodies)])), "", 200, context=context)
+    assert len(sent) > 0
+    statuses = [context.get_response_status(index)[0] for index in range(len(bodies))]
+    return [(status, json.loads(body)) for status, body in zip(statuses, answers, strict=True)]
 
 
 def opened(context: Context) -> ImageClassifierHandler:
@@ -102,8 +131,176 @@ def test_an_assigned_gpu_is_used_and_answers_as_the_cpu_does(
     on_gpu = opened(context_of(artifact, tmp_path / "gpu", 0))
     on_cpu = opened(context_of(artifact, tmp_path / "cpu", None))
     assert on_gpu.describe_handle()["device"] == "cuda:0"
-    (here,), (there,) = (handler._opened().predict([artifacts.jpeg(1)]) for handler in (on_gpu, on_cpu))
+    (here,), (there,) = (handler._opened().predictor.predict([artifacts.jpeg(1)]) for handler in (on_gpu, on_cpu))
     assert isinstance(here, list)
     assert isinstance(there, list)
     assert [label.index for label in here] == [label.index for label in there]
     assert [label.probability for label in here] == pytest.approx([label.probability for label in there], abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def handler_and_context(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageClassifierHandler, Context]:
+    folder = tmp_path_factory.mktemp("handler")
+    context = context_of(artifacts.torchscript(folder / "artifact", device="cpu"), folder, None, k=2)
+    return opened(context), context
+
+
+def test_text_with_an_unpaired_surrogate_is_a_400_of_its_request_alone(
+    handler_and_context: tuple[ImageClassifierHandler, Context],
+) -> None:
+    # A stock TorchServe decodes a body of JSON, which may be but a text.
+    answers = ask(*handler_and_context, artifacts.jpeg(1), json.loads('"\\ud800"'), artifacts.jpeg(2))
+    assert [status for status, _ in answers] == [200, 400, 200]
+    assert "unpaired surrogate" in answers[1][1]["error"]
+
+
+def test_a_field_named_by_an_unpaired_surrogate_is_a_400(
+    handler_and_context: tuple[ImageClassifierHandler, Context],
+) -> None:
+    ((status, body),) = ask(*handler_and_context, artifacts.jpeg(1), header="\ud800")
+    assert status == 400
+    assert "the request has no image" in body["error"] or "web form" in body["error"]
+
+
+def test_refused_requests_are_counted_in_a_batch_without_a_single_image(
+    handler_and_context: tuple[ImageClassifierHandler, Context],
+) -> None:
+    handler, context = handler_and_context
+    assert [status for status, _ in ask(handler, context, "{", "{}", "{")] == [400] * 3
+    assert context.metrics.values == {"Images": 0, "Refused": 3}
+    ask(handler, context, b"no image", "{", artifacts.jpeg(1))
+    values = context.metrics.values
+    assert (values["Images"], values["Refused"], values["BatchSize"]) == (2, 2, 2)
+    stages = ("WaitTime", "DecodeTime", "PreprocessTime", "InferenceTime", "PostprocessTime")
+    assert set(values) == {"Images", "Refused", "BatchSize", *stages}
+    assert all(values[stage] > 0 for stage in stages[1:])
+
+
+def test_a_network_that_gives_no_number_is_a_500_of_that_image_that_says_so(tmp_path: Path) -> None:
+    context = context_of(artifacts.torchscript(tmp_path / "artifact", device="cpu"), tmp_path, None)
+    handler = opened(context)
+    engine = handler._opened().predictor.engine
+
+    class Overflowing:
+        device, provider = engine.device, engine.provider
+
+        def run(self, batch: torch.Tensor) -> torch.Tensor:
+            logits = engine.run(batch).clone()
+            dark = batch.flatten(1).std(dim=1) < 0.3
+            logits[dark, 1] = float("nan")
+            return logits
+
+    handler._opened().predictor.engine = Overflowing()
+    black = artifacts.encoded(Image.new("RGB", (40, 40)), "PNG")
+    answers = ask(handler, context, artifacts.jpeg(1), black, artifacts.jpeg(2))
+    assert [status for status, _ in answers] == [200, 500, 200]
+    assert "no finite numbers (NaN or infinity)" in answers[1][1]["error"]
+    assert context.metrics.values["Refused"] == 1
+
+
+#: A worker's process, whose engine fails as CUDA does once it is asked for the second time.
+BREAKING = """
+import sys
+from pathlib import Path
+import torch
+from serve.runtime.engines.base import EngineType, register
+from serve.runtime.engines.torchscript import TORCHSCRIPT
+
+error = {error}
+
+class Engine:
+    def __init__(self, engine):
+        self.engine, self.device, self.provider = engine, engine.device, engine.provider
+        self.asked = 0
+
+    def run(self, batch):
+        if served is not None:
+            raise error
+        return self.engine.run(batch)
+
+def open_(folder, card, execution):
+    return Engine(TORCHSCRIPT.open(folder, card, execution))
+
+served = None
+register(EngineType("breaking", formats=("torchscript",), open=open_, probe=lambda device: None, rank=1))
+
+from tests.serve import artifacts
+from tests.serve.test_handler import ask, context_of, opened
+
+folder = Path(sys.argv[1])
+context = context_of(artifacts.torchscript(folder / "artifact", device="cpu"), folder, None, engines=["breaking"])
+served = opened(context)
+for _ in range(2):
+    for status, body in ask(served, context, artifacts.jpeg(1), artifacts.jpeg(2)):
+        print(status, body.get("error"), flush=True)
+print("alive", flush=True)
+"""
+
+
+def run_breaking(error: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "breaking_engine.py"  # a file, because an engine travels in the archive
+    script.write_text(BREAKING.format(error=error))
+    return subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_worker_whose_cuda_context_is_broken_ends(tmp_path: Path) -> None:
+    said = "CUDA error: device-side assert triggered\\nCUDA kernel errors might be asynchronously reported"
+    ended = run_breaking(f"RuntimeError('{said}')", tmp_path)
+    assert ended.returncode == 1
+    assert "alive" not in ended.stdout
+    assert "cpu is lost to this process: RuntimeError: CUDA error: device-side assert triggered" in ended.stderr
+    assert "this worker ends" in ended.stderr
+
+
+def test_a_worker_that_lacks_memory_says_so_and_lives(tmp_path: Path) -> None:
+    ended = run_breaking("torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("503 the server has too little memory") == 4
+    assert "alive" in ended.stdout
+
+
+# In the words of torch 2.14, ONNX Runtime 1.31 and TensorRT 10.
+LOST = [
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: device-side assert triggered",
+    "CUDA error: unspecified launch failure",
+    "CUDA error: uncorrectable ECC error encountered",
+    "CUDA failure 700: an illegal memory access was encountered ; GPU=0 ; hostname=x ; file=y ; line=1",
+    "CUDA failure 719: unspecified launch failure",
+    "[TensorRT EP] IExecutionContext::enqueueV3: Cuda Runtime (an illegal memory access was encountered)",
+    "cudaErrorIllegalAddress",
+    "CUDA_ERROR_LAUNCH_FAILED",
+]
+NOT_LOST = [
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.00 GiB",
+    "CUDA error: out of memory",
+    "CUDA failure 2: out of memory ; GPU=0",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: invalid device ordinal",
+    "shape mismatch: 7 and 700",
+    "ECC",
+]
+
+
+@pytest.mark.parametrize("message", [*LOST, *NOT_LOST])
+def test_errors_of_cuda_after_which_nothing_works_are_told_from_those_that_pass(message: str) -> None:
+    assert is_lost(RuntimeError(message)) == (message in LOST)
+    assert lacks_memory(RuntimeError(message)) == (message in NOT_LOST[:4])
+
+
+def test_warming_up_costs_what_its_buckets_cost(tmp_path: Path) -> None:
+    artifact = artifacts.onnx(tmp_path / "artifact", device="cpu")
+    for name, options, sizes in (
+        ("any", {"batch_size": 24}, [1, 2, 4, 8, 16, 24]),
+        ("one", {"batch_size": 1}, [1]),
+        ("buckets", {"batch_size": 6, "buckets": (1, 3, 6)}, [1, 3, 6]),
+    ):
+        context = context_of(artifact, tmp_path / name, None, engines=["onnxruntime"], **options)
+        assert sorted(opened(context)._opened().predictor.seconds) == sizes

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serve.runtime.errors import Refusal, RequestError
 from serve.runtime.predictor import Label
-from serve.runtime.protocol import Request, answer, parse, parse_k
+from serve.runtime.protocol import Request, answer, parse, parse_k, refuse
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -76,4 +76,49 @@ ANT = {"label": "ant", "index": 0, "probability": 0.75}
 )
 def test_the_answer_has_the_form_of_the_request(listed: bool, outcomes: list, status: int, body: object) -> None:
     request = Request((b"",) * len(outcomes), 1, listed)
-    assert answer(request, outcomes) == (status, body)
+    got, text = answer(request, outcomes)
+    assert (got, json.loads(text)) == (status, body)
+
+
+@given(
+    st.lists(
+        st.lists(st.builds(Label, st.text(max_size=8), st.integers(0, 10**6), st.floats(0, 1)), min_size=1, max_size=4)
+        | st.builds(Refusal, st.sampled_from((400, 503)), st.text(max_size=20)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_every_answer_is_json_with_the_values_that_were_given(outcomes: list, listed: bool) -> None:
+    outcomes = outcomes if listed else outcomes[:1]
+    _, text = answer(Request((b"",) * len(outcomes), 1, listed), outcomes)
+    document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    bodies = document["predictions"] if listed else [document]
+    for body, outcome in zip(bodies, outcomes, strict=True):
+        if isinstance(outcome, Refusal):
+            assert body == {"error": outcome.message}
+        else:
+            assert [Label(**entry) for entry in body] == outcome
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_an_unpaired_surrogate_is_not_passed_on(listed: bool) -> None:
+    _, text = answer(Request((b"",), 1, listed), [Refusal(400, "no \ud800")])
+    assert "error" in json.loads(text)
+    assert b"\\ud800" not in text
+    assert refuse(Refusal(400, "no \ud800")) == (400, b'{"error": "no ?"}')
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_is_never_written_as_one(value: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        answer(Request((b"",), 1, listed=False), [[Label("ant", 0, value)]])
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"body": "\ud800"}, {"data": "x\udfff\ud800"}, {"body": {"instances": "\ud800"}}, {"\ud800": "x"}]
+)
+def test_text_with_an_unpaired_surrogate_is_the_requests_own_fault(parameters: dict[str, object]) -> None:
+    got = read(parameters)
+    assert isinstance(got, RequestError)
+    assert got.status == 400
