@@ -37,7 +37,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install optimize serve stop package test lint bench bench-cpu bench-data clean
+.PHONY: help install optimize serve stop package test lint bench bench-cpu bench-data audit clean
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
@@ -90,6 +90,13 @@ serve: $(VENV)/.installed ## serve the run's archives over REST, on loopback
 
 stop: $(VENV)/.installed ## stop the server
 	@$(BIN)/python -m serve stop $(if $(RUN),'$(RUN)') --store '$(STORE)'
+
+$(VENV)/.installed-audit: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
+	@touch $@
+
+audit: $(VENV)/.installed-audit ## what is known against the Python packages and TorchServe's jar (needs a network)
+	@$(BIN)/python -m serve audit
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check optimize serve tests examples benchmarks

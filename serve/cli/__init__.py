@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import typer
 
-from serve.cli.archives import package
+from serve.cli.archives import audit, package
 from serve.cli.asking import predict
 from serve.cli.server import start, status, stop
 from serve.cli.signatures import sign, verify
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 #: In the order of the help, under the title of each group.
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Archives": (package, sign, verify),
+    "Archives": (package, sign, verify, audit),
     "TorchServe": (start, status, stop),
     "Requests": (predict,),
 }

