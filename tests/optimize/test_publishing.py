@@ -112,7 +112,9 @@ def test_an_archive_names_first_what_the_report_recommends_or_found_fastest(tiny
 
 
 def test_a_run_packed_again_gives_the_same_bytes_and_options_change_what_they_name(copied_store: Path) -> None:
-    before = {path.name: path.read_bytes() for path in (copied_store / "tiny" / "archives").glob("*.mar")}
+    folder = copied_store / "tiny" / "archives"
+    before = {path.name: path.read_bytes() for path in folder.glob("*.mar")}
+    assert {path.name for path in folder.iterdir()} == before.keys() | {f"{name}.cdx.json" for name in before}
     again = package_run(copied_store, "tiny")
     assert {path.name: path.read_bytes() for path in again} == before
     (changed,) = [

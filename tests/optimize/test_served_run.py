@@ -69,7 +69,7 @@ def test_a_run_that_is_made_again_while_it_is_served_touches_nothing_that_is_ser
             before = {model: client.predict(model, image, k=10) for model in archives}
             outcome, _ = run_recipe(copied_store, with_stages({"pass": "fuse", "config": {"tolerance": 0.01}}))
             assert outcome.failed == ()
-            left = sorted(path.name for path in (folder / "archives").iterdir())
+            left = sorted(path.name for path in (folder / "archives").glob("*.mar"))
             assert left == ["tiny-baseline.mar", "tiny-fuse.mar", "tiny-onnx.mar"]
             assert not {"tiny-onnx.mar"} & {path.name for path in select(copied_store, "tiny").archives.values()}
             workers = [worker for worker in psutil.Process(running.pid).children(recursive=True) if worker.is_running()]
@@ -81,11 +81,14 @@ def test_a_run_that_is_made_again_while_it_is_served_touches_nothing_that_is_ser
                 assert answered(client, model, image) == before[model]
         stop = [sys.executable, "-m", "serve", "stop", "--store", str(copied_store)]
         subprocess.run(stop, check=True, capture_output=True)
-        assert sorted(path.name for path in (folder / "archives").iterdir()) == ["tiny-baseline.mar", "tiny-fuse.mar"]
+        assert sorted(path.name for path in (folder / "archives").glob("*.mar")) == [
+            "tiny-baseline.mar",
+            "tiny-fuse.mar",
+        ]
     finally:
         server.stop(copied_store)
     run_recipe(copied_store, with_stages({"pass": "fuse"}))
-    assert sorted(path.name for path in (folder / "archives").iterdir()) == ["tiny-baseline.mar", "tiny-fuse.mar"]
+    assert sorted(path.name for path in (folder / "archives").glob("*.mar")) == ["tiny-baseline.mar", "tiny-fuse.mar"]
 
 
 def answered(client: Client, model: str, image: bytes) -> list[dict[str, Any]]:
