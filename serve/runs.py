@@ -191,6 +191,23 @@ def sample_image(store: Path, run: str) -> Path | None:
     return next(iter(sorted((store / run).glob("sample.*"))), None)
 
 
+def recommended(store: Path, run: str) -> str:
+    """The recommended artifact of a run, or its only one.
+
+    Raises:
+        UserError: there is no such run, or it says of none of several artifacts that it is the recommended one.
+    """
+    present = sorted(path.parent.name for path in (_run_folder(store, run) / layout.ARTIFACTS).glob(f"*/{CARD_FILE}"))
+    report = _report(store, run)
+    if report is not None and report.recommended in present:
+        return report.recommended
+    if len(present) == 1:
+        return present[0]
+    raise UserError(
+        f"{run} recommends no artifact: say which, as {run}/ARTIFACT; it has {', '.join(present) or 'none'}"
+    )
+
+
 def _run_folder(store: Path, run: str) -> Path:
     check_model_name(run)
     folder = store / run

@@ -10,6 +10,7 @@ from serve.cli.archives import audit, package
 from serve.cli.asking import predict
 from serve.cli.server import start, status, stop
 from serve.cli.signatures import sign, verify
+from serve.cli.tuning import tune
 from serve.command_line import OneLineGroup
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Archives": (package, sign, verify, audit),
     "TorchServe": (start, status, stop),
     "Requests": (predict,),
+    "Measuring": (tune,),
 }
 
 for _group, _commands in COMMANDS.items():

@@ -1,0 +1,95 @@
+"""The command that measures how an artifact is best served: ``tune``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from serve.cli.words import Data, Store
+from serve.command_line import reported
+from serve.hints import DEFAULT_STORE, command
+from serve.runtime.errors import UserError
+
+_TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+_SIZES = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def tune(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN[/ARTIFACT]", help="A run's recommended artifact, or another of its artifacts.")
+    ],
+    *,
+    store: Store = DEFAULT_STORE,
+    data: Data = None,
+    p99: Annotated[str, typer.Option(metavar="TIME", help="Most that the 99th percentile may be: 20ms.")] = "20ms",
+    objective: Annotated[
+        str, typer.Option(help="throughput: the highest rate that holds it; latency: the lowest p99 at --rate.")
+    ] = "throughput",
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Arrivals a second for the latency.", show_default="half of the present saturation"),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Most that the server's processes may hold: 2GB.")
+    ] = None,
+    server: Annotated[str, typer.Option(help="own or torchserve.")] = "own",
+    photos: Annotated[
+        Path | None, typer.Option(help="A folder of the images to send. Default: pictures of 0.1 to 0.3 megapixels.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.2, help="Seconds of one measurement.")] = 4.0,
+    short: Annotated[bool, typer.Option("--short", help="One second each and no curve: to see that it works.")] = False,
+) -> None:
+    """Find by measurement how RUN is best served on this machine, and write that beside its card.
+
+    The server is started in each way that could win (engine, threads, decode threads, batch size and delay; for
+    TorchServe workers), and asked at stated arrival rates. Killed, it goes on where it ended when started again. It
+    takes 3 to 8 minutes, on a machine that does nothing else. Archives are left as they are: pack them again.
+    """
+    with reported():
+        from serve import layout, runs
+        from serve.tune.search import Goal, Objective
+        from serve.tune.servers import KINDS
+        from serve.tune.space import told
+        from serve.tune.tuning import CURVE_FILE, Settings
+        from serve.tune.tuning import tune as find
+
+        if objective not in ("throughput", "latency"):
+            raise UserError(f"--objective must be throughput or latency, got {objective!r}")
+        if server not in KINDS:
+            raise UserError(f"--server must be own or torchserve, got {server!r}")
+        if rate is not None and rate <= 0:
+            raise UserError(f"--rate must be above 0 requests a second, got {rate:g}")
+        name, _, artifact = run.partition("/") if ":" not in run else (run, "", "")
+        name = runs.find_run(name, data)
+        folder = layout.artifact_folder(store, name, artifact or runs.recommended(store, name))
+        goal = Goal(
+            cast(Objective, objective),
+            _read("--p99", p99, _TIMES, "20ms"),
+            rate,
+            None if memory is None else round(_read("--memory", memory, _SIZES, "2GB")),
+        )
+        settings = Settings(
+            server,
+            seconds=1.0 if short else seconds,
+            warm_s=0.3 if short else 1.0,
+            photos=photos,
+            curve=not short,
+        )
+        typer.echo(f"{folder}: {server}, {objective} with a p99 of at most {goal.p99_ms:g} ms")
+        found = find(folder, goal, settings, typer.echo)
+        typer.echo(f"chosen: {told(found.chosen.way)} ({found.chosen.outcome}); as it was: {found.usual.outcome}")
+        if not short:
+            typer.echo(f"curve: {folder / CURVE_FILE}")
+        typer.echo(f"pack it with: {command(f'serve package {name}', store)}")
+
+
+def _read(option: str, word: str, units: dict[str, float] | dict[str, int], example: str) -> float:
+    match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)\s*({'|'.join(units)})", word.strip())
+    if match is None or float(match[1]) == 0:
+        raise UserError(
+            f"{option} must be a number above 0 and a unit ({', '.join(units)}), such as {example}; got {word!r}"
+        )
+    return float(match[1]) * units[match[2]]

@@ -1,0 +1,66 @@
+"""What an artifact answers to images, found in process by the code that serves it: the known answers of a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from serve.load.workload import Item, Known
+from serve.runtime.errors import PipelineError, Refusal
+from serve.runtime.execution import Execution
+from serve.runtime.predictor import Predictor
+from serve.runtime.serving import Serving
+
+_KINDS = {b"\xff\xd8\xff": "image/jpeg", b"\x89PNG": "image/png"}
+
+
+def opened(folder: Path, serving: Serving) -> Predictor:
+    """An artifact opened by the first of its executions that works on this machine's CPU.
+
+    Raises:
+        PipelineError: none does.
+    """
+    reasons = []
+    for execution in serving.executions:
+        if execution.device_type == "cpu":
+            try:
+                return Predictor(folder, execution, max_batch=1, budget=serving.allowance)
+            except PipelineError as error:
+                reasons.append(f"{execution.engine}: {error}")
+    raise PipelineError(f"{folder.name}: nothing runs it on this machine's CPU ({'; '.join(reasons) or 'CUDA only'})")
+
+
+def known_answers(predictor: Predictor, images: Iterable[bytes]) -> list[Known]:
+    """What becomes of each image alone: every class's probability, or the refusal's status."""
+    classes = len(predictor.card.classes)
+    found = []
+    for image in images:
+        (outcome,) = predictor.predict([image], classes)
+        if isinstance(outcome, Refusal):
+            found.append(Known(status=outcome.status))
+        else:
+            by_index = {label.index: label.probability for label in outcome}
+            found.append(Known(tuple(by_index[index] for index in range(classes))))
+    return found
+
+
+def items(predictor: Predictor, images: Sequence[tuple[str, bytes]], weight: float = 1.0) -> tuple[Item, ...]:
+    """Requests of one image each, by name, with their known answers."""
+    known = known_answers(predictor, (image for _, image in images))
+    return tuple(
+        Item(name, image, _content_type(image), (answer,), weight=weight)
+        for (name, image), answer in zip(images, known, strict=True)
+    )
+
+
+def tolerance(executions: Sequence[Execution]) -> float:
+    """How far a served probability may be from the known one: engines and batch sizes round otherwise.
+
+    An int8 network may differ by a step or two of its last layer's scale; one step moved a probability by up to 0.03
+    on ResNet-18 (ONNX Runtime 1.31 and OpenVINO 2026.4 on one graph).
+    """
+    return 0.1 if len({execution.engine for execution in executions}) > 1 else 0.05
+
+
+def _content_type(image: bytes) -> str:
+    return next((kind for start, kind in _KINDS.items() if image.startswith(start)), "application/octet-stream")

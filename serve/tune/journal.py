@@ -1,0 +1,72 @@
+"""What was measured, line by line on disk, so that a tuning that was killed goes on where it ended."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from serve.runtime.serving import Serving
+from serve.tune.search import Point
+
+
+class Journal:
+    """Points by way, rate and effort, in the order they were measured.
+
+    Args:
+        path: the file; made with the first point.
+        subject: what the points depend on beside the way: a file of another subject is begun anew.
+    """
+
+    def __init__(self, path: Path, subject: dict[str, Any]) -> None:
+        self.path = path
+        self._subject = json.loads(json.dumps(subject))
+        self._known: dict[str, list[Point]] = defaultdict(list)
+        self._taken: Counter[str] = Counter()
+        self.resumed = self._read()
+
+    def point(self, way: Serving, rate: float | None, effort: float, measure: Callable[[], Point]) -> Point:
+        """The next point of this kind: as it was measured before, else by ``measure``."""
+        key = json.dumps([way.text, rate, effort])
+        number = self._taken[key]
+        self._taken[key] += 1
+        if number < len(self._known[key]):
+            return self._known[key][number]
+        point = measure()
+        self._known[key].append(point)
+        fresh = not self.path.exists()
+        with self.path.open("a", encoding="utf-8") as stream:
+            if fresh:
+                stream.write(json.dumps(self._subject) + "\n")
+            stream.write(json.dumps({"key": key, "point": asdict(point)}) + "\n")
+        return point
+
+    def remove(self) -> None:
+        """Remove the file: the tuning is done."""
+        self.path.unlink(missing_ok=True)
+
+    def _read(self) -> int:
+        """Take what the file has of this subject; how many points that is."""
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return 0
+        whole = []
+        for line in lines:
+            try:
+                whole.append(json.loads(line))
+            except ValueError:  # the last line of a process that was killed while it wrote
+                break
+        if not whole or whole[0] != self._subject:
+            self.path.unlink()
+            return 0
+        for entry in whole[1:]:
+            self._known[entry["key"]].append(Point(**entry["point"]))
+        if len(whole) < len(lines):
+            kept = self.path.with_name(f".{self.path.name}.kept")
+            kept.write_text("".join(json.dumps(entry) + "\n" for entry in whole), encoding="utf-8")
+            kept.replace(self.path)
+        return len(whole) - 1

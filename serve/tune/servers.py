@@ -1,0 +1,177 @@
+"""Real servers of one archive for as long as they are measured: our own and TorchServe, in a scratch store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import httpx
+import psutil
+
+from serve.load.plan import Target
+from serve.runtime.errors import PipelineError
+from serve.runtime.execution import ENVIRONMENT
+from serve.runtime.serving import SERVING_FILE, Serving
+from serve.torchserve import server as torchserve_process
+from serve.torchserve.archive import build_archive
+from serve.torchserve.configuration import HOST, Ports
+
+ServerKind = Literal["own", "torchserve"]
+KINDS: Final[tuple[ServerKind, ...]] = ("own", "torchserve")
+
+_READY_S = 180.0
+
+
+@dataclass(frozen=True)
+class Live:
+    """A running server: where each model is asked, by name, and its processes.
+
+    Attributes:
+        targets: by the model's name.
+        pid: of its first process; the others are that one's descendants.
+        log: what it writes.
+    """
+
+    targets: Mapping[str, Target]
+    pid: int
+    log: Path
+
+    @property
+    def target(self) -> Target:
+        """Of its only model."""
+        (target,) = self.targets.values()
+        return target
+
+    def processes(self) -> list[psutil.Process]:
+        """Its processes now."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            first = psutil.Process(self.pid)
+            return [first, *first.children(recursive=True)]
+        return []
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU that its processes have taken together."""
+        total = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def memory_bytes(self) -> int:
+        """What its processes hold in memory together (resident set size)."""
+        total = 0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total
+
+
+def pack(artifact: Path, serving: Serving, scratch: Path, model: str) -> Path:
+    """An archive of an artifact that is served so, in ``scratch``; the artifact's folder is left as it is."""
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        for file in artifact.iterdir():
+            if file.is_file() and file.name != SERVING_FILE:
+                _link(file, Path(folder) / file.name)
+        (Path(folder) / SERVING_FILE).write_text(serving.text, encoding="utf-8")
+        return build_archive(Path(folder), scratch / "archives" / f"{model}.mar", model_name=model)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in opened:
+            one.bind((HOST, 0))
+        return [one.getsockname()[1] for one in opened]
+
+
+@contextmanager
+def serving(kind: ServerKind, archives: Mapping[str, Path], scratch: Path) -> Iterator[Live]:
+    """Serve archives by model name from ``scratch`` until the block ends; yields when all of them answer.
+
+    Raises:
+        PipelineError: the server does not come up; the message has its last line.
+    """
+    with _own(archives, scratch) if kind == "own" else _torchserve(archives, scratch) as live:
+        yield live
+
+
+@contextmanager
+def _own(archives: Mapping[str, Path], scratch: Path) -> Iterator[Live]:
+    (port,) = free_ports(1)
+    log = scratch / "own.log"
+    words = ["run", *map(str, archives.values()), "--port", str(port), "--no-token", "--store", str(scratch)]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "serve", *words],
+            cwd=Path(__file__).parents[2],
+            env={**ENVIRONMENT, **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_ready(process, f"http://{HOST}:{port}/health/ready", log)
+        targets = {model: Target(f"{HOST}:{port}", f"/predictions/{model}") for model in archives}
+        yield Live(targets, process.pid, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + _READY_S
+    with httpx.Client(timeout=5, trust_env=False) as client:
+        while time.monotonic() < until:
+            if process.poll() is not None:
+                break
+            with contextlib.suppress(httpx.HTTPError):
+                if client.get(url).is_success:
+                    return
+            time.sleep(0.05)
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    said = lines[-1] if lines else "it wrote nothing"
+    raise PipelineError(
+        f"the server ended before it was ready: {said}"
+        if process.poll() is not None
+        else f"the server was not ready after {_READY_S:.0f} s: {said}"
+    )
+
+
+@contextmanager
+def _torchserve(archives: Mapping[str, Path], scratch: Path) -> Iterator[Live]:
+    ports = Ports(*free_ports(5))
+    running = torchserve_process.start(scratch, "measured", archives, ports=ports, gpus=0)
+    try:
+        with running.client(scratch) as client:
+            name, _, value = client.write_header_file().read_text(encoding="utf-8").strip().partition(": ")
+        targets = {
+            model: Target(f"{HOST}:{ports.inference}", f"/predictions/{model}", {name: value}) for model in archives
+        }
+        yield Live(targets, running.pid, torchserve_process.state_folder(scratch) / "logs")
+    finally:
+        torchserve_process.stop(scratch)
+
+
+def _link(source: Path, destination: Path) -> None:
+    try:
+        os.link(source.resolve(), destination)
+    except OSError:  # another file system
+        shutil.copyfile(source, destination)

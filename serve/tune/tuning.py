@@ -1,0 +1,271 @@
+"""Tunes an artifact: its server, started as each way to serve says, under load; then ``serving.json`` and the curve."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from serve.load import known
+from serve.load.pictures import make_pictures, read_pictures
+from serve.load.plan import Plan
+from serve.load.running import measure
+from serve.load.workload import Workload
+from serve.runtime.card import load_card
+from serve.runtime.serving import SERVING_FILE, Serving
+from serve.torchserve.archive import serving_of
+from serve.tune.journal import Journal
+from serve.tune.page import plot
+from serve.tune.search import Found, Goal, Point, Search, Trial
+from serve.tune.servers import Live, ServerKind, pack, serving
+from serve.tune.space import Stage, cores, stages, told
+
+TUNING_FILE = "tuning.json"
+CURVE_FILE = "tuning.svg"
+JOURNAL_FILE = "tuning.journal"
+
+_MODEL = "tuned"
+_CLIENTS = 16  # of the closed loop that finds the saturation
+_MOST_CONNECTIONS = 256
+#: Shares of the rate that is held at which the curve is drawn.
+_CURVE = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the tuning itself goes.
+
+    Attributes:
+        server: which server is measured.
+        seconds: of one measurement at effort 1.
+        warm_s: seconds of load before each that are not counted.
+        photos: a folder of the images that are sent; None: they are made.
+        images: how many at most.
+        most_cores: tune for this many cores; None: those that this process may use.
+        curve: whether the curve is measured afterwards, of the chosen way and the present one in turns.
+    """
+
+    server: ServerKind = "own"
+    seconds: float = 4.0
+    warm_s: float = 1.0
+    photos: Path | None = None
+    images: int = 40
+    most_cores: int | None = None
+    curve: bool = True
+
+
+class Servers:
+    """The server under load: one at a time, the one of the way that is measured, kept while that is asked again.
+
+    Args:
+        artifact: the artifact's folder.
+        workload: the folder of what is sent.
+        settings: how it is measured.
+        goal: beyond ten times whose p99 a measurement is given up.
+        scratch: a folder for archives, state and logs.
+    """
+
+    def __init__(self, artifact: Path, workload: Path, settings: Settings, goal: Goal, scratch: Path) -> None:
+        self._artifact, self._workload, self._settings, self._goal = artifact, workload, settings, goal
+        self._scratch = scratch
+        self._open: tuple[Serving, Live] | None = None
+        self._stack = contextlib.ExitStack()
+
+    def measure(self, way: Serving, rate: float | None, effort: float) -> Point:
+        """Serve so and measure at a rate, or at saturation."""
+        live = self._live(way)
+        clients = _CLIENTS if rate is None else _MOST_CONNECTIONS
+        plan = Plan(
+            live.target,
+            clients=clients,
+            rate=rate,
+            seconds=self._settings.seconds * effort,
+            warm_s=self._settings.warm_s,
+            give_up_ms=None if rate is None else max(10 * self._goal.p99_ms, 500.0),
+        )
+        found = measure(plan, self._workload)
+        return Point(
+            rate=rate,
+            seconds=plan.seconds,
+            throughput=found.throughput,
+            p50=found.latency.percentile(50),
+            p99=found.latency.percentile(99),
+            bad=found.bad,
+            rejected=found.counts.get("rejected", 0),
+            gave_up=found.gave_up,
+            memory_bytes=live.memory_bytes(),
+        )
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._open = None
+        self._stack.close()
+
+    def _live(self, way: Serving) -> Live:
+        if self._open is not None and self._open[0] == way:
+            return self._open[1]
+        self.close()
+        archive = pack(self._artifact, way, self._scratch, _MODEL)
+        live = self._stack.enter_context(serving(self._settings.server, {_MODEL: archive}, self._scratch))
+        # The first second of a fresh server is not its best; saturation warms threads, caches and batches.
+        measure(Plan(live.target, _CLIENTS, seconds=1.0, warm_s=0.0), self._workload)
+        self._open = way, live
+        return live
+
+
+def tune(
+    artifact: Path,
+    goal: Goal,
+    settings: Settings,
+    say: Callable[[str], None] = lambda line: None,
+    tried: Sequence[Stage] | None = None,
+) -> Found:
+    """Find how an artifact is best served here, and write that beside its card.
+
+    Args:
+        artifact: the artifact's folder. It gets ``serving.json``, ``tuning.json`` and ``tuning.svg``; while it lasts,
+            ``tuning.journal``, by which a tuning that was killed goes on. Archives are left as they are.
+        goal: what is wanted.
+        settings: how it is measured.
+        say: told what was found, and the time left.
+        tried: what is tried; None: every setting (see `space.stages`).
+
+    Returns:
+        What was chosen, and all that was measured.
+
+    Raises:
+        PipelineError: no way to serve holds the p99, or a server does not come up.
+    """
+    card = load_card(artifact)
+    usual = serving_of(artifact, card)
+    pictures = make_pictures(settings.images) if settings.photos is None else read_pictures(settings.photos)
+    pictures = pictures[: settings.images]
+    subject = {
+        "schema": 1,
+        "content": card.content,
+        "usual": usual.text,
+        "goal": asdict(goal),
+        "server": settings.server,
+        "seconds": settings.seconds,
+        "cores": settings.most_cores or cores(),
+        "images": hashlib.sha256(b"".join(image for _, image in pictures)).hexdigest(),
+    }
+    journal = Journal(artifact / JOURNAL_FILE, subject)
+    if journal.resumed:
+        say(f"going on: {journal.resumed} measurements were made before")
+    if tried is None:
+        tried = stages(settings.server, usual, settings.most_cores)
+    with _prepared(artifact, usual, pictures, settings, goal) as servers:
+        clock = _Clock(say)
+
+        def point(way: Serving, rate: float | None, effort: float) -> Point:
+            return journal.point(way, rate, effort, lambda: clock.timed(lambda: servers.measure(way, rate, effort)))
+
+        found = Search(point, goal, clock.tell).run(usual, tried)
+        curves = _curves(found, goal, point, say) if settings.curve else {}
+    _write(artifact, found, goal, subject, curves)
+    journal.remove()
+    return found
+
+
+@contextmanager
+def _prepared(
+    artifact: Path, usual: Serving, pictures: list[tuple[str, bytes]], settings: Settings, goal: Goal
+) -> Iterator[Servers]:
+    with tempfile.TemporaryDirectory(prefix="tune-") as folder:
+        predictor = known.opened(artifact, usual)
+        sent = known.items(predictor, pictures)
+        workload = Workload(sent, known.tolerance(usual.executions)).save(Path(folder) / "workload")
+        scratch = Path(folder) / "store"
+        scratch.mkdir(mode=0o700)
+        with contextlib.closing(Servers(artifact, workload, settings, goal, scratch)) as servers:
+            yield servers
+
+
+class _Clock:
+    """Says what became of each way, and how long the rest takes at most."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._spent, self._trials = 0.0, 0
+        self._measured = False
+
+    def timed(self, work: Callable[[], Point]) -> Point:
+        """Do some work on the clock."""
+        begun = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._spent += time.monotonic() - begun
+            self._measured = True
+
+    def tell(self, trial: Trial, left: int) -> None:
+        """Say what became of a way to serve."""
+        self._trials += self._measured
+        self._measured = False
+        rest = f"; at most {left * self._spent / self._trials:.0f} s left" if self._trials and left else ""
+        self._say(f"{told(trial.way)}: {trial.outcome}{rest}")
+
+
+def _curves(
+    found: Found, goal: Goal, point: Callable[[Serving, float | None, float], Point], say: Callable[[str], None]
+) -> dict[str, list[Point]]:
+    """p99 over rate of the chosen way and of the present one; twice the time for each point."""
+    best = found.chosen.best(goal)
+    assert best is not None
+    assert best.rate is not None
+    highest = best.rate if goal.objective == "throughput" else best.rate * 2
+    ways = {"chosen": found.chosen.way, "as it was": found.usual.way}
+    if found.chosen is found.usual:
+        del ways["as it was"]
+    say("measuring the curve …")
+    return {name: [point(way, round(highest * share, 1), 2.0) for share in _CURVE] for name, way in ways.items()}
+
+
+def _write(artifact: Path, found: Found, goal: Goal, subject: dict[str, Any], curves: dict[str, list[Point]]) -> None:
+    def shown(trial: Trial) -> dict[str, Any]:
+        return {
+            "way": told(trial.way),
+            "stage": trial.stage,
+            "outcome": trial.outcome,
+            "serving": json.loads(trial.way.text),
+            "points": [_finite(asdict(point)) for point in trial.points],
+        }
+
+    body = {
+        "schema": 1,
+        "goal": {**asdict(goal), "rate": found.rate},
+        "server": subject["server"],
+        "cores": subject["cores"],
+        "content": subject["content"],
+        "images": subject["images"],
+        "chosen": shown(found.chosen),
+        "usual": shown(found.usual),
+        "trials": [shown(trial) for trial in found.trials],
+        "curves": {name: [_finite(asdict(point)) for point in points] for name, points in curves.items()},
+    }
+    plot(found, curves, goal, artifact / f".{CURVE_FILE}")
+    _replace(artifact / f".{CURVE_FILE}", artifact / CURVE_FILE)
+    for name, text in ((TUNING_FILE, json.dumps(body, indent=2) + "\n"), (SERVING_FILE, found.chosen.way.text)):
+        written = artifact / f".{name}"
+        written.write_text(text, encoding="utf-8")
+        _replace(written, artifact / name)
+
+
+def _replace(written: Path, path: Path) -> None:
+    """In one step, and never into a file that is linked elsewhere too."""
+    written.replace(path)
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
+    }

@@ -1,0 +1,190 @@
+"""The search of tuning, on servers that are formulas: what it chooses is the best, and it does not measure the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve.runtime.errors import PipelineError
+from serve.runtime.execution import Execution
+from serve.runtime.serving import Serving
+from serve.tune.journal import Journal
+from serve.tune.search import STEP, Found, Goal, Point, Search
+from serve.tune.space import Stage, stages
+
+USUAL = Serving((Execution("openvino"), Execution("onnxruntime")))
+
+
+class Formula:
+    """A server whose capacity and service time depend on how it is set; p99 as of an M/M/1 queue."""
+
+    def __init__(self, capacities: dict[int, float], service_ms: dict[int, float], memory: dict[int, int]) -> None:
+        self.capacities, self.service_ms, self.memory = capacities, service_ms, memory
+        self.asked: list[tuple[int, float | None]] = []
+
+    def __call__(self, way: Serving, rate: float | None, effort: float) -> Point:
+        size = way.batch_size
+        self.asked.append((size, rate))
+        capacity, memory = self.capacities[size], self.memory.get(size, 1)
+        if rate is None:
+            return Point(None, effort, capacity, 10, 50, 0, 0, False, memory)
+        if rate >= capacity:
+            return Point(rate, effort, 0, math.nan, math.nan, 0, 0, True, memory)
+        p99 = self.service_ms[size] + 1000 * math.log(100) / (capacity - rate) / 10
+        return Point(rate, effort, rate, p99 / 3, p99, 0, 0, False, memory)
+
+
+def sizes(*values: int) -> Stage:
+    return Stage("batch size", lambda base: [dataclasses.replace(base, batch_size=value) for value in values])
+
+
+SIZES = (1, 2, 4, 16)
+
+
+@given(
+    capacities=st.lists(st.floats(50, 500), min_size=5, max_size=5),
+    service_ms=st.lists(st.floats(1, 15), min_size=5, max_size=5),
+)
+def test_the_chosen_way_holds_a_rate_within_a_step_of_the_highest(
+    capacities: list[float], service_ms: list[float]
+) -> None:
+    known = (USUAL.batch_size, *SIZES)
+    formula = Formula(dict(zip(known, capacities, strict=True)), dict(zip(known, service_ms, strict=True)), {})
+    goal = Goal(p99_ms=20)
+    found = Search(formula, goal).run(USUAL, [sizes(*SIZES)])
+    # p99 = service + 100 ln(100) / (capacity - rate), solved for the rate
+    limits = {
+        size: formula.capacities[size] - 100 * math.log(100) / (20 - formula.service_ms[size])
+        for size in formula.capacities
+    }
+    best = found.chosen.best(goal)
+    assert best is not None
+    assert best.rate is not None
+    assert max(limits.values()) / STEP**2 * 0.99 <= best.rate <= limits[found.chosen.way.batch_size] + 0.1
+    held = [(point.rate, trial.way) for trial in found.trials for point in trial.points if point.holds(20)]
+    assert max(held, key=lambda pair: pair[0] or 0)[1] == found.chosen.way
+
+
+def test_what_saturates_below_the_best_is_not_measured_at_any_rate() -> None:
+    formula = Formula({8: 100, 1: 300, 2: 120}, {8: 1, 1: 1, 2: 1}, {})
+    told: list[tuple[int, int]] = []
+    found = Search(formula, Goal(), lambda trial, left: told.append((trial.way.batch_size, left))).run(
+        USUAL, [sizes(1, 2)]
+    )
+    assert found.chosen.way.batch_size == 1
+    assert [rate for size, rate in formula.asked if size == 2] == [None]
+    assert "cannot win" in found.trials[2].outcome
+    assert told == [(8, 2), (1, 1), (2, 0)]
+
+
+def test_what_needs_too_much_memory_is_not_chosen() -> None:
+    formula = Formula({8: 100, 1: 300}, {8: 1, 1: 1}, {8: 10, 1: 30})
+    found = Search(formula, Goal(memory_bytes=20)).run(USUAL, [sizes(1)])
+    assert found.chosen is found.usual
+    with pytest.raises(PipelineError, match="fits into"):
+        Search(formula, Goal(memory_bytes=5)).run(USUAL, [sizes(1)])
+
+
+def test_a_p99_that_nothing_holds_is_said_with_the_best_that_there_was() -> None:
+    formula = Formula({8: 100, 1: 100}, {8: 9, 1: 7}, {})
+    with pytest.raises(PipelineError, match=r"holds a p99 of 5 ms: the best that was measured is 1\d\.\d ms"):
+        Search(formula, Goal(p99_ms=5)).run(USUAL, [sizes(1)])
+
+
+@given(st.lists(st.floats(1, 15), min_size=5, max_size=5))
+def test_the_lowest_latency_is_found_at_a_stated_rate(service_ms: list[float]) -> None:
+    known = (USUAL.batch_size, *SIZES)
+    formula = Formula(dict.fromkeys(known, 400.0), dict(zip(known, service_ms, strict=True)), {})
+    found = Search(formula, Goal("latency", rate=100)).run(USUAL, [sizes(*SIZES)])
+    assert formula.service_ms[found.chosen.way.batch_size] == min(service_ms)
+    assert {rate for _, rate in formula.asked} == {100}
+    assert found.rate == 100
+
+
+def test_the_rate_of_the_latency_is_half_of_the_present_saturation_where_none_is_given() -> None:
+    formula = Formula({8: 240.0, 1: 240.0}, {8: 2, 1: 1}, {})
+    found = Search(formula, Goal("latency")).run(USUAL, [sizes(1)])
+    assert found.rate == 120
+    assert found.chosen.way.batch_size == 1
+
+
+def test_later_stages_begin_at_the_best_of_those_before() -> None:
+    formula = Formula({8: 100, 1: 300}, {8: 1, 1: 1}, {})
+    delays = Stage("delay", lambda base: [dataclasses.replace(base, max_batch_delay_ms=9)])
+    found = Search(formula, Goal()).run(USUAL, [sizes(1), delays])
+    assert [(trial.way.batch_size, trial.way.max_batch_delay_ms) for trial in found.trials] == [(8, 1), (1, 1), (1, 9)]
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("goal", [Goal(), Goal("latency", rate=50)])
+@pytest.mark.parametrize("torn", [False, True])
+def test_killed_anywhere_it_goes_on_without_measuring_twice_and_chooses_the_same(
+    tmp_path: Path, goal: Goal, torn: bool
+) -> None:
+    stage = [sizes(*SIZES)]
+
+    def formula() -> Formula:
+        known = (8, *SIZES)
+        return Formula(
+            dict(zip(known, (200, 120, 220, 260, 240), strict=True)),
+            dict(zip(known, (5, 2, 3, 6, 7), strict=True)),
+            {},
+        )
+
+    def run(measured: Formula, most: int) -> Found:
+        journal = Journal(tmp_path / "journal", {"content": "a", "goal": 1.5})
+        left = iter(range(most))
+
+        def measure(way: Serving, rate: float | None, effort: float) -> Point:
+            def really() -> Point:
+                if next(left, None) is None:
+                    raise KilledError
+                return measured(way, rate, effort)
+
+            return journal.point(way, rate, effort, really)
+
+        return Search(measure, goal).run(USUAL, stage)
+
+    whole = formula()
+    expected = Search(whole, goal).run(USUAL, stage)
+    pieces = formula()
+    for _ in range(len(whole.asked)):
+        try:
+            found = run(pieces, 3)
+            break
+        except KilledError:
+            if torn:
+                with (tmp_path / "journal").open("a") as stream:
+                    stream.write('{"key": "[')
+    assert pieces.asked == whole.asked
+    assert found.chosen.way == expected.chosen.way
+    assert [trial.outcome for trial in found.trials] == [trial.outcome for trial in expected.trials]
+
+
+def test_measurements_of_another_subject_are_not_taken(tmp_path: Path) -> None:
+    point = Point(None, 1, 1, 1, 1, 0, 0, False, 1)
+    one = Journal(tmp_path / "journal", {"content": "a"})
+    one.point(USUAL, None, 1.0, lambda: point)
+    assert json.loads((tmp_path / "journal").read_text().splitlines()[0]) == {"content": "a"}
+    assert Journal(tmp_path / "journal", {"content": "a"}).resumed == 1
+    assert Journal(tmp_path / "journal", {"content": "b"}).resumed == 0
+    assert not (tmp_path / "journal").exists()
+
+
+def test_every_setting_is_tried_by_engines_that_are_there_and_threads_that_there_are() -> None:
+    own = stages("own", USUAL, most_cores=6)
+    assert [stage.name for stage in own] == ["engine and its threads", "decode threads", "batch size", "batch delay"]
+    engines = [(way.executions[0].engine, way.executions[0].threads) for way in own[0].variants(USUAL)]
+    assert engines == [(name, count) for name in ("openvino", "onnxruntime") for count in (1, 2, 4, 6)]
+    assert all(len(way.executions) == 2 for way in own[0].variants(USUAL))
+    assert [way.decode_threads for way in own[1].variants(USUAL)] == [1, 2, 4, 6]
+    assert [stage.name for stage in stages("torchserve", USUAL)][1] == "workers"
