@@ -62,15 +62,15 @@ def tune(
             raise UserError(f"--server must be own or torchserve, got {server!r}")
         if rate is not None and rate <= 0:
             raise UserError(f"--rate must be above 0 requests a second, got {rate:g}")
-        name, _, artifact = run.partition("/") if ":" not in run else (run, "", "")
-        name = runs.find_run(name, data)
-        folder = layout.artifact_folder(store, name, artifact or runs.recommended(store, name))
         goal = Goal(
             cast(Objective, objective),
             _read("--p99", p99, _TIMES, "20ms"),
             rate,
             None if memory is None else round(_read("--memory", memory, _SIZES, "2GB")),
         )
+        name, _, artifact = run.partition("/") if ":" not in run else (run, "", "")
+        name = runs.find_run(name, data)
+        folder = layout.artifact_folder(store, name, artifact or runs.recommended(store, name))
         settings = Settings(
             server,
             seconds=1.0 if short else seconds,
