@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from serve.cli.limit_words import AccessLog, BodyMb, DrainS, HeldMb, Queue, ReceiveS
 from serve.cli.words import Data, ForeignCode, RequireSigned, Run, Store, the_running
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE, target
 from serve.option_words import with_serving_options
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
+from serve.torchserve.limits import Limits
 
 if TYPE_CHECKING:
     from serve.torchserve.server import RunningServer
@@ -30,6 +32,12 @@ def start(
     metrics_port: Annotated[int, typer.Option(help="Port of the Prometheus metrics (asks for no token).")] = 8082,
     grpc_inference_port: Annotated[int, typer.Option(help="Port of the predictions over gRPC.")] = 7070,
     grpc_management_port: Annotated[int, typer.Option(help="Port of the management over gRPC.")] = 7071,
+    queue: Queue = Limits.queue,
+    body_mb: BodyMb = Limits.body_mb,
+    held_mb: HeldMb = Limits.held_mb,
+    receive_s: ReceiveS = Limits.receive_s,
+    drain_s: DrainS = Limits.drain_s,
+    access_log: AccessLog = Limits.access_log,
     device: Annotated[
         str, typer.Option(help="cpu (use no GPU), cuda (prefer it) or auto (as each archive prefers).")
     ] = "auto",
@@ -53,6 +61,7 @@ def start(
         from serve.torchserve.configuration import Ports
         from serve.verified import policy_of
 
+        limits = Limits(queue, body_mb, held_mb, receive_s, drain_s, access_log)
         if device not in ("auto", "cpu", "cuda"):
             raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
         run = runs.find_run(run, data)
@@ -67,6 +76,7 @@ def start(
             run,
             selection.archives,
             ports=Ports(port, management_port, metrics_port, grpc_inference_port, grpc_management_port),
+            limits=limits,
             default_model=selection.default_model,
             gpus=0 if device == "cpu" else None,
             repack=runs.repacking(store, run, selection, options, device),  # type: ignore[arg-type]
@@ -109,14 +119,19 @@ def stop(
     run: Annotated[str | None, typer.Argument(help="Stop only if this run is served. Default: whichever is.")] = None,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Stop the running server and its workers; without one, there is nothing to do."""
+    """Stop the running server and its workers; without one, there is nothing to do.
+
+    What comes is refused, and what was accepted is answered first. A start that is under way is waited for.
+    """
     with reported():
         from serve.runs import remove_left
         from serve.torchserve import server
 
         if run is not None and (present := server.running(store)) is not None and present.run != run:
             raise UserError(f"the run {present.run!r} is served, and not {run!r}; it goes on")
-        stopped = server.stop(store)
+        stopped = server.stop(
+            store, lambda: typer.echo("a start (or another stop) is under way: waiting for its end, then stopping …")
+        )
         if stopped is not None:
             remove_left(store, stopped.run)
         typer.echo(f"stopped: run {stopped.run}" if stopped else "no server of this store is running")

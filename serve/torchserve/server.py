@@ -11,9 +11,9 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,40 +21,49 @@ from pathlib import Path
 
 import psutil
 
-from serve.client import HEADER_FILE, KEY_FILE, Client
+from serve.client import Client
 from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
-from serve.runtime.execution import ENVIRONMENT
-from serve.torchserve.configuration import Ports, java_executable, metrics_yaml, properties
+from serve.torchserve.configuration import Ports, metrics_yaml, properties
+from serve.torchserve.identity import ALIVE_FILE, Identity, hold, life_of, nameless, new_nonce
+from serve.torchserve.java import command_line, environment, java_executable
+from serve.torchserve.limits import Limits
 from serve.torchserve.watch import CONSOLE_LOG, StartError, wait_until_ready
 from serve.verified import Policy, verified_copy
 
 STATE_FOLDER = ".server"
 _STATE_FILE = "state.json"
 _ARCHIVES = "archives"  # of this server alone
-_JAVA_CLASS = "org.pytorch.serve.ModelServer"
+_CONFIG_FILE = "config.properties"
 
 # Measured on 2 cores: a worker imports torch, loads and warms up in about 6 s of CPU time, and all
 # start at once. The deadline is for a cold disk, not for a usual start.
 _DEADLINE_S = 120.0
 _DEADLINE_PER_MODEL_S = 30.0
 
+# What TorchServe itself takes to end, when all is answered.
+_ENDING_S = 20.0
+
 
 @dataclass(frozen=True)
 class RunningServer:
     """A server as its state file records it.
 
-    ``created`` is the start time of process ``pid`` (seconds since the epoch), which tells it from a
-    later process of the same number; ``temporary`` holds its sockets and the unpacked archives.
+    ``identity`` tells its Java process from every other; ``temporary`` holds its sockets and the unpacked archives.
     """
 
-    pid: int
-    created: float
+    identity: Identity
     run: str
     models: tuple[str, ...]
     default_model: str
     temporary: str
     ports: Ports = field(default_factory=Ports)
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def pid(self) -> int:
+        """The number of its Java process."""
+        return self.identity.pid
 
     def client(self, store: Path, timeout_s: float = 60.0) -> Client:
         """A client that talks to this server."""
@@ -67,9 +76,27 @@ def state_folder(store: Path) -> Path:
 
 
 def running(store: Path) -> RunningServer | None:
-    """The server of this store, or None; what a crash or a reboot has left behind does not count."""
+    """The server of this store, or None; what a crash or a reboot has left behind does not count.
+
+    Raises:
+        UserError: there may be one, and nobody can tell from here.
+    """
+    folder = state_folder(store)
     state = _read_state(store)
-    return state if state is not None and _process(state) is not None else None
+    if state is None:
+        if (pid := nameless(folder, folder / _CONFIG_FILE)) is not None:
+            raise UserError(
+                f"a server of this store is alive (process {pid or 'unknown'}), and {folder / _STATE_FILE} does not "
+                f"tell of it: end that process first"
+            )
+        return None
+    life, why = life_of(state.identity, folder)
+    if life == "unknown":
+        raise UserError(
+            f"whether the server of this store is running cannot be told: {why}; nothing was changed. If it has "
+            f"ended, remove {folder / _STATE_FILE}"
+        )
+    return None if life == "gone" else state
 
 
 def start(
@@ -78,6 +105,7 @@ def start(
     archives: Mapping[str, Path],
     *,
     ports: Ports | None = None,
+    limits: Limits | None = None,
     default_model: str | None = None,
     gpus: int | None = None,
     repack: Callable[[Path], Mapping[str, Path]] | None = None,
@@ -92,6 +120,7 @@ def start(
         run: the run that is served, for the record.
         archives: the ``.mar`` files by model name, all in one folder.
         ports: where to listen; None takes the defaults.
+        limits: what it may hold; None takes the defaults.
         default_model: which model `predict` takes when none is named; None takes the first.
         gpus: most GPUs to use; 0 serves on the CPU, None takes what TorchServe finds.
         repack: packs other archives of the same models into the folder that it is given, which are served instead and
@@ -102,7 +131,7 @@ def start(
         on_ready: called with each model's name when it answers.
 
     Raises:
-        UserError: it runs already, a port is in use, an archive is missing, Java is missing.
+        UserError: it runs already, or may; a port is in use, an archive is missing, Java is missing.
         CardError: an archive is not whole.
         SignatureError: the policy does not allow one.
         StartError: the server or a worker died; it is stopped again, and the message has their last lines.
@@ -136,6 +165,7 @@ def start(
                 archives=archives,
                 folder=private,
                 ports=ports,
+                limits=limits or Limits(),
                 default_model=default_model or next(iter(archives)),
                 gpus=gpus,
             )
@@ -175,20 +205,28 @@ def _loaded(
     return repack(folder)
 
 
-def stop(store: Path) -> RunningServer | None:
+def stop(store: Path, on_wait: Callable[[], None] = lambda: None) -> RunningServer | None:
     """Stop the store's server and its workers; return what was stopped, or None if none was running.
+
+    It refuses what comes, answers what it has accepted, and ends. A start that is under way is waited for first.
+
+    Args:
+        store: whose server it is.
+        on_wait: called before a wait for a start that is under way.
 
     Raises:
         PipelineError: a process would not end.
+        UserError: it runs where it cannot be stopped from here; or nobody can tell whether it does.
     """
     if not state_folder(store).is_dir():
         return None
-    state = running(store)
-    if state is None:
-        _clean(store)
-        return None
-    _stop(store, state)
-    return state
+    with _lock(store, on_wait):
+        state = running(store)
+        if state is None:
+            _clean(store)
+            return None
+        _stop(store, state)
+        return state
 
 
 def _launch(
@@ -199,6 +237,7 @@ def _launch(
     archives: Mapping[str, Path],
     folder: Path,
     ports: Ports,
+    limits: Limits,
     default_model: str,
     gpus: int | None,
 ) -> tuple[RunningServer, psutil.Process]:
@@ -207,29 +246,45 @@ def _launch(
     logs.mkdir()
     metrics = state / "metrics.yaml"
     metrics.write_text(metrics_yaml(), encoding="utf-8")
-    config = state / "config.properties"
-    config.write_text(properties(ports, archives=folder, metrics_file=metrics, gpus=gpus), encoding="ascii")
+    config = state / _CONFIG_FILE
+    settings = properties(ports, limits, archives=folder, metrics_file=metrics, gpus=gpus)
+    config.write_text(settings, encoding="ascii")
     # Short and private: TorchServe 0.12 puts its workers' sockets here, as .ts.sock.9000 and on. A socket's
     # path has at most 107 bytes, and in the common temporary folder two servers would take each other's.
     temporary = tempfile.mkdtemp(prefix="torchserve-")
+    nonce = new_nonce()
+    alive = _hold(state / ALIVE_FILE)
     try:
         with (logs / CONSOLE_LOG).open("wb") as console:
             popen = subprocess.Popen(
-                _command(java, Path(temporary), config, folder, archives),
+                command_line(
+                    java,
+                    nonce=nonce,
+                    limits=limits,
+                    temporary=Path(temporary),
+                    config=config,
+                    logs=logs,
+                    folder=folder,
+                    archives={model: path.name for model, path in archives.items()},
+                ),
                 cwd=state,  # where it writes key_file.json
-                env=_environment(java, logs),
+                env=environment(java, logs),
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us, who stop it in order
                 umask=0o077,
+                pass_fds=(alive,),  # Java has it until it ends, and closes it in its workers
             )
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"Java cannot be started ({error})") from None
+    finally:
+        os.close(alive)
     try:
         process = psutil.Process(popen.pid)
-        server = RunningServer(popen.pid, process.create_time(), run, tuple(archives), default_model, temporary, ports)
+        identity = Identity.of(popen.pid, nonce)
+        server = RunningServer(identity, run, tuple(archives), default_model, temporary, ports, limits)
         written = state / f".{_STATE_FILE}"
         written.write_text(json.dumps(asdict(server), indent=2), encoding="utf-8")
         written.replace(state / _STATE_FILE)
@@ -244,52 +299,28 @@ def _launch(
     return server, process
 
 
-def _command(java: Path, temporary: Path, config: Path, folder: Path, archives: Mapping[str, Path]) -> Sequence[str]:
-    """What the ``torchserve`` command would run."""
-    from ts import __file__ as torchserve
-
-    package = Path(torchserve).parent
-    return [
-        str(java),
-        f"-Dmodel_server_home={package.parent}",
-        f"-Djava.io.tmpdir={temporary}",
-        "-XX:-UsePerfData",  # or it leaves a file in the common temporary folder
-        "-cp",
-        str(package / "frontend" / "*"),
-        _JAVA_CLASS,
-        "--python",
-        sys.executable,
-        "-f",
-        str(config),
-        "-s",
-        str(folder),
-        "-ncs",  # no snapshots: the next start is told everything anew
-        "-m",
-        *(f"{model}={path.name}" for model, path in archives.items()),
-    ]
-
-
-def _environment(java: Path, logs: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TS_")}
-    return {
-        # TorchServe's workers load torch before the handler, so that it can only come from here.
-        **ENVIRONMENT,
-        **kept,
-        "JAVA_HOME": str(java.parent.parent),
-        "LOG_LOCATION": str(logs),
-        "METRICS_LOCATION": str(logs),
-        "LC_ALL": "C.UTF-8",  # or Java cannot open a path that is not ASCII
-    }
+def _hold(path: Path) -> int:
+    """The server's lock. Who asks whether it is held holds it for a moment too."""
+    for _ in range(50):
+        try:
+            return hold(path)
+        except BlockingIOError:
+            time.sleep(0.1)
+    raise UserError(f"a server of this store is alive: {path} is locked")
 
 
 def _stop(store: Path, state: RunningServer) -> None:
-    """End Java and its workers, each known by its number and its start time, then tidy up."""
-    process = _process(state)
-    if process is not None:
+    """End Java and its workers when all that was accepted is answered, then tidy up."""
+    process = state.identity.process()
+    if process is None:
+        life, why = life_of(state.identity, state_folder(store))
+        if life != "gone":
+            raise UserError(f"the server of this store cannot be stopped from here: {why}; stop it there")
+    else:
         # Collected first: when Java is gone, nothing tells whose children they were.
         workers = process.children(recursive=True)
         process.terminate()
-        _end([process], patience_s=20.0)
+        _end([process], patience_s=state.limits.drain_s + _ENDING_S)
         _end(workers, patience_s=5.0)
     _clean(store)
 
@@ -307,36 +338,29 @@ def _end(processes: Sequence[psutil.Process], *, patience_s: float) -> None:
         raise PipelineError(f"processes {', '.join(str(process.pid) for process in left)} do not end")
 
 
-def _process(state: RunningServer) -> psutil.Process | None:
-    """The recorded process, if it is still that one and still TorchServe."""
-    try:
-        process = psutil.Process(state.pid)
-        if abs(process.create_time() - state.created) > 1 or process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        return process if _JAVA_CLASS in process.cmdline() else None
-    except psutil.Error:
-        return None
-
-
 def _read_state(store: Path) -> RunningServer | None:
     try:
         body = json.loads((state_folder(store) / _STATE_FILE).read_text(encoding="utf-8"))
+        body["identity"] = Identity(**body["identity"])
         body["ports"] = Ports(**body["ports"])
+        body["limits"] = Limits(**body["limits"])
         body["models"] = tuple(body["models"])
         return RunningServer(**body)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, UserError):
         return None
 
 
 def _clean(store: Path) -> None:
-    """Remove what a server that is gone has left: keys, state, logs of before, archives of its own, unpacked ones."""
+    """Remove what a server that is gone has left: state, logs of before, archives of its own, unpacked ones.
+
+    Its keys stay: clients have them.
+    """
     folder = state_folder(store)
     shutil.rmtree(folder / _ARCHIVES, ignore_errors=True)
     state = _read_state(store)
     if state is not None and Path(state.temporary).name.startswith("torchserve-"):
         shutil.rmtree(state.temporary, ignore_errors=True)
-    for name in (KEY_FILE, HEADER_FILE, _STATE_FILE):
-        (folder / name).unlink(missing_ok=True)
+    (folder / _STATE_FILE).unlink(missing_ok=True)
     if (folder / "logs").is_dir():
         # The last server's logs stay for a reader, out of the way of the next one's.
         shutil.rmtree(folder / "logs.previous", ignore_errors=True)
@@ -344,8 +368,11 @@ def _clean(store: Path) -> None:
 
 
 @contextmanager
-def _lock(store: Path) -> Iterator[Path]:
-    """Hold the store's server folder for one start at a time; yields the folder."""
+def _lock(store: Path, on_wait: Callable[[], None] | None = None) -> Iterator[Path]:
+    """Hold the store's server folder for one start or stop at a time; yields the folder.
+
+    Where somebody else holds it, it is waited for after ``on_wait``, if that is given.
+    """
     folder = state_folder(store)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -357,10 +384,22 @@ def _lock(store: Path) -> Iterator[Path]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError("another start of this store's server is under way") from None
+            if on_wait is None:
+                raise UserError("another start or stop of this store's server is under way") from None
+            on_wait()
+            while not _taken(handle):
+                time.sleep(0.1)  # and not in flock, which Ctrl-C would not end
         yield folder
     finally:
         os.close(handle)
+
+
+def _taken(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 __all__ = ["RunningServer", "StartError", "running", "start", "state_folder", "stop"]

@@ -28,6 +28,7 @@ from optimize.store.objects import Store
 from optimize.store.pruning import Prunable, prunable, prune
 from serve.runtime.errors import UserError
 from serve.torchserve import server
+from serve.torchserve.identity import Identity
 
 from .tiny_net import Tiny
 from .workbench import TINY_NET, noise_context
@@ -200,21 +201,22 @@ def test_a_killed_program_holds_nothing(tmp_path: Path) -> None:
         assert alone
 
 
-def test_archives_that_a_server_serves_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archives_that_a_server_serves_stay(tmp_path: Path) -> None:
     store = Store(tmp_path)
     served, other = make_key(n=1), make_key(n=2)
     put(store, served, name="tiny-ptq.mar")
     put(store, other, name="tiny-qat.mar")
+    # This process stands for Java.
     state = server.RunningServer(
-        os.getpid(), psutil.Process().create_time(), "tiny", ("tiny-ptq",), "tiny-ptq", "torchserve-x"
+        Identity.of(os.getpid(), psutil.Process().cmdline()[0]), "tiny", ("tiny-ptq",), "tiny-ptq", "torchserve-x"
     )
     server.state_folder(tmp_path).mkdir()
     write_json(dataclasses.asdict(state), server.state_folder(tmp_path) / "state.json")
-    monkeypatch.setattr(server, "_JAVA_CLASS", psutil.Process().cmdline()[0])  # this process stands for Java
     found = prunable(store)
     assert {folder.name for folder in found.objects} == {other}
     assert found.kept == ("1 archives stay: a server is serving them (run tiny)",)
-    monkeypatch.undo()
+    gone = dataclasses.replace(state, identity=dataclasses.replace(state.identity, nonce="no such word"))
+    write_json(dataclasses.asdict(gone), server.state_folder(tmp_path) / "state.json")
     assert {folder.name for folder in prunable(store).objects} == {served, other}
 
 

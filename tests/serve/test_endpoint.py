@@ -261,13 +261,15 @@ def test_a_killed_worker_comes_back(served: Served) -> None:
     assert again["pid"] != worker["pid"]
 
 
-def test_no_port_answers_without_a_token_but_the_metrics(served: Served) -> None:
+def test_no_port_answers_without_a_token_but_the_metrics_and_the_health_check(served: Served) -> None:
     ports = served.running.ports
-    for url in (served.url(), f"http://{HOST}:{ports.inference}/ping", f"http://{HOST}:{ports.management}/models"):
+    for url in (served.url(), f"http://{HOST}:{ports.management}/models"):
         answer = httpx.request("POST" if "predictions" in url else "GET", url)
         assert answer.status_code == 400
         assert "Token Authorization failed" in answer.text
     assert httpx.get(f"http://{HOST}:{ports.metrics}/metrics").status_code == 200
+    health = httpx.get(f"http://{HOST}:{ports.inference}/ping")
+    assert (health.status_code, health.json()) == (200, {"status": "Healthy"})
 
 
 def test_new_keys_replace_the_old_ones_and_the_header_file_follows(served: Served) -> None:

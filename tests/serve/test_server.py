@@ -26,6 +26,8 @@ from serve.runtime.errors import UserError
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST, Ports, properties
+from serve.torchserve.identity import Identity
+from serve.torchserve.limits import Limits
 from tests.serve import artifacts
 from tests.serve.conftest import Served, free_ports, name_of
 
@@ -107,8 +109,9 @@ def test_state_of_a_process_that_is_gone_or_another_does_not_count(tmp_path: Pat
     folder.mkdir()
     left = tmp_path / "torchserve-left"
     left.mkdir()
-    for pid, created in ((2**22 - 1, 0.0), (os.getpid(), psutil.Process().create_time())):
-        state = server.RunningServer(pid, created, "small", ("small-x",), "small-x", str(left))
+    present = Identity.of(os.getpid(), "no such word")
+    for identity in (dataclasses.replace(present, pid=2**22 - 1), present):
+        state = server.RunningServer(identity, "small", ("small-x",), "small-x", str(left))
         (folder / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
         assert server.running(tmp_path) is None
     assert server.stop(tmp_path) is None
@@ -124,7 +127,7 @@ def test_a_broken_state_file_does_not_count(text: str, tmp_path: Path) -> None:
 
 
 def test_paths_that_java_would_misread_are_escaped(tmp_path: Path) -> None:
-    text = properties(Ports(), archives=tmp_path / "naïve", metrics_file=Path("/a b/ü\\n€.yaml"), gpus=0)
+    text = properties(Ports(), Limits(), archives=tmp_path / "naïve", metrics_file=Path("/a b/ü\\n€.yaml"), gpus=0)
     assert text.isascii()
     assert "metrics_config=/a b/\\u00fc\\\\n\\u20ac.yaml\n" in text
     assert "number_of_gpu=0\n" in text
@@ -203,7 +206,7 @@ def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None
     assert stopped.returncode == 0, stopped.stderr
     assert not [process for process in processes if process.is_running()]
     assert not Path(running.temporary).exists()
-    assert not (server.state_folder(store) / "key_file.json").exists()
+    assert (server.state_folder(store) / "key_file.json").stat().st_mode & 0o777 == 0o600, "clients keep their keys"
     assert not (server.state_folder(store) / "archives").exists()
     status = command("status", "--store", store)
     assert status.returncode == 1

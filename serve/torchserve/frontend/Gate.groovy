@@ -1,0 +1,331 @@
+import com.google.gson.JsonObject
+import com.google.gson.JsonParser
+import groovy.transform.CompileDynamic
+import groovy.transform.CompileStatic
+import io.netty.buffer.ByteBuf
+import io.netty.buffer.Unpooled
+import io.netty.channel.ChannelDuplexHandler
+import io.netty.channel.ChannelFutureListener
+import io.netty.channel.ChannelHandlerContext
+import io.netty.channel.ChannelPromise
+import io.netty.channel.socket.ChannelInputShutdownEvent
+import io.netty.handler.codec.http.DefaultFullHttpResponse
+import io.netty.handler.codec.http.FullHttpResponse
+import io.netty.handler.codec.http.HttpContent
+import io.netty.handler.codec.http.HttpHeaderNames
+import io.netty.handler.codec.http.HttpHeaderValues
+import io.netty.handler.codec.http.HttpRequest
+import io.netty.handler.codec.http.HttpResponse
+import io.netty.handler.codec.http.HttpResponseStatus
+import io.netty.handler.codec.http.HttpUtil
+import io.netty.handler.codec.http.HttpVersion
+import io.netty.handler.codec.http.LastHttpContent
+import io.netty.util.ReferenceCountUtil
+import java.nio.charset.StandardCharsets
+import java.util.concurrent.TimeUnit
+import java.util.regex.Matcher
+import org.pytorch.serve.util.TokenAuthorization
+import org.pytorch.serve.wlm.Model
+import org.pytorch.serve.wlm.ModelManager
+import org.pytorch.serve.wlm.WorkerState
+
+/**
+ * One connection's, between the HTTP codec and what gathers whole requests: it refuses what cannot be held before a byte
+ * of it is, counts what was accepted until it is answered, and says in words what TorchServe 0.12 says in riddles.
+ */
+@CompileStatic
+class Gate extends ChannelDuplexHandler {
+    private static final String NO_TOKEN =
+            'Token Authorization failed. Token either incorrect, expired, or not provided correctly'
+    private static final String PING = '/ping'
+
+    private final Admission admission
+    private final boolean inference
+    private int waiting = 0  // requests of this connection that are not answered
+    private long bytes = 0  // of their bodies
+    private long announced = 0  // bytes of the present body that were taken when its header came
+    private boolean receiving = false
+    private boolean refusing = false
+    private boolean closeWhenAnswered = false
+    private String path = ''
+    private String contentType = ''
+    private io.netty.util.concurrent.ScheduledFuture<?> deadline = null
+
+    Gate(Admission admission, boolean inference) {
+        this.admission = admission
+        this.inference = inference
+    }
+
+    @Override
+    void handlerAdded(ChannelHandlerContext context) {
+        expect(context)
+    }
+
+    @Override
+    void channelRead(ChannelHandlerContext context, Object message) {
+        if (message instanceof HttpRequest && !accept(context, (HttpRequest) message)) {
+            ReferenceCountUtil.release(message)
+            return
+        }
+        if (message instanceof HttpContent) {
+            boolean last = message instanceof LastHttpContent
+            if (last) {
+                arrived()
+            }
+            if (refusing) {
+                refusing = !last
+                ReferenceCountUtil.release(message)
+                return
+            }
+            if (!takeMore(context, ((HttpContent) message).content().readableBytes())) {
+                ReferenceCountUtil.release(message)
+                return
+            }
+        }
+        context.fireChannelRead(message)
+    }
+
+    /** Whether the request may go on; where not, it is answered, and what follows of it is thrown away. */
+    private boolean accept(ChannelHandlerContext context, HttpRequest request) {
+        expect(context)
+        path = request.uri().takeWhile { it != '?' }
+        contentType = request.headers().get(HttpHeaderNames.CONTENT_TYPE) ?: ''
+        long length = HttpUtil.getContentLength(request, 0L)
+        boolean body = length > 0 || HttpUtil.isTransferEncodingChunked(request)
+        if (admission.draining) {
+            return refuse(context, 503, 'ServiceUnavailableException', 'the server is stopping', true)
+        }
+        if (inference && path == PING && !body) {
+            // Who watches the server needs no key.
+            return health(context)
+        }
+        if (inference && body && !authorized(request)) {
+            return refuse(context, 400, 'InvalidKeyException', NO_TOKEN, length > admission.bodyBytes)
+        }
+        if (length > admission.bodyBytes) {
+            String limit = "the request has $length bytes, and ${admission.bodyBytes} are allowed"
+            return refuse(context, 413, 'RequestEntityTooLargeException', limit, true)
+        }
+        if (!admission.take(length)) {
+            return refuse(context, 503, 'ServiceUnavailableException', NO_ROOM, false)
+        }
+        announced = length
+        bytes += length
+        waiting++
+        admission.begin()
+        return true
+    }
+
+    /**
+     * What 0.12 answers 200 to even where all workers are dead, and counts workers for that have not loaded: Healthy
+     * (every model has all its workers), Partial Healthy, or Unhealthy (a model has none), and then 503.
+     */
+    private boolean health(ChannelHandlerContext context) {
+        String word = healthWord()
+        ByteBuf body = Unpooled.copiedBuffer("{\"status\": \"$word\"}\n".toString(), StandardCharsets.UTF_8)
+        return reply(context, word == 'Unhealthy' ? 503 : 200, body, false)
+    }
+
+    @CompileDynamic
+    private static String healthWord() {
+        ModelManager manager = ModelManager.getInstance()
+        String word = 'Healthy'
+        for (models in manager.getAllModels()) {
+            Model model = models.value.getDefaultModel()
+            int ready = manager.getWorkers(model.getModelVersionName()).count { worker ->
+                worker.isRunning() && worker.getState() == WorkerState.WORKER_MODEL_LOADED
+            }
+            if (ready == 0) {
+                return 'Unhealthy'
+            }
+            word = ready < model.getMinWorkers() ? 'Partial Healthy' : word
+        }
+        return word
+    }
+
+    private static final String NO_ROOM = 'the requests that wait hold all the memory there is for them: try again'
+
+    private boolean authorized(HttpRequest request) {
+        if (!TokenAuthorization.isEnabled()) {
+            return true
+        }
+        String header = request.headers().get(HttpHeaderNames.AUTHORIZATION)
+        return header != null && TokenAuthorization.checkTokenAuthorization(
+                TokenAuthorization.parseTokenFromBearerTokenHeader(header), TokenAuthorization.TokenType.INFERENCE)
+    }
+
+    /** Take the bytes that no header had announced. */
+    private boolean takeMore(ChannelHandlerContext context, long count) {
+        if (announced >= count) {
+            announced -= count
+            return true
+        }
+        long more = count - announced
+        announced = 0
+        if (admission.take(more)) {
+            bytes += more
+            return true
+        }
+        // Half of it lies with TorchServe: only the end of the connection takes it back.
+        refuse(context, 503, 'ServiceUnavailableException', NO_ROOM, true)
+        closeWhenAnswered = true
+        return false
+    }
+
+    private boolean refuse(ChannelHandlerContext context, int status, String type, String message, boolean close) {
+        return reply(context, status, error(status, type, message), close)
+    }
+
+    private boolean reply(ChannelHandlerContext context, int status, ByteBuf body, boolean close) {
+        refusing = true
+        FullHttpResponse answer = new DefaultFullHttpResponse(
+                HttpVersion.HTTP_1_1, HttpResponseStatus.valueOf(status), body)
+        answer.headers().set(HttpHeaderNames.CONTENT_TYPE, HttpHeaderValues.APPLICATION_JSON)
+        if (status == 503) {
+            answer.headers().set(HttpHeaderNames.RETRY_AFTER, 1)
+        }
+        send(context, answer, close)
+        return false
+    }
+
+    private static ByteBuf error(int status, String type, String message) {
+        JsonObject body = new JsonObject()
+        body.addProperty('code', status)
+        body.addProperty('type', type)
+        body.addProperty('message', message)
+        return Unpooled.copiedBuffer(body.toString(), StandardCharsets.UTF_8)
+    }
+
+    private static void send(ChannelHandlerContext context, FullHttpResponse answer, boolean close) {
+        HttpUtil.setContentLength(answer, answer.content().readableBytes())
+        if (close) {
+            answer.headers().set(HttpHeaderNames.CONNECTION, HttpHeaderValues.CLOSE)
+        }
+        io.netty.channel.ChannelFuture sent = context.writeAndFlush(answer)
+        if (close) {
+            // Not at once: who is still sending would see the end of the connection and not the answer.
+            sent.addListener({ context.executor().schedule({ context.close() } as Runnable, 1, TimeUnit.SECONDS) }
+                    as ChannelFutureListener)
+        }
+    }
+
+    @Override
+    void write(ChannelHandlerContext context, Object message, ChannelPromise promise) {
+        Object answer = message
+        if (message instanceof HttpResponse && ((HttpResponse) message).status().code() != 100) {
+            if (message instanceof FullHttpResponse) {
+                answer = inWords((FullHttpResponse) message)
+            }
+            if (admission.draining || closeWhenAnswered) {
+                closeWhenAnswered = true
+                ((HttpResponse) answer).headers().set(HttpHeaderNames.CONNECTION, HttpHeaderValues.CLOSE)
+            }
+            promise = promise.unvoid()
+            promise.addListener({ answered(context) } as ChannelFutureListener)
+        }
+        context.write(answer, promise)
+    }
+
+    private void answered(ChannelHandlerContext context) {
+        if (waiting > 0) {
+            waiting--
+            admission.end()
+        }
+        if (waiting == 0) {
+            admission.give(bytes)
+            bytes = 0
+            if (closeWhenAnswered) {
+                context.close()
+            }
+        }
+    }
+
+    /** TorchServe's answer, or a better one with the same meaning. */
+    private FullHttpResponse inWords(FullHttpResponse answer) {
+        int status = answer.status().code()
+        if (status == 503) {
+            String text = answer.content().toString(StandardCharsets.UTF_8)
+            Matcher model = text =~ /Model \\"([^"\\]+)\\" [^"]*has no worker to serve inference request/
+            if (model.find()) {
+                String name = model.group(1)
+                return instead(answer, 503, 'ServiceUnavailableException', hasWorkers(name)
+                        ? "the queue of $name is full: try again" : "no worker of $name is running: try again later")
+            }
+        }
+        if (status == 500 && answer.content().toString(StandardCharsets.UTF_8).contains('ErrorDataDecoderException')) {
+            return instead(answer, 400, 'BadRequestException', 'the body is not the form that its content type, '
+                    + "'$contentType', announces: send an image with the header 'Content-Type: image/jpeg' "
+                    + "(with curl, -T FILE instead of --data-binary), or multipart/form-data with a part named data")
+        }
+        return answer
+    }
+
+    private static FullHttpResponse instead(FullHttpResponse answer, int status, String type, String message) {
+        ByteBuf body = error(status, type, message)
+        FullHttpResponse other = new DefaultFullHttpResponse(
+                answer.protocolVersion(), HttpResponseStatus.valueOf(status), body, answer.headers(),
+                answer.trailingHeaders())
+        HttpUtil.setContentLength(other, body.readableBytes())
+        if (status == 503) {
+            other.headers().set(HttpHeaderNames.RETRY_AFTER, 1)
+        }
+        answer.release()
+        return other
+    }
+
+    private static boolean hasWorkers(String name) {
+        try {
+            Model model = ModelManager.getInstance().getModel(name, null)
+            return model != null && ModelManager.getInstance().getNumRunningWorkers(model.getModelVersionName()) > 0
+        } catch (Exception ignored) {
+            return true
+        }
+    }
+
+    /** A request is to come, or to go on coming: whole, within the time there is for one. */
+    private void expect(ChannelHandlerContext context) {
+        receiving = true
+        if (deadline == null) {
+            deadline = context.executor().schedule({ late(context) } as Runnable, admission.receiveMs,
+                    TimeUnit.MILLISECONDS)
+        }
+    }
+
+    private void arrived() {
+        receiving = false
+        if (deadline != null) {
+            deadline.cancel(false)
+            deadline = null
+        }
+    }
+
+    private void late(ChannelHandlerContext context) {
+        deadline = null
+        if (receiving) {
+            context.close()
+        }
+    }
+
+    @Override
+    void userEventTriggered(ChannelHandlerContext context, Object event) {
+        if (event instanceof ChannelInputShutdownEvent) {
+            if (waiting == 0 || receiving) {
+                context.close()
+            } else {
+                closeWhenAnswered = true
+            }
+        }
+        context.fireUserEventTriggered(event)
+    }
+
+    @Override
+    void channelInactive(ChannelHandlerContext context) {
+        arrived()
+        for (; waiting > 0; waiting--) {
+            admission.end()
+        }
+        admission.abandon(bytes)
+        bytes = 0
+        context.fireChannelInactive()
+    }
+}

