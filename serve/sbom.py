@@ -165,7 +165,7 @@ def _jars() -> Iterable[Component]:
 def _java() -> Component:
     from cyclonedx.model.component import Component, ComponentScope, ComponentType
 
-    from serve.torchserve.configuration import java_executable
+    from serve.torchserve.java import java_executable
 
     release = java_executable().parents[1] / "release"
     try:
