@@ -74,6 +74,13 @@ class Application:
             observation.seconds = time.monotonic() - call.arrived
             self.observe(observation)
 
+    @property
+    def unready(self) -> str | None:
+        """Why no requests should be sent here, without a model's name; None: they should."""
+        if self.draining:
+            return "the server is ending"
+        return None if self.models.ready else "not every model is loaded and answers as it should"
+
     def observe(self, observation: Observation) -> None:
         """Tell the observers of a request that is over."""
         for observer in self.observers:

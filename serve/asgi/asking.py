@@ -11,9 +11,9 @@ from serve.asgi.messages import RefusedError, try_again
 from serve.runtime.errors import EngineError, PipelineError, Refusal, one_line
 
 if TYPE_CHECKING:
-    from serve.asgi.contract import Answered
     from serve.asgi.models import Served
     from serve.runtime.protocol import Request
+    from serve.runtime.service import Answered
 
 
 class ClientGoneError(Exception):

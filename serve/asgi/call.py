@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,9 +18,9 @@ from serve.asgi.messages import Receive, RefusedError, Scope, try_again
 from serve.asgi.observing import Observation
 
 if TYPE_CHECKING:
-    from serve.asgi.contract import Answered
     from serve.asgi.models import Models, Served
     from serve.runtime.protocol import Request
+    from serve.runtime.service import Answered
 
 _ID = re.compile(r"[!-~]{1,128}")
 
@@ -36,7 +37,7 @@ class Limits:
         head_bytes: of the request line and the headers; the connection is closed beyond it.
         keep_alive_s: seconds that a connection may lie idle.
         connections: open at once; 503 beyond it.
-        queue: requests that wait for a model's service; 503 beyond it.
+        queue: requests that wait for a model's service, 503 beyond it; None: as each archive says.
     """
 
     body_bytes: int = 64 * 1024 * 1024
@@ -46,7 +47,7 @@ class Limits:
     head_bytes: int = 64 * 1024
     keep_alive_s: int = 75
     connections: int = 2048
-    queue: int = 256
+    queue: int | None = None
 
 
 class Held:
@@ -87,6 +88,7 @@ class Call:
         self._held = held
         self._kept = 0
         self._whole = False
+        self._taken = ExitStack()
 
     @cached_property
     def query(self) -> dict[str, str]:
@@ -111,6 +113,17 @@ class Call:
                 400, f"x-request-deadline-ms must be a whole number of milliseconds, got {word[:40]!r}", "bad-request"
             )
         return self.arrived + int(word) / 1000
+
+    def take(self, name: str, version: str | None = None) -> Served:
+        """The version of a model that answers this request. It is kept open until the request is over.
+
+        Raises:
+            RefusedError: as `Models.get`.
+        """
+        served = self.models.get(name, version)
+        self._taken.enter_context(served.held())
+        self.observation.model, self.observation.version = served.name, served.version
+        return served
 
     async def body(self) -> bytes:
         """The whole body.
@@ -147,13 +160,16 @@ class Call:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def ask(self, served: Served, request: Request) -> Answered:
-        """Have a request answered by a model, unless its time is over or its client goes. The body must be read.
+        """Have a request answered, unless its time is over or its client goes. Its body must have been read.
+
+        Args:
+            served: the model, as it was taken.
+            request: what is asked.
 
         Raises:
             RefusedError: 503 (queue full, or the server ends), 504 (deadline), 500 (the engine failed).
             ClientGoneError: nobody waits for the answer; what was not computed yet will not be.
         """
-        self.observation.model, self.observation.version = served.name, served.version
         self.observation.images = len(request.images)
         asking = Asking(served, request, self.deadline)
         watching = asyncio.ensure_future(self._watch(asking.abandon))
@@ -166,7 +182,8 @@ class Call:
         return answered
 
     def release(self) -> None:
-        """Count its body as gone."""
+        """Let go of its model, and count its body as gone."""
+        self._taken.close()
         self._held.bytes -= self._kept
         self._kept = 0
 

@@ -16,6 +16,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 #: Seconds after which who was refused for want of room may try again.
 RETRY_AFTER_S: Final = 1
+#: What tells them.
+RETRY: Final = (("retry-after", str(RETRY_AFTER_S)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class RefusedError(PipelineError):
 
 def try_again(message: str, kind: str) -> RefusedError:
     """A refusal with 503 that says when to come back: the same request may be answered later."""
-    return RefusedError(503, message, kind, (("retry-after", str(RETRY_AFTER_S)),))
+    return RefusedError(503, message, kind, RETRY)
 
 
 def json_response(status: int, body: object, headers: tuple[tuple[str, str], ...] = ()) -> Response:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from serve.asgi.contract import Service
 from serve.asgi.messages import RefusedError, try_again
 from serve.runtime.errors import did_you_mean
 from serve.runtime.predictor import Predictor
+from serve.runtime.service import Service
 from serve.runtime.serving import Serving
 
 
@@ -29,7 +29,9 @@ class Served:
         service: answers requests.
         weight: its share of the requests that ask for no version, against the other versions'; 0: none.
         ready: whether it answers as it should: every file as its card says, warm, and its known image answered.
+        checked: what was seen of it before it was called ready, a line each.
         source: what it was opened from, for messages.
+        digest: SHA-256 of that archive.
     """
 
     name: str
@@ -39,7 +41,9 @@ class Served:
     service: Service
     weight: int = 1
     ready: bool = True
+    checked: tuple[str, ...] = ()
     source: str = ""
+    digest: str = ""
     _holders: int = field(default=0, repr=False)
     _credit: int = field(default=0, repr=False)
     _free: asyncio.Event | None = field(default=None, repr=False)

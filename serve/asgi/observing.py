@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve.asgi.contract import Stages
+from serve.runtime.service import Stages
 
 
 @dataclass(slots=True)

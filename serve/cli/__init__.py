@@ -8,6 +8,7 @@ import typer
 
 from serve.cli.archives import audit, package
 from serve.cli.asking import predict
+from serve.cli.running import run
 from serve.cli.server import start, status, stop
 from serve.cli.signatures import sign, verify
 from serve.cli.tuning import tune
@@ -15,9 +16,9 @@ from serve.command_line import OneLineGroup
 
 app = typer.Typer(
     cls=OneLineGroup,
-    help="Pack a run's artifacts into TorchServe archives, and serve them on this machine.\n\n"
-    "A run is what `python -m optimize run MODEL` leaves in the store. The server listens on loopback only "
-    "and asks for a token; its keys, configuration and logs are in STORE/.server.",
+    help="Pack a run's artifacts into archives, and serve them on this machine, by TorchServe or by our own server.\n\n"
+    "A run is what `python -m optimize run MODEL` leaves in the store. Both servers listen on loopback and ask for a "
+    "token; TorchServe's keys, configuration and logs are in STORE/.server.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,6 +27,7 @@ app = typer.Typer(
 #: In the order of the help, under the title of each group.
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Archives": (package, sign, verify, audit),
+    "Our own server": (run,),
     "TorchServe": (start, status, stop),
     "Requests": (predict,),
     "Measuring": (tune,),

@@ -1,0 +1,116 @@
+"""Brings what is served to what is wanted: new versions are opened and warm before they get a request."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from serve.asgi.loading import Wanted, load
+from serve.asgi.models import Models, Served
+from serve.runtime.card import sha256_file
+from serve.verified import Policy
+
+_LOG = logging.getLogger(__name__)
+
+
+class Changing:
+    """Changes `Models`, one change after the other. Used in the event loop.
+
+    Args:
+        models: what is changed.
+        gpu: as of `load`.
+        queue: as of `load`.
+        policy: as of `load`.
+        drain_s: seconds for what an old version accepted.
+        on_loaded: told of each version that was opened, with the seconds that it took.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        *,
+        gpu: int | None,
+        queue: int | None,
+        policy: Policy,
+        drain_s: float,
+        on_loaded: Callable[[Served, float], None],
+    ) -> None:
+        self._models = models
+        self._load = functools.partial(load, gpu=gpu, queue=queue, policy=policy)
+        self._drain_s = drain_s
+        self._on_loaded = on_loaded
+        self._changing = asyncio.Lock()
+        self._leaving: set[asyncio.Task[bool]] = set()
+
+    async def change(self, wanted: Sequence[Wanted]) -> None:
+        """Serve ``wanted`` and nothing else.
+
+        A version whose archive is the same goes on; another is opened beside those that are served. When all are warm,
+        they get the requests at once; who is out answers what it has accepted, and is closed. While it changes, both
+        are in memory.
+
+        Raises:
+            PipelineError: one cannot be opened; then all stays as it was.
+        """
+        async with self._changing:
+            opened: list[Served] = []
+            found: dict[str, list[Served]] = {}
+            weights: list[tuple[Served, int]] = []
+            try:
+                for entry in wanted:
+                    served = await self._same(entry)
+                    if served is None:
+                        started = time.perf_counter()
+                        served = await asyncio.to_thread(self._load, entry)
+                        opened.append(served)
+                        self._on_loaded(served, time.perf_counter() - started)
+                    found.setdefault(entry.name, []).append(served)
+                    weights.append((served, entry.weight))
+            except BaseException:
+                for served in opened:
+                    await asyncio.to_thread(served.service.close)
+                raise
+            for served, weight in weights:  # of those that go on, only now
+                served.weight = weight
+            for old in self._models.replace(found):
+                task = asyncio.ensure_future(self._leave(old))
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+
+    async def end(self) -> bool:
+        """Answer what was accepted, and close everything.
+
+        Returns:
+            Whether all of it was answered in time.
+        """
+        async with self._changing:
+            for old in self._models.replace({}):
+                self._leaving.add(asyncio.ensure_future(self._leave(old)))
+            answered = await asyncio.gather(*self._leaving)
+        return all(answered)
+
+    async def _same(self, wanted: Wanted) -> Served | None:
+        """The version that is served already and was opened from the same bytes."""
+        for served in self._models:
+            if (served.name, served.version) == (wanted.name, wanted.version):
+                digest = await asyncio.to_thread(sha256_file, wanted.archive)
+                return served if digest == served.digest else None
+        return None
+
+    async def _leave(self, served: Served) -> bool:
+        answered = True
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await served.released()
+        except TimeoutError:
+            answered = False
+        answered &= await asyncio.to_thread(served.service.drain, self._drain_s)
+        await asyncio.to_thread(served.service.close)
+        _LOG.info(
+            "closed",
+            extra={"fields": {"model": served.name, "version": served.version, "all_answered": answered}},
+        )
+        return answered

@@ -1,0 +1,148 @@
+"""Where the server listens, and who can reach it there."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class Listening:
+    """An address, and what protects it.
+
+    Attributes:
+        host: a name or an address; only loopback where ``expose`` is not set.
+        port: 0: any that is free.
+        path: of a unix socket instead, which only this user may open.
+        expose: whether others than this machine may reach it.
+        certificate: file of a certificate chain in PEM: TLS.
+        key: file of its private key.
+        client_authorities: file of the authorities whose clients alone are let in, by a certificate of their own.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    path: Path | None = None
+    expose: bool = False
+    certificate: Path | None = None
+    key: Path | None = None
+    client_authorities: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"--port must be between 0 and 65535, got {self.port}")
+        if self.key is not None and self.certificate is None:
+            raise UserError("--tls-key needs --tls-certificate")
+        if self.client_authorities is not None and self.certificate is None:
+            raise UserError("--tls-client-authorities needs --tls-certificate")
+        for option, path in (
+            ("--tls-certificate", self.certificate),
+            ("--tls-key", self.key),
+            ("--tls-client-authorities", self.client_authorities),
+        ):
+            if path is not None and not path.is_file():
+                raise UserError(f"{option}: there is no file {path}")
+        if self.path is None and not self.expose and not _is_loopback(self.host):
+            raise UserError(
+                f"--host {self.host} lets others than this machine in: add --expose if that is meant, or listen on "
+                "127.0.0.1 or a --socket"
+            )
+
+    def open(self) -> socket.socket:
+        """Take the address, so that nobody else can; nobody is let in before the server listens.
+
+        Raises:
+            UserError: it is taken, or cannot be.
+        """
+        return self._open_unix(self.path) if self.path is not None else self._open_tcp()
+
+    def url(self, opened: socket.socket) -> str:
+        """The address for a person: of a socket that `open` gave."""
+        if self.path is not None:
+            return f"unix:{self.path}"
+        host, port = opened.getsockname()[:2]
+        scheme = "https" if self.certificate is not None else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    def opens(self, *, tokens: bool) -> list[str]:
+        """What a person should know of who can reach it; empty for this user's own socket with tokens."""
+        told = []
+        if self.path is None and self.expose:
+            told.append(f"exposed: whoever reaches {self.host}:{self.port} over the network can ask")
+            if self.certificate is None:
+                told.append("exposed: without TLS, images, answers and tokens pass in the clear")
+        if not tokens:
+            who = "this user" if self.path is not None else "every user of this machine"
+            told.append(f"no token: {'whoever reaches it' if self.expose else who} is answered")
+        return told
+
+    def _open_tcp(self) -> socket.socket:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            opened = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise UserError(f"--host {self.host}: {error.strerror}") from None
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(address)
+        except OSError as error:
+            opened.close()
+            raise UserError(
+                f"{self.host}:{self.port} cannot be used ({error.strerror}): stop what listens there or choose another "
+                "--port"
+            ) from None
+        return opened
+
+    def _open_unix(self, path: Path) -> socket.socket:
+        opened = socket.socket(socket.AF_UNIX)
+        before = os.umask(0o177)
+        try:
+            _remove_dead_socket(path)
+            opened.bind(str(path))
+        except OSError as error:
+            opened.close()
+            raise UserError(f"--socket {path}: cannot be made ({error.strerror or error})") from None
+        except UserError:
+            opened.close()
+            raise
+        finally:
+            os.umask(before)
+        return opened
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Remove a socket that a server left behind, and nothing else.
+
+    Raises:
+        UserError: it is no socket, or somebody listens there.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UserError(f"--socket {path}: is a file that is no socket; choose another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise UserError(f"--socket {path}: another server listens there")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

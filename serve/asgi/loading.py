@@ -1,0 +1,120 @@
+"""From an archive to a model that answers: a private copy, every hash checked, opened, warm, its known image asked."""
+
+from __future__ import annotations
+
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve.asgi.models import Served
+from serve.runtime.card import sha256_file
+from serve.runtime.errors import CardError, Refusal
+from serve.runtime.known import KnownAnswer, read_known
+from serve.runtime.protocol import Request
+from serve.runtime.service import Service, open_service
+from serve.verified import Policy, verified_copy
+
+_ANSWER_S = 120.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One version of a model that is to be served: its name, version and weight, and the archive it is opened from."""
+
+    name: str
+    version: str
+    archive: Path
+    weight: int = 1
+
+
+def load(wanted: Wanted, *, gpu: int | None, queue: int | None, policy: Policy) -> Served:
+    """Open an archive. It takes seconds: not in the event loop.
+
+    Args:
+        wanted: what is to be served.
+        gpu: index of the GPU for what runs on one; None: no GPU.
+        queue: requests that may wait; None: as the archive says.
+        policy: what may be loaded.
+
+    Returns:
+        The model, warm, and ready where nothing that was checked spoke against it.
+
+    Raises:
+        UserError: there is no such archive.
+        SignatureError: the policy does not allow it.
+        CardError: it is not whole, or does not answer its known image as it did when it was measured.
+        EngineError: nothing that may run it works here.
+    """
+    with _unpacked(wanted.archive, policy) as (folder, digest):
+        service = open_service(folder, gpu, queue_limit=queue)
+        try:
+            card = service.predictor.card
+            checked = [
+                f"{len(card.files) + len(card.packed)} files have the SHA-256 that their card says",
+                f"warm at {service.predictor.max_batch} images",
+                check_known(service, read_known(folder), wanted.archive),
+            ]
+        except BaseException:
+            service.close()
+            raise
+    return Served(
+        name=wanted.name,
+        version=wanted.version,
+        predictor=service.predictor,
+        serving=service.serving,
+        service=service,
+        weight=wanted.weight,
+        ready=True,
+        checked=tuple(checked),
+        source=str(wanted.archive),
+        digest=digest,
+    )
+
+
+def check_known(service: Service, known: KnownAnswer | None, archive: Path) -> str:
+    """Ask a model for the answer that is known, as a client would.
+
+    Returns:
+        A line that says what was seen.
+
+    Raises:
+        CardError: it answers otherwise; ``archive`` is named.
+    """
+    if known is None:
+        return "no answer is known: the archive has no known.json"
+    classes = len(service.predictor.card.classes)
+    answered = service.submit(Request((known.image,), k=classes, listed=False)).result(timeout=_ANSWER_S)
+    outcome = answered.outcomes[0]
+    if isinstance(outcome, Refusal):
+        raise CardError(f"{archive}: its known image is refused: {outcome.message}")
+    by_class = {label.index: label.probability for label in outcome}
+    difference = known.difference([by_class.get(index, -1.0) for index in range(classes)])
+    if difference > known.allowed:
+        raise CardError(
+            f"{archive}: its known image is not answered as when it was measured by {known.execution}: a "
+            f"log-probability differs by {difference:.3g}, more than the allowed {known.allowed:.3g}"
+        )
+    return (
+        f"the known image is answered as by {known.execution}: log-probabilities within {difference:.2g}, "
+        f"allowed {known.allowed:.2g}"
+    )
+
+
+@contextmanager
+def _unpacked(archive: Path, policy: Policy) -> Iterator[tuple[Path, str]]:
+    """A folder with an archive's files that nobody else can change, and the archive's SHA-256.
+
+    The folder goes at the end of the block; what an engine has mapped stays until it is closed.
+    """
+    with tempfile.TemporaryDirectory(prefix="serve-", ignore_cleanup_errors=True) as temporary:
+        # Its Python is not run: this process has the runtime that it was started with.
+        copy = verified_copy(archive, policy, Path(temporary), runs_its_code=False)
+        digest = sha256_file(copy)
+        folder = Path(temporary) / "archive"
+        with zipfile.ZipFile(copy) as opened:
+            opened.extractall(folder)  # names are those of the card, which are plain
+        copy.unlink()
+        yield folder, digest

@@ -1,0 +1,133 @@
+"""What is to be served, in words or in a file: read when the server starts and each time it is told to look again."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import ConfigDict, Field, field_validator
+
+from serve import runs
+from serve.asgi.loading import Wanted
+from serve.config import Config
+from serve.runtime.errors import UserError
+from serve.torchserve.archive import MODEL_VERSION, check_model_name
+
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+
+
+class Version(Config):
+    """One version of a model, in a file of models."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="")
+
+    archive: str = Field(description="RUN or RUN/ARTIFACT of the store, or the path of a .mar, from the file's folder.")
+    version: str = Field(default=MODEL_VERSION, description="What the version is called: a word or number in quotes.")
+    weight: int = Field(
+        default=1, ge=0, le=1000, description="Its share of the requests that name no version, against the others'."
+    )
+
+    @field_validator("version")
+    @classmethod
+    def _is_a_word(cls, value: str) -> str:
+        if not _VERSION.fullmatch(value):
+            raise ValueError("a version is up to 40 letters, digits, '.', '_' and '-', the first a letter or digit")
+        return value
+
+
+def versions_of(body: object) -> dict[str, tuple[Version, ...]]:
+    """The versions of each model by its name, of a document ``models: {NAME: [{archive: …, version: …}, …]}``.
+
+    Raises:
+        UserError: it says something else.
+    """
+    shape = "it must be `models: {NAME: [{archive: …, version: …, weight: …}, …]}`"
+    models = body.get("models") if isinstance(body, dict) and set(body) == {"models"} else None
+    if not isinstance(models, dict) or not models:
+        raise UserError(shape)
+    found = {}
+    for name, entries in models.items():
+        check_model_name(str(name))
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise UserError(f"{name} must be a list of versions: {shape}")
+        try:
+            versions = tuple(Version(**{str(key): value for key, value in entry.items()}) for entry in entries)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        names = [entry.version for entry in versions]
+        if len(set(names)) != len(names):
+            raise UserError(f"{name} has a version twice: {', '.join(names)}")
+        if not any(entry.weight for entry in versions):
+            raise UserError(f"{name} needs a version with a weight above 0")
+        found[str(name)] = versions
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be served.
+
+    Attributes:
+        words: ``RUN`` (its recommended artifact), ``RUN/ARTIFACT`` or the path of a ``.mar``, each.
+        file: a file of models instead; see `versions_of`.
+        store: holds the runs.
+        device: where archives may run, for what is left out of a run.
+    """
+
+    words: tuple[str, ...]
+    file: Path | None
+    store: Path
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def read(self) -> tuple[Wanted, ...]:
+        """What is to be served now.
+
+        Raises:
+            UserError: a run, an archive or the file is missing, or the file says something else than models.
+            CardError: an archive is broken.
+        """
+        if self.file is not None:
+            return tuple(self._of_file(self.file))
+        wanted = [self._of_word(word) for word in self.words]
+        names = [entry.name for entry in wanted]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"{twice} is to be served twice: versions of one model are told in a file, see --models")
+        return tuple(wanted)
+
+    def _of_word(self, word: str) -> Wanted:
+        archive = self._archive(word, Path())
+        return Wanted(check_model_name(archive.stem), MODEL_VERSION, archive)
+
+    def _archive(self, word: str, folder: Path) -> Path:
+        if word.endswith(".mar"):
+            path = folder / word
+            if not path.is_file():
+                raise UserError(f"{path}: there is no such archive")
+            return path
+        run, _, artifact = word.rpartition("/") if "/" in word and ":" not in word else (word, "", "")
+        run = runs.find_run(run)
+        if artifact:
+            (path,) = runs.select(self.store, run, (artifact,), self.device).archives.values()
+            return path
+        selection = runs.select(self.store, run, (), self.device)
+        return selection.archives[selection.default_model]
+
+    def _of_file(self, file: Path) -> list[Wanted]:
+        try:
+            body = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"{file}: is no YAML ({' '.join(str(error).split())[:200]})") from None
+        try:
+            models = versions_of(body)
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from None
+        return [
+            Wanted(name, entry.version, self._archive(entry.archive, file.parent), entry.weight)
+            for name, versions in models.items()
+            for entry in versions
+        ]

@@ -1,0 +1,119 @@
+"""TorchServe's paths on this server: ``/predictions/NAME``, ``/models/NAME``, ``/ping``; and what orchestrators ask."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from serve.asgi.application import Application
+from serve.asgi.call import Call
+from serve.asgi.forms import parts_of
+from serve.asgi.messages import RETRY, RefusedError, Response, json_response
+from serve.runtime import protocol
+from serve.runtime.errors import RequestError
+from serve.runtime.protocol import Request
+from serve.runtime.serving import Serving
+
+_K_HEADER = "x-top-k"
+
+# Where parsing a body (JSON, base64, a form) may take longer than switching to a thread: the loop answers others then.
+_LARGE = 32 * 1024
+
+
+def add_routes(application: Application) -> None:
+    """Answer TorchServe's paths, and the health of the server."""
+    router = application.router
+    router.add("POST PUT", "/predictions/{name}", predict)
+    router.add("POST PUT", "/predictions/{name}/{version}", predict)
+    router.add("GET", "/models", list_models)
+    router.add("GET", "/models/{name}", describe)
+    router.add("GET", "/models/{name}/{version}", describe)
+
+    async def live(_: Call) -> Response:
+        return json_response(200, {"status": "live"})
+
+    async def ready(_: Call) -> Response:
+        reason = application.unready
+        return json_response(200, {"ready": True}) if reason is None else json_response(503, _not_ready(reason))
+
+    async def ping(_: Call) -> Response:
+        healthy = application.unready is None
+        return json_response(200 if healthy else 503, {"status": "Healthy" if healthy else "Unhealthy"})
+
+    router.add("GET", "/health/live", live, public=True)
+    router.add("GET", "/health/ready", ready, public=True)
+    router.add("GET", "/ping", ping, public=True)
+
+
+async def predict(call: Call) -> Response:
+    """The classes of one image, or of each instance; the same bytes as TorchServe's handler gives."""
+    served = call.take(call.parameters["name"], call.parameters.get("version"))
+    body = await call.body()
+    kind = call.headers.get("content-type", "")
+    try:
+        if len(body) > _LARGE and (kind.startswith(("application/json", "multipart/")) or body[:1] == b"{"):
+            request = await asyncio.to_thread(parse, call, body, kind, served.serving)
+        else:
+            request = parse(call, body, kind, served.serving)
+    except RequestError as error:
+        raise RefusedError(error.status, str(error), "bad-request") from None
+    answered = await call.ask(served, request)
+    status, answer = protocol.answer(request, answered.outcomes)
+    return Response(status, answer, headers=RETRY if status == 503 else ())
+
+
+def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Request:
+    """One request as the protocol reads it: what is in its query and its form goes before what is in its headers.
+
+    Raises:
+        RequestError: it does not say what to classify.
+    """
+    parameters: dict[str, Any] = {"k": call.headers[_K_HEADER]} if _K_HEADER in call.headers else {}
+    parameters |= call.query
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        parts = parts_of(body, content_type)
+        parameters |= {name: bytes(part.content) for name, part in parts.items()}
+        image = next((parts[name] for name in protocol.BODY_NAMES if name in parts), None)
+        kind = image.content_type if image is not None else ""
+    else:
+        for name in protocol.BODY_NAMES:  # of the query: an image is in the body
+            parameters.pop(name, None)
+        if body:
+            parameters["body"] = body
+    return protocol.parse(
+        parameters,
+        says_json=kind == "application/json",
+        request_type=content_type.lower() or "none",
+        default_k=serving.k,
+        instance_limit=serving.instance_limit,
+    )
+
+
+async def list_models(call: Call) -> Response:
+    """Every model and version, with its share of the requests that name no version."""
+    loaded = [
+        {"modelName": served.name, "modelVersion": served.version, "ready": served.ready, "weight": served.weight}
+        for served in call.models
+    ]
+    there = {entry["modelName"] for entry in loaded}
+    loading = [{"modelName": name, "ready": False} for name in call.models.names if name not in there]
+    return json_response(200, {"models": [*loaded, *loading]})
+
+
+async def describe(call: Call) -> Response:
+    """What is served and what executes it, as the handler says it; and how it stands here."""
+    served = call.take(call.parameters["name"], call.parameters.get("version"))
+    own = {
+        "modelName": served.name,
+        "modelVersion": served.version,
+        "ready": served.ready,
+        "checked": served.checked,
+        "weight": served.weight,
+        "waiting": served.service.waiting,
+    }
+    return json_response(200, {**served.predictor.describe(), **own})
+
+
+def _not_ready(reason: str) -> dict[str, Any]:
+    return {"ready": False, "reason": reason}

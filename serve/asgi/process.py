@@ -1,0 +1,281 @@
+"""The server as a process in the foreground: it listens, loads, obeys signals, drains and ends.
+
+One process serves all models: each has a thread that owns its engine, and engines use all cores by themselves. A
+second process for the same model would hold it twice, halve its batches and take the first one's cores; to serve with
+more machines or GPUs, run one of these on each and balance before them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from serve.asgi import predictions
+from serve.asgi.application import Application
+from serve.asgi.call import Limits
+from serve.asgi.changing import Changing
+from serve.asgi.connections import GuardedConnection
+from serve.asgi.extensions import extend
+from serve.asgi.listening import Listening
+from serve.asgi.loading import Wanted
+from serve.asgi.logs import RequestLog
+from serve.asgi.models import Models, Served
+from serve.asgi.notify import notify
+from serve.asgi.tokens import Tokens
+from serve.runtime.errors import EngineError, PipelineError, one_line
+from serve.verified import Policy
+
+_LOG = logging.getLogger(__name__)
+_LOOK_FOR_BROKEN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the process serves.
+
+    Attributes:
+        listening: where.
+        limits: what a client may cost.
+        token_file: see `Tokens`; None: nobody is asked for a token.
+        policy: what may be loaded.
+        gpu: index of the GPU for what runs on one; None: no GPU.
+        slow_s: seconds from which a request is logged as slow.
+        log_requests: whether every request is logged.
+        drain_delay_s: seconds from a signal to end until the server listens no more: time for who balances to see that
+            it is not ready.
+        drain_s: seconds for what was accepted by then.
+    """
+
+    listening: Listening = field(default_factory=Listening)
+    limits: Limits = field(default_factory=Limits)
+    token_file: Path | None = None
+    policy: Policy = field(default_factory=Policy)
+    gpu: int | None = None
+    slow_s: float = 1.0
+    log_requests: bool = False
+    drain_delay_s: float = 0.0
+    drain_s: float = 30.0
+
+
+def build(settings: Settings, models: Models) -> Application:
+    """The application with all its routes and observers.
+
+    Raises:
+        UserError: the file of tokens cannot be used.
+    """
+    tokens = Tokens(settings.token_file) if settings.token_file is not None else None
+    application = Application(models, limits=settings.limits, tokens=tokens)
+    predictions.add_routes(application)
+    application.observers.append(RequestLog(settings.slow_s, every=settings.log_requests))
+    extend(application, settings)
+    return application
+
+
+def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callable[[str], None]) -> int:
+    """Serve until a signal ends it: SIGTERM or SIGINT; a second one ends it at once. SIGHUP: see `wanted`.
+
+    Args:
+        settings: how.
+        wanted: what; asked again at each SIGHUP, from a thread.
+        say: gets each line for a person.
+
+    Returns:
+        The process's exit status: 0 where all that was accepted was answered.
+
+    Raises:
+        UserError: it cannot listen there, or the file of tokens cannot be used.
+        PipelineError: a model cannot be served.
+    """
+    first = wanted()
+    opened = settings.listening.open()
+    with opened, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(_Process(settings, wanted, say).serve(opened, first))
+        finally:
+            if settings.listening.path is not None:
+                settings.listening.path.unlink(missing_ok=True)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, whose signals are somebody else's: it raises them again when it ends, and would not exit with 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.should_exit = True
+
+    async def stop(self, opened: socket.socket) -> None:
+        """Listen no more, and let what was accepted be answered.
+
+        A client whose connection waits to be accepted when the socket is closed gets a reset for its request: all that
+        wait are accepted in the moment before.
+        """
+        waiting = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting.append(opened.accept()[0])
+        for server in self.servers:
+            server.close()
+        loop = asyncio.get_running_loop()
+        for connection in waiting:
+            await loop.connect_accepted_socket(self._connection, connection, ssl=self.config.ssl)
+        self.should_exit = True
+
+    def _connection(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state={}
+        )
+
+
+class _Process:
+    def __init__(self, settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._wanted = wanted
+        self._say = say
+        self._ending = asyncio.Event()
+        self._failure: PipelineError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, opened: socket.socket, first: Sequence[Wanted]) -> int:
+        settings = self._settings
+        self._models = Models([entry.name for entry in first])
+        self._application = build(settings, self._models)
+        self._changing = Changing(
+            self._models,
+            gpu=settings.gpu,
+            queue=settings.limits.queue,
+            policy=settings.policy,
+            drain_s=settings.drain_s,
+            on_loaded=self._loaded,
+        )
+        server = _Uvicorn(_uvicorn_config(self._application, settings))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end, number)
+        loop.add_signal_handler(signal.SIGHUP, self._change)
+        for start in self._application.on_start:
+            await start()
+        url = settings.listening.url(opened)
+        self._say(f"serving {', '.join(f'{entry.name} {entry.version}' for entry in first)} at {url}: loading")
+        for line in settings.listening.opens(tokens=settings.token_file is not None):
+            self._say(line)
+        serving = asyncio.ensure_future(server.serve(sockets=[opened]))
+        loading = asyncio.ensure_future(self._load(first, url))
+        watching = asyncio.ensure_future(self._watch())
+        ending = asyncio.ensure_future(self._ending.wait())
+        await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        self._application.draining = True
+        notify("STOPPING=1")
+        if self._failure is None:
+            await asyncio.sleep(settings.drain_delay_s)
+        if server.started:
+            await server.stop(opened)
+        server.should_exit = True
+        await serving
+        for task in (loading, watching, ending, *self._tasks):
+            task.cancel()
+        await asyncio.gather(loading, watching, ending, *self._tasks, return_exceptions=True)
+        for stop in reversed(self._application.on_stop):
+            await stop()
+        answered = await self._changing.end()
+        if self._failure is not None:
+            raise self._failure
+        if not answered:
+            _LOG.error("not all that was accepted was answered in time")
+        return 0 if answered else 1
+
+    async def _load(self, first: Sequence[Wanted], url: str) -> None:
+        try:
+            await self._changing.change(first)
+        except PipelineError as error:
+            self._fail(error)
+            return
+        except Exception as error:  # noqa: BLE001 - a library may fail in any way
+            self._fail(EngineError(one_line(error)))
+            return
+        self._say(f"ready: {url}")
+        notify("READY=1")
+
+    def _loaded(self, served: Served, seconds: float) -> None:
+        told = served.predictor.describe()
+        self._say(
+            f"loaded {served.name} {served.version}: {told['precision']} by {told['execution']} ({told['provider']}) "
+            f"in {seconds:.1f} s; {served.checked[-1]}"
+        )
+        for entry in served.predictor.passed_over:
+            self._say(f"  passed over {entry.execution}: {entry.reason}")
+
+    def _change(self) -> None:
+        task = asyncio.ensure_future(self._look_again())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _look_again(self) -> None:
+        notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+        try:
+            await self._changing.change(await asyncio.to_thread(self._wanted))
+        except Exception as error:  # noqa: BLE001 - whatever it is, what is served goes on
+            told = str(error) if isinstance(error, PipelineError) else one_line(error)
+            _LOG.error("nothing was changed: %s", told)
+        else:
+            shares = ", ".join(f"{served.name} {served.version} (weight {served.weight})" for served in self._models)
+            _LOG.info("changed: serving %s", shares)
+        notify("READY=1")
+
+    async def _watch(self) -> None:
+        """End the process when a device is lost to it: a new one may have it back."""
+        while True:
+            await asyncio.sleep(_LOOK_FOR_BROKEN_S)
+            for served in self._models:
+                if served.service.broken is not None:
+                    served.ready = False
+                    self._fail(EngineError(f"{served.name}: {served.service.broken}: the server ends, to be restarted"))
+                    return
+
+    def _fail(self, error: PipelineError) -> None:
+        self._failure = error
+        self._ending.set()
+
+    def _end(self, number: int) -> None:
+        if self._ending.is_set():
+            os._exit(128 + number)
+        self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
+        self._ending.set()
+
+
+def _uvicorn_config(application: Application, settings: Settings) -> uvicorn.Config:
+    listening = settings.listening
+    config = uvicorn.Config(
+        application,
+        http=functools.partial(GuardedConnection, settings.limits),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=settings.limits.keep_alive_s,
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        ssl_certfile=listening.certificate,
+        ssl_keyfile=listening.key,
+        ssl_ca_certs=None if listening.client_authorities is None else str(listening.client_authorities),
+        ssl_cert_reqs=2 if listening.client_authorities is not None else 0,  # ssl.CERT_REQUIRED, ssl.CERT_NONE
+    )
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a warning for each request that is no HTTP
+    return config

@@ -1,0 +1,144 @@
+"""The command of our own server: ``run``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import typer
+
+from serve.cli.words import RequireSigned, Store
+from serve.command_line import reported
+from serve.hints import DEFAULT_STORE
+from serve.runtime.errors import UserError
+from serve.runtime.execution import ENVIRONMENT
+
+TOKEN_FILE = Path(".run", "tokens")
+
+
+def run(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN[/ARTIFACT]|FILE.mar]…",
+            help="What to serve: a run's recommended artifact, another of its artifacts, or an archive.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    store: Store = DEFAULT_STORE,
+    models_file: Annotated[
+        Path | None,
+        typer.Option("--models", help="A YAML file of models, their versions and weights, in place of arguments."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; other than loopback only with --expose.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = 8080,
+    socket: Annotated[
+        Path | None, typer.Option(help="Listen on a unix socket here instead, which only this user can open.")
+    ] = None,
+    expose: Annotated[bool, typer.Option("--expose", help="Let others than this machine in.")] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of tokens, one a line, all valid, mode 0600, read anew when it changes. Default: one in the "
+            "store, made where there is none."
+        ),
+    ] = None,
+    no_token: Annotated[bool, typer.Option("--no-token", help="Ask nobody for a token.")] = False,
+    tls_certificate: Annotated[Path | None, typer.Option(help="Certificate chain in PEM: serve by TLS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key in PEM.")] = None,
+    tls_client_authorities: Annotated[
+        Path | None, typer.Option(help="Let in only clients with a certificate of these authorities.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu (use no GPU), cuda (there must be one) or auto.")] = "auto",
+    gpu: Annotated[int, typer.Option(min=0, help="Index of the GPU.")] = 0,
+    queue: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests that may wait for a model; the next is refused at once (503).",
+            show_default="as each archive says",
+        ),
+    ] = None,
+    body_limit_mb: Annotated[int, typer.Option(min=1, max=1024, help="Largest body of a request, in MiB.")] = 64,
+    held_limit_mb: Annotated[int, typer.Option(min=1, help="Most of all bodies together, in MiB.")] = 512,
+    body_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a body to arrive.")] = 30.0,
+    connections: Annotated[int, typer.Option(min=1, help="Most connections at once.")] = 2048,
+    slow_ms: Annotated[int, typer.Option(min=0, help="Log requests that take longer, in ms.")] = 1000,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log every request.")] = False,
+    drain_delay: Annotated[
+        float, typer.Option(min=0, help="Seconds from SIGTERM until the server listens no more, being not ready.")
+    ] = 0.0,
+    drain_timeout: Annotated[float, typer.Option(min=1, help="Seconds to answer what was accepted.")] = 30.0,
+    require_signed: RequireSigned = None,
+) -> None:
+    """Serve models with our own server, in the foreground, until SIGTERM or Ctrl-C.
+
+    It has TorchServe's paths and answers (/predictions/NAME), and is made for containers and systemd: /health/live and
+    /health/ready, JSON logs on stderr, tokens from a file, what was accepted is answered before it ends. SIGHUP: it
+    looks again at what is to be served (the runs, or the file of --models), opens what is new beside what is served,
+    and changes over without a lost request.
+    """
+    # libgomp reads its variables when torch loads it.
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with reported():
+        from serve.asgi.call import Limits
+        from serve.asgi.listening import Listening
+        from serve.asgi.logs import log_to_stderr
+        from serve.asgi.plan import Plan
+        from serve.asgi.process import Settings
+        from serve.asgi.process import run as serve
+        from serve.asgi.tokens import make_token_file
+        from serve.verified import policy_of
+
+        if bool(models) == (models_file is not None):
+            raise UserError("say what to serve: RUN, RUN/ARTIFACT or FILE.mar; or a file of models by --models")
+        if device not in ("auto", "cpu", "cuda"):
+            raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
+        if no_token and token_file is not None:
+            raise UserError("--no-token and --token-file exclude each other")
+        listening = Listening(host, port, socket, expose, tls_certificate, tls_key, tls_client_authorities)
+        tokens = None if no_token else token_file or store / TOKEN_FILE
+        if tokens is not None and token_file is None and make_token_file(tokens):
+            typer.echo(f"made a token in {tokens}", err=True)
+        log_to_stderr()
+        limits = Limits(
+            body_bytes=body_limit_mb << 20,
+            held_bytes=held_limit_mb << 20,
+            body_s=body_timeout,
+            connections=connections,
+            queue=queue,
+        )
+        settings = Settings(
+            listening=listening,
+            limits=limits,
+            token_file=tokens,
+            policy=policy_of(store, require_signed or ()),
+            gpu=_gpu(device, gpu),
+            slow_s=slow_ms / 1e3,
+            log_requests=log_requests,
+            drain_delay_s=drain_delay,
+            drain_s=drain_timeout,
+        )
+        plan = Plan(tuple(models or ()), models_file, store, cast(Literal["auto", "cpu", "cuda"], device))
+        status = serve(settings, plan.read, typer.echo)
+    raise typer.Exit(status)
+
+
+def _gpu(device: str, index: int) -> int | None:
+    """The GPU to use: none where there is none, unless it is asked for."""
+    if device == "cpu":
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        if index >= torch.cuda.device_count():
+            raise UserError(f"--gpu must be below {torch.cuda.device_count()}, got {index}")
+        return index
+    if device == "cuda":
+        raise UserError("CUDA was asked for and this machine has no usable CUDA device: use --device cpu")
+    return None

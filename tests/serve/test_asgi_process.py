@@ -1,0 +1,299 @@
+"""The own server as a process: what it prints, broken clients, versions that change places, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serve.options import ServingOptions
+from serve.torchserve.archive import build_archive
+from tests.serve import artifacts
+
+TOKEN = "t" * 32
+HEADERS = {"authorization": f"Bearer {TOKEN}"}
+IMAGE = artifacts.jpeg(1)
+
+
+@dataclass
+class Server:
+    """A running server, its folder, and the lines that it printed."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    lines: list[str]
+    url: str
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=HEADERS, timeout=30, trust_env=False)
+
+    def socket(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=30)
+
+    def await_line(self, words: str, timeout_s: float = 60) -> str:
+        ends = time.monotonic() + timeout_s
+        while time.monotonic() < ends:
+            for line in list(self.lines):
+                if words in line:
+                    return line
+            assert self.process.poll() is None, "".join(self.lines)
+            time.sleep(0.02)
+        raise AssertionError(f"no line with {words!r} in {self.lines}")
+
+
+@contextlib.contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[Server]:
+    environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serve", "run", "--store", str(folder), "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "2"},
+    )
+    server = Server(folder, process, [], "")
+    reader = threading.Thread(target=lambda: server.lines.extend(process.stdout or ()), daemon=True)
+    reader.start()
+    try:
+        server.url = server.await_line("serving ").split(" at ")[1].split(": loading")[0]
+        server.await_line("ready:")
+        yield server
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+        reader.join(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("archives")
+    artifact = artifacts.torchscript(folder / "artifact")
+    for name, k in (("v1", 5), ("v2", 4)):
+        options = ServingOptions(batch_size=4, k=k)
+        build_archive(artifact, folder / f"{name}.mar", model_name=name, options=options)
+    (folder / "tokens").write_text(TOKEN + "\n")
+    (folder / "tokens").chmod(0o600)
+    write_models(folder, {"1.0": ("v1.mar", 1)})
+    return folder
+
+
+def write_models(folder: Path, versions: dict[str, tuple[str, int]]) -> None:
+    body = [{"archive": archive, "version": name, "weight": weight} for name, (archive, weight) in versions.items()]
+    (folder / "models.yaml").write_text(json.dumps({"models": {"m": body}}))
+
+
+@pytest.fixture(scope="module")
+def server(archives: Path) -> Iterator[Server]:
+    arguments = ("--models", "models.yaml", "--token-file", "tokens", "--body-timeout", "1", "--body-limit-mb", "1")
+    words = [str(archives / word) if word.islower() and not word.startswith("-") else word for word in arguments]
+    with running(archives, *words) as started:
+        yield started
+
+
+def test_its_first_line_says_what_is_served_where(server: Server) -> None:
+    line = next(line for line in server.lines if not line.startswith("{"))
+    assert line.startswith("serving m 1.0 at http://127.0.0.1:")
+    assert "float32 by torchscript" in server.await_line("loaded m 1.0")
+
+
+def test_photos_are_answered_on_one_connection_and_by_many_at_once(server: Server) -> None:
+    with server.client() as client:
+        alone = client.post("/predictions/m", content=IMAGE)
+        assert alone.status_code == 200
+        answers: list[httpx.Response] = []
+
+        def post() -> None:
+            with server.client() as other:
+                answers.extend(other.post("/predictions/m", content=IMAGE) for _ in range(10))
+
+        threads = [threading.Thread(target=post) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert Counter(answer.status_code for answer in answers) == {200: 80}
+        best = {(answer.json()[0]["label"], round(answer.json()[0]["probability"], 4)) for answer in answers}
+        assert best == {(alone.json()[0]["label"], round(alone.json()[0]["probability"], 4))}
+
+
+def test_a_body_beyond_the_limit_is_told_while_it_is_sent(server: Server) -> None:
+    with server.socket() as opened:
+        head = f"POST /predictions/m HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+        opened.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+        with contextlib.suppress(OSError):
+            for _ in range(17):
+                opened.sendall(chunk)
+        assert opened.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_client_that_stalls_in_its_body_is_told_408(server: Server) -> None:
+    with server.socket() as opened:
+        head = f"POST /predictions/m HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+        opened.sendall(f"{head}Content-Length: 1000\r\n\r\nabc".encode())
+        assert opened.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET /pi", b"not http at all\r\n\r\n"])
+def test_half_a_request_and_then_silence_leaves_nothing_behind(sent: bytes, server: Server) -> None:
+    with server.socket() as opened:
+        opened.sendall(sent)
+        opened.shutdown(socket.SHUT_WR)
+        opened.settimeout(10)
+        while opened.recv(4096):
+            pass
+    with server.client() as client:
+        assert client.get("/ping").status_code == 200
+
+
+def test_headers_without_end_are_cut(server: Server) -> None:
+    with server.socket() as opened:
+        with contextlib.suppress(OSError):
+            opened.sendall(b"GET /ping HTTP/1.1\r\nX: ")
+            for _ in range(40):
+                opened.sendall(b"x" * 8192)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            answer = opened.recv(4096)
+        # What still lies unread when a connection is closed may take the answer with it.
+        assert answer[:13] in (b"", b"HTTP/1.1 431 ")
+    with server.client() as client:
+        assert client.get("/ping").status_code == 200
+
+
+def test_versions_change_places_under_load_without_a_lost_request(server: Server) -> None:
+    stop = threading.Event()
+    answers: list[tuple[int, str]] = []
+
+    def load() -> None:
+        with server.client() as client:
+            while not stop.is_set():
+                answer = client.post("/predictions/m", content=IMAGE)
+                answers.append((answer.status_code, answer.headers["x-model-version"]))
+
+    def changed(versions: dict[str, tuple[str, int]], says: str) -> None:
+        server.lines[:] = [line for line in server.lines if "changed:" not in line]
+        write_models(server.folder, versions)
+        server.process.send_signal(signal.SIGHUP)
+        assert says in server.await_line("changed:")
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        changed({"1.0": ("v1.mar", 3), "2.0": ("v2.mar", 1)}, "m 1.0 (weight 3), m 2.0 (weight 1)")
+        answers.clear()
+        while len(answers) < 80:
+            time.sleep(0.01)
+        shares = Counter(version for _, version in answers[:80])
+        changed({"2.0": ("v2.mar", 1)}, "serving m 2.0 (weight 1)")
+        with server.client() as client:
+            later = {client.post("/predictions/m", content=IMAGE).headers["x-model-version"] for _ in range(8)}
+            assert client.post("/predictions/m/1.0", content=IMAGE).status_code == 404
+        server.await_line('"event": "closed"')
+        changed({"1.0": ("v1.mar", 1)}, "serving m 1.0 (weight 1)")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert {status for status, _ in answers} == {200}
+    assert 55 <= shares["1.0"] <= 65  # 3 of 4, but that requests are counted as they are answered
+    assert later == {"2.0"}
+
+
+def test_what_cannot_be_served_changes_nothing(server: Server) -> None:
+    (server.folder / "broken.mar").write_bytes((server.folder / "v1.mar").read_bytes()[:-100])
+    write_models(server.folder, {"1.0": ("v1.mar", 1), "3.0": ("broken.mar", 1)})
+    server.process.send_signal(signal.SIGHUP)
+    assert "broken.mar" in server.await_line("nothing was changed")
+    with server.client() as client:
+        assert client.get("/health/ready").status_code == 200
+        assert client.post("/predictions/m", content=IMAGE).status_code == 200
+    write_models(server.folder, {"1.0": ("v1.mar", 1)})
+
+
+def test_told_to_end_it_answers_what_it_accepted_and_exits_with_0(server: Server) -> None:
+    # The last test of this process.
+    statuses: list[int] = []
+    lost: list[str] = []
+    begun = threading.Barrier(9)
+
+    def load() -> None:
+        with server.client() as client:
+            client.get("/ping")
+            begun.wait()
+            for _ in range(400):
+                try:
+                    answer = client.post("/predictions/m", content=IMAGE)
+                except httpx.ConnectError:
+                    return
+                except httpx.HTTPError as error:
+                    lost.append(repr(error))
+                    return
+                statuses.append(answer.status_code)
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    time.sleep(0.3)
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert server.process.wait(30) == 0, "".join(server.lines)
+    assert set(statuses) == {200}
+    assert not lost
+
+
+def test_a_second_signal_ends_at_once(archives: Path, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with running(archives, str(archives / "v1.mar"), "--no-token", "--socket", str(path), "--drain-delay", "60") as it:
+        assert it.url == f"unix:{path}"
+        it.await_line("no token: this user is answered")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
+            assert client.post("/predictions/v1", content=IMAGE).status_code == 200
+            it.process.send_signal(signal.SIGINT)
+            it.await_line("SIGINT")
+            assert client.get("/health/ready").status_code == 503
+            assert client.get("/health/live").status_code == 200
+            assert client.post("/predictions/v1", content=IMAGE).status_code == 200
+        it.process.send_signal(signal.SIGTERM)
+        assert it.process.wait(5) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "say what to serve"),
+        (("none.mar",), "there is no such archive"),
+        (("v1.mar", "--host", "0.0.0.0"), "--expose"),
+        (("v1.mar", "--no-token", "--token-file", "x"), "exclude each other"),
+        (("v1.mar", "--tls-key", "x"), "--tls-certificate"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str, archives: Path) -> None:
+    from typer.testing import CliRunner
+
+    from serve.cli import app
+
+    words = [str(archives / word) if word == "v1.mar" else word for word in arguments]
+    result = CliRunner().invoke(app, ["run", "--store", str(archives), *words])
+    assert result.exit_code == 2
+    assert says in result.output
