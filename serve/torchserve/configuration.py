@@ -112,16 +112,16 @@ def metrics_yaml() -> str:
     stock = Path(torchserve).parent / "configs" / "metrics.yaml"
     config: dict[str, Any] = yaml.safe_load(stock.read_text(encoding="utf-8"))
     ours = ["ModelName", "Level", "Provider", "Execution"]
-    config["model_metrics"]["gauge"] += [
-        *(
-            {"name": f"{stage}Time", "unit": "ms", "dimensions": [*ours]}
-            for stage in ("Wait", "Decode", "Preprocess", "Inference", "Postprocess")
-        ),
-        {"name": "BatchSize", "unit": "count", "dimensions": [*ours]},
+    config["model_metrics"]["gauge"].append({"name": "BatchSize", "unit": "count", "dimensions": [*ours]})
+    # TorchServe 0.12 gives every histogram the buckets of Prometheus' Java client, 0.005 to 10, whatever the unit is:
+    # of milliseconds they tell apart what a stage takes; longer ones are in the sum, and above the last bucket.
+    config["model_metrics"]["histogram"] = [
+        {"name": f"{stage}Time", "unit": "ms", "dimensions": [*ours]}
+        for stage in ("Wait", "Decode", "Preprocess", "Inference", "Postprocess")
     ]
     config["model_metrics"]["counter"] = [
         {"name": "Images", "unit": "count", "dimensions": [*ours]},
-        {"name": "Refused", "unit": "count", "dimensions": [*ours]},
+        {"name": "Refused", "unit": "count", "dimensions": [*ours, "Kind"]},
     ]
     return str(yaml.safe_dump(config, sort_keys=False))
 

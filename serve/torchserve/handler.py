@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 if TYPE_CHECKING:
     from serve.runtime.errors import Refusal
     from serve.runtime.protocol import Request
-    from serve.runtime.service import Answered, Service
+    from serve.runtime.service import Answered, Service, Stages
 
 _LOG = logging.getLogger(__name__)
 
@@ -116,10 +117,11 @@ class ImageClassifierHandler:
             else:
                 answered.append(next(answers))
                 status, body = answer(entry, answered[-1].outcomes)
+                context.set_response_header(index, "Server-Timing", _server_timing(answered[-1].stages))
             context.set_response_status(status, _PHRASES.get(status, ""), idx=index)
             context.set_response_content_type(index, "application/json")
             bodies.append(body)
-        refused = sum(isinstance(entry, Refusal) for entry in asked)
+        refused = [f"request-{entry.status}" for entry in asked if isinstance(entry, Refusal)]
         if answered or refused:
             self._emit(context, answered, refused)
         return bodies
@@ -162,13 +164,14 @@ class ImageClassifierHandler:
         except RequestError as error:
             return error.refusal
 
-    def _emit(self, context: Any, answered: list[Answered], refused: int) -> None:
+    def _emit(self, context: Any, answered: list[Answered], refused: list[str]) -> None:
         """Write this batch's metrics; TorchServe shows those that its metrics.yaml names.
 
         Args:
             context: TorchServe's.
-            answered: the requests that could be read; of their stages the mean is told.
-            refused: how many could not.
+            answered: the requests that could be read; of their stages the mean is told, because each value is a line
+                that the worker writes and TorchServe reads.
+            refused: a word for each one that could not.
         """
         from ts.metrics.dimension import Dimension
         from ts.metrics.metric_type_enum import MetricTypes
@@ -177,30 +180,33 @@ class ImageClassifierHandler:
 
         predictor = self._opened().predictor
         outcomes = [outcome for entry in answered for outcome in entry.outcomes]
-        refused += sum(isinstance(outcome, Refusal) for outcome in outcomes)
-        values = [("Images", len(outcomes), "count", MetricTypes.COUNTER)]
-        values += [("Refused", refused, "count", MetricTypes.COUNTER)]
+        kinds = Counter([*refused, *(f"item-{entry.status}" for entry in outcomes if isinstance(entry, Refusal))])
+        values: list[tuple[str, float, str, MetricTypes, str]] = []
+        values.append(("Images", len(outcomes), "count", MetricTypes.COUNTER, ""))
+        values += [("Refused", count, "count", MetricTypes.COUNTER, kind) for kind, count in kinds.items()]
         if outcomes:
-            values.append(("BatchSize", len(outcomes), "count", MetricTypes.GAUGE))
+            values.append(("BatchSize", len(outcomes), "count", MetricTypes.GAUGE, ""))
         if computed := [entry.stages for entry in answered if entry.batch_size > 0]:
             values += [
                 (
                     f"{name}Time",
                     round(sum(getattr(stages, stage) for stages in computed) / len(computed), 3),
                     "ms",
-                    MetricTypes.GAUGE,
+                    MetricTypes.HISTOGRAM,
+                    "",
                 )
                 for name, stage in _STAGES.items()
             ]
-        for name, value, unit, kind in values:
+        for name, value, unit, metric_type, kind in values:
             # Values are matched to the dimensions of metrics.yaml by their order, not by their names.
             dimensions = [
                 Dimension("ModelName", context.model_name),
                 Dimension("Level", "Model"),
                 Dimension("Provider", predictor.engine.provider),
                 Dimension("Execution", predictor.execution_name),
+                *([Dimension("Kind", kind)] if kind else []),
             ]
-            context.metrics.add_metric(name, value, unit, dimensions=dimensions, metric_type=kind)
+            context.metrics.add_metric(name, value, unit, dimensions=dimensions, metric_type=metric_type)
 
 
 @contextmanager
@@ -215,6 +221,11 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
             lock = stack.enter_context((folder / ".loading").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _server_timing(stages: Stages) -> str:
+    """The value of a ``Server-Timing`` header, milliseconds; TorchServe's own queue is not in it."""
+    return ", ".join(f"{stage};dur={getattr(stages, stage):.2f}" for stage in _STAGES.values())
 
 
 def _is_request(entry: object) -> TypeGuard[Request]:

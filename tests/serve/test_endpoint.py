@@ -350,12 +350,24 @@ def test_the_handlers_metrics_are_in_prometheus_form_with_their_provider(served:
     assert _metric(text, "Images", "onnx") == before + 3
     assert _metric(text, "Refused", "onnx") == refused + 1
     assert _metric(text, "BatchSize", "onnx") == 3
-    assert _metric(text, "DecodeTime", "onnx") > 0
-    assert _metric(text, "InferenceTime", "onnx") > 0
+    assert re.search(rf'^Refused{{[^}}]*ModelName="{name_of("onnx")}"[^}}]*Kind="item-415"', text, re.MULTILINE)
+    for stage in ("Wait", "Decode", "Preprocess", "Inference", "Postprocess"):
+        assert _metric(text, f"{stage}Time_count", "onnx") >= 1
+        assert _metric(text, f"{stage}Time_bucket", "onnx") <= _metric(text, f"{stage}Time_count", "onnx")
+    assert _metric(text, "DecodeTime_sum", "onnx") > 0
+    assert _metric(text, "InferenceTime_sum", "onnx") > 0
     labels = next(line for line in text.splitlines() if line.startswith("Images{") and name_of("onnx") in line)
     described = served.client.describe(name_of("onnx"))
     assert f'Provider="{described["provider"]}",Execution="{described["execution"]}",' in labels
     assert "ts_inference_requests_total" in text
+
+
+def test_an_answer_says_where_its_time_went(served: Served) -> None:
+    answer = httpx.post(served.url("onnx"), content=jpeg(1), headers={**served.headers(), "content-type": "image/jpeg"})
+    told = dict(re.findall(r"(\w+);dur=([0-9.]+)", answer.headers["server-timing"]))
+    assert list(told) == ["queue", "decode", "preprocess", "infer", "postprocess"]
+    assert float(told["decode"]) > 0
+    assert sum(map(float, told.values())) < answer.elapsed.total_seconds() * 1e3
 
 
 def _metric(text: str, name: str, kind: str) -> float:

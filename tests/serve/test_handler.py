@@ -38,14 +38,18 @@ def context_of(artifact: Path, tmp_path: Path, gpu: int | None, **options: Any) 
 
 
 class Metrics:
-    """What the handler gives TorchServe to show, by name."""
+    """What the handler gives TorchServe to show, by name; and what was refused, by its kind."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
+        self.kinds: dict[str, float] = {}
 
     def add_metric(self, name: str, value: float, unit: str, dimensions: Any, metric_type: Any) -> None:
         assert unit in ("ms", "count")
-        self.values[name] = value
+        self.values[name] = self.values.get(name, 0) + value
+        for dimension in dimensions:
+            if dimension.name == "Kind":
+                self.kinds[dimension.value] = value
 
 
 def ask(handler: ImageClassifierHandler, context: Context, *bodies: Any, header: str = "body") -> list[tuple[int, Any]]:
@@ -168,9 +172,11 @@ def test_refused_requests_are_counted_in_a_batch_without_a_single_image(
     handler, context = handler_and_context
     assert [status for status, _ in ask(handler, context, "{", "{}", "{")] == [400] * 3
     assert context.metrics.values == {"Images": 0, "Refused": 3}
+    assert context.metrics.kinds == {"request-400": 3}
     ask(handler, context, b"no image", "{", artifacts.jpeg(1))
     values = context.metrics.values
     assert (values["Images"], values["Refused"], values["BatchSize"]) == (2, 2, 2)
+    assert context.metrics.kinds == {"request-400": 1, "item-415": 1}
     stages = ("WaitTime", "DecodeTime", "PreprocessTime", "InferenceTime", "PostprocessTime")
     assert set(values) == {"Images", "Refused", "BatchSize", *stages}
     assert all(values[stage] > 0 for stage in stages[1:])
