@@ -60,13 +60,21 @@ class Client:
         """Close the connections."""
         self._http.close()
 
-    def predict(self, model: str, image: bytes, *, k: int | None = None) -> list[dict[str, Any]]:
+    def predict(
+        self, model: str, image: bytes, *, k: int | None = None, version: str | None = None
+    ) -> list[dict[str, Any]]:
         """Classify one encoded image: ``[{"label", "index", "probability"}, …]``, best first.
+
+        Args:
+            model: its name.
+            image: the file's bytes.
+            k: how many classes; None takes the archive's own. Not together with ``version``.
+            version: asks that version of the model; None asks its default.
 
         Raises:
             ServerError: the server is not there, or refuses the image; the message is its own.
         """
-        answer: list[dict[str, Any]] = self._predict(model, k, content=image).json()
+        answer: list[dict[str, Any]] = self._predict(_versioned(model, version), k, content=image).json()
         return answer
 
     def predict_instances(
@@ -96,15 +104,57 @@ class Client:
         listed = self._send("GET", "/models", kind="management", params={"limit": 1000}).json()["models"]
         return sorted(str(entry["modelName"]) for entry in listed)
 
-    def workers(self, model: str) -> list[dict[str, Any]]:
+    def workers(self, model: str, version: str | None = None) -> list[dict[str, Any]]:
         """TorchServe's records of a model's workers: ``id``, ``pid``, ``status`` (``READY`` when loaded)."""
-        workers: list[dict[str, Any]] = self._describe(model, {})["workers"]
+        workers: list[dict[str, Any]] = self.registered(model, version)["workers"]
         return workers
 
-    def describe(self, model: str) -> dict[str, Any]:
-        """What the model's handler says of itself: artifact, precision, provider, device."""
-        described: dict[str, Any] = self._describe(model, {"customized": "true"})["customizedMetadata"]
+    def describe(self, model: str, version: str | None = None) -> dict[str, Any]:
+        """What the model's handler says of itself: artifact, precision, provider, device, and which process answers."""
+        described: dict[str, Any] = self._describe(_versioned(model, version), {"customized": "true"})[
+            "customizedMetadata"
+        ]
         return described
+
+    def registered(self, model: str, version: str | None = None) -> dict[str, Any]:
+        """TorchServe's record of a model: ``modelVersion``, ``minWorkers``, ``workers``, ``responseTimeout``."""
+        return self._describe(_versioned(model, version), {})
+
+    def versions(self, model: str) -> list[str]:
+        """All versions of a model that the server knows."""
+        listed = self._send("GET", f"/models/{model}/all", kind="management").json()
+        return [str(entry["modelVersion"]) for entry in listed]
+
+    def register(self, model: str, file: str, *, workers: int) -> None:
+        """Have an archive of the server's own folder served; returns before its workers have loaded.
+
+        Args:
+            model: the name to serve it by. Where there is one already, it becomes another version of it, which only
+                requests that name it get until `set_default`.
+            file: the archive's name in the folder.
+            workers: how many to start.
+
+        Raises:
+            ServerError: the archive is refused, or that version of the model is there.
+        """
+        words = {"url": file, "model_name": model, "initial_workers": workers, "synchronous": "false"}
+        self._send("POST", "/models", kind="management", params=words)
+
+    def set_default(self, model: str, version: str) -> None:
+        """Give requests that name no version to this one."""
+        self._send("PUT", f"/models/{model}/{version}/set-default", kind="management")
+
+    def unregister(self, model: str, version: str | None = None) -> None:
+        """Serve it no more; nothing happens where it is not. What it has not answered is lost.
+
+        Raises:
+            ServerError: it is the default version and there are others.
+        """
+        try:
+            self._send("DELETE", f"/models/{_versioned(model, version)}", kind="management")
+        except ServerError as error:
+            if error.status != 404:
+                raise
 
     def metrics(self) -> str:
         """All metrics in Prometheus' text form."""
@@ -176,6 +226,10 @@ class Client:
             self.renew_keys()
             entry = self._keys()[kind]
         return entry["key"]
+
+
+def _versioned(model: str, version: str | None) -> str:
+    return model if version is None else f"{model}/{version}"
 
 
 def _message(answer: httpx.Response) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,10 +20,33 @@ from serve.hints import command
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, read_card
 from serve.runtime.engines.base import engines, engines_for
-from serve.runtime.errors import UserError, did_you_mean
+from serve.runtime.errors import CardError, UserError, did_you_mean
 from serve.torchserve.archive import build_archive, check_archive, check_model_name
+from serve.torchserve.staging import Pack
+from serve.torchserve.state import ServedModel
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+
+#: Stands for every artifact of a run that this machine can run.
+ALL = "all"
+
+_NAMED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*)=(?P<target>.+)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be served of a store, as a command line says it: ``[NAME=]RUN[/ARTIFACT]``.
+
+    Attributes:
+        run: the run's name.
+        artifact: the artifact's; None: which one is said apart.
+        name: what it is to be called by requests; None: ``RUN-ARTIFACT``.
+    """
+
+    run: str
+    artifact: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +77,21 @@ def find_run(wanted: str, data: str | None = None) -> str:
     if data is None and ":" not in wanted:
         return wanted
     return layout.run_name(wanted, layout.PLAIN_DATA if data is None else data)
+
+
+def find_target(word: str, data: str | None = None) -> Target:
+    """What a word of the command line means: ``[NAME=]RUN[/ARTIFACT]``.
+
+    Args:
+        word: its RUN may be a model, as in `find_run`; its artifact stands behind the colon then.
+        data: as in `find_run`.
+    """
+    named = _NAMED.fullmatch(word)
+    if named is not None:
+        word = named["target"]
+    module, colon, rest = word.rpartition(":")
+    run, _, artifact = rest.partition("/")
+    return Target(find_run(f"{module}{colon}{run}", data), artifact or None, named["name"] if named else None)
 
 
 def package_run(store: Path, run: str, options: ServingOptions | None = None) -> list[Path]:
@@ -94,14 +133,11 @@ def _check_engines(run: str, artifacts: Sequence[Path], options: ServingOptions)
             raise UserError(f"{word} opens no artifact of {run}; what opens them is {', '.join(sorted(opens))}")
 
 
-def repacking(
-    store: Path, run: str, selection: Selection, options: ServingOptions, device: DeviceChoice = "auto"
-) -> Callable[[Path], dict[str, Path]] | None:
-    """What packs the selected artifacts into a folder, served otherwise than their archives say; None: nothing differs.
+def repacking(store: Path, selection: Selection, options: ServingOptions, device: DeviceChoice = "auto") -> Pack | None:
+    """What packs the selected artifacts, served otherwise than their archives say; None: nothing differs.
 
     Args:
-        store: holds the run.
-        run: its name.
+        store: holds the runs.
         selection: what is to be served.
         options: what differs.
         device: ``cuda`` puts the executions on a GPU before the others.
@@ -114,59 +150,120 @@ def repacking(
         options = options.model_copy(update={"engines": (*options.engines, *on_gpu)})
     elif not options.model_fields_set:
         return None
-    names = {model: path.stem.removeprefix(f"{run}-") for model, path in selection.archives.items()}
-    folders = {model: layout.artifact_folder(store, run, name) for model, name in names.items()}
+    models = [ServedModel.of(name, path) for name, path in selection.archives.items()]
+    folders = {model.name: layout.artifact_folder(store, model.run, model.artifact) for model in models}
     if device != "cuda":
-        _check_engines(run, list(folders.values()), options)
+        _check_engines(", ".join(dict.fromkeys(model.run for model in models)), list(folders.values()), options)
 
-    def pack(folder: Path) -> dict[str, Path]:
-        return {
-            model: build_archive(artifact, folder / f"{model}.mar", model_name=model, options=options)
-            for model, artifact in folders.items()
-        }
+    def pack(model: str, destination: Path) -> Path:
+        return build_archive(folders[model], destination, model_name=model, options=options)
 
     return pack
 
 
-def select(store: Path, run: str, artifacts: Sequence[str] = (), device: DeviceChoice = "auto") -> Selection:
-    """Choose the archives of a run to serve: those named, or all that this machine can run.
+def select(
+    store: Path,
+    targets: Sequence[Target],
+    artifacts: Sequence[str] = (),
+    device: DeviceChoice = "auto",
+    *,
+    strict: bool = False,
+) -> Selection:
+    """Choose the archives to serve.
+
+    Args:
+        store: holds the runs.
+        targets: what to serve.
+        artifacts: of the targets that name none: these, `ALL` of them, or (empty) the one that the run's report
+            recommends.
+        device: where they are to run.
+        strict: refuse where this machine cannot run one of them, and do not leave it out.
 
     Raises:
-        UserError: the run or an archive is missing, CUDA is asked for and is not there, or an artifact
-            that was named cannot run here.
-        CardError: an archive is broken.
+        UserError: a run or an archive is missing, two have the same name, CUDA is asked for and is not there, or
+            nothing of what was asked for runs here.
     """
-    folder = _run_folder(store, run) / layout.ARCHIVES
-    present = {path.stem.removeprefix(f"{run}-"): path for path in sorted(folder.glob(f"{run}-*.mar"))}
-    report = _report(store, run)
-    if report is not None:  # others were kept for a server that was serving them when the run was made again
-        present = {name: path for name, path in present.items() if name in report.archives}
     if device == "cuda" and not _has_cuda():
         raise UserError("CUDA was asked for and this machine has no usable CUDA device: use --device cpu")
+    wanted: dict[str, Path] = {}
+    for target in targets:
+        for name, path in _wanted(store, target, artifacts):
+            if (taken := wanted.setdefault(name, path)) != path:
+                raise UserError(
+                    f"{_spelled(taken)} and {_spelled(path)} would both be called {name}: give one another name, as in "
+                    f"NAME={_spelled(path)}"
+                )
+    faults = _faults(wanted, device)
+    chosen = {name: path for name, path in wanted.items() if name not in faults}
+    if faults and (strict or not chosen):
+        reasons = "; ".join(f"{_spelled(wanted[name])}: {reason}" for name, reason in faults.items())
+        raise UserError(f"{'one' if chosen else 'nothing'} of what was asked for cannot be served here ({reasons})")
+    return Selection(chosen, faults, _first_recommended(store, chosen))
+
+
+def _faults(wanted: Mapping[str, Path], device: DeviceChoice) -> dict[str, str]:
+    """Why some of the archives cannot be served on this machine."""
+    found: dict[str, str] = {}
+    for name, path in wanted.items():
+        try:
+            needs = check_archive(path).device
+        except CardError as error:
+            found[name] = str(error)
+            continue
+        # torch is imported to look for a GPU: not where nothing depends on it.
+        if needs == "cuda" and (device == "cpu" or not _has_cuda()):
+            found[name] = "it runs on CUDA only"
+    return found
+
+
+def _wanted(store: Path, target: Target, artifacts: Sequence[str]) -> list[tuple[str, Path]]:
+    """The archives that a target means, with the names to serve them by."""
+    folder = _run_folder(store, target.run) / layout.ARCHIVES
+    present = {path.stem.removeprefix(f"{target.run}-"): path for path in sorted(folder.glob(f"{target.run}-*.mar"))}
+    report = _report(store, target.run)
+    if report is not None:  # others were kept for a server that was serving them when the run was made again
+        present = {name: path for name, path in present.items() if name in report.archives}
     if not present:
-        raise UserError(f"{folder}: there are no archives; make them with `{command(f'serve package {run}', store)}`")
-    for name in artifacts:
+        raise UserError(
+            f"{folder}: there are no archives; make them with `{command(f'serve package {target.run}', store)}`"
+        )
+    names = [target.artifact] if target.artifact is not None else list(dict.fromkeys(artifacts))
+    if not names:
+        if report is None and len(present) > 1:
+            raise UserError(
+                f"{target.run} has no report that recommends an artifact: name one, as in {target.run}/"
+                f"{next(iter(present))}, or all with --artifact {ALL}; it has {', '.join(present)}"
+            )
+        names = [report.recommended if report is not None else next(iter(present))]
+    if names == [ALL] and ALL not in present:
+        names = list(present)
+    for name in names:
         if name not in present:
             raise UserError(
-                f"{layout.archive_path(store, run, name)}: there is no such archive; {run} has {', '.join(present)}"
+                f"{layout.archive_path(store, target.run, name)}: there is no such archive; {target.run} has "
+                f"{', '.join(present)}"
             )
-    runs_on = {name: check_archive(present[name]).device for name in dict.fromkeys(artifacts or present)}
-    # torch is imported to look for a GPU: not where nothing depends on it.
-    cuda = device != "cpu" and "cuda" in runs_on.values() and _has_cuda()
-    chosen: dict[str, Path] = {}
-    left_out: dict[str, str] = {}
-    for name, needs in runs_on.items():
-        reason = "it runs on CUDA only" if needs == "cuda" and not cuda else None
-        if reason is None:
-            chosen[model_name(run, name)] = present[name]
-        elif artifacts:
-            raise UserError(f"{name} cannot be served here: {reason}")
-        else:
-            left_out[name] = reason
-    if not chosen:
-        raise UserError(f"no archive of {run} can be served here: {'; '.join(left_out.values())}")
-    recommended = layout.served_name(run, report.recommended) if report else ""
-    return Selection(chosen, left_out, recommended if recommended in chosen else next(iter(chosen)))
+    if target.name is not None and len(names) > 1:
+        raise UserError(
+            f"{target.name} can name one artifact, not {len(names)}: write {target.name}={target.run}/ARTIFACT"
+        )
+    return [(check_model_name(target.name or model_name(target.run, name)), present[name]) for name in names]
+
+
+def _first_recommended(store: Path, chosen: Mapping[str, Path]) -> str:
+    """The first model that its run recommends; else the first."""
+    for name, path in chosen.items():
+        model = ServedModel.of(name, path)
+        report = _report(store, model.run)
+        if report is not None and report.recommended == model.artifact:
+            return name
+    return next(iter(chosen))
+
+
+def _spelled(archive: Path) -> str:
+    """An archive as a target."""
+    model = ServedModel.of("", archive)
+    return f"{model.run}/{model.artifact}"
 
 
 def remove_left(store: Path, run: str) -> None:

@@ -87,7 +87,7 @@ def publish(
     suffix = "jpg" if sample.startswith(b"\xff\xd8") else "png" if sample.startswith(b"\x89PNG") else "img"
     write_atomically(folder / f"sample.{suffix}", sample)
     served = server.running(store.root)
-    _remove_stale(folder, artifacts, f"sample.{suffix}", served.models if served else ())
+    _remove_stale(folder, artifacts, f"sample.{suffix}", served.archives if served else ())
     return Published(tuple(published), frozenset(keys))
 
 
@@ -152,7 +152,7 @@ def _remove_stale(folder: Path, artifacts: Mapping[str, Artifact], sample: str, 
     stale = [path for path in (folder / layout.ARTIFACTS).iterdir() if path.name not in artifacts]
     for path in (folder / layout.ARCHIVES).iterdir():
         archive = layout.archive_of(path)
-        if archive not in archives and archive.stem not in served:
+        if archive not in archives and archive.name not in served:
             stale.append(path)
     stale += [path for path in folder.glob("sample.*") if path.name != sample]
     stale += [path for path in folder.glob(".*") if TEMPORARY.fullmatch(path.name)]

@@ -86,11 +86,12 @@ def _prunable(store: Store, *, alone: bool) -> Prunable:
         except (ValueError, TypeError):
             raise UserError(f"{path} cannot be read; run the model again or remove {path.parent}") from None
     served = server.running(store.root)
-    archives = {f"{model}.mar" for model in served.models} if served else set()
+    archives = served.archives if served else frozenset()
     found = {folder for folder in sorted(store.objects.iterdir()) if folder.name not in wanted}
     kept = {folder for folder in found if any((folder / name).is_file() for name in archives)}
     objects = {folder: _about(folder) for folder in sorted(found - kept)}
-    reason = (f"{len(kept)} archives stay: a server is serving them (run {served.run})",) if served and kept else ()
+    runs = ", ".join(served.runs) if served else ""
+    reason = (f"{len(kept)} archives stay: a server is serving them (run {runs})",) if kept else ()
     return Prunable(objects, _freed(objects), reason)
 
 

@@ -107,13 +107,8 @@ class Plan:
             if not path.is_file():
                 raise UserError(f"{path}: there is no such archive")
             return path
-        run, _, artifact = word.rpartition("/") if "/" in word and ":" not in word else (word, "", "")
-        run = runs.find_run(run)
-        if artifact:
-            (path,) = runs.select(self.store, run, (artifact,), self.device).archives.values()
-            return path
-        selection = runs.select(self.store, run, (), self.device)
-        return selection.archives[selection.default_model]
+        (path,) = runs.select(self.store, [runs.find_target(word)], device=self.device).archives.values()
+        return path
 
     def _of_file(self, file: Path) -> list[Wanted]:
         try:

@@ -9,7 +9,7 @@ import typer
 from serve.cli.archives import audit, package
 from serve.cli.asking import predict
 from serve.cli.running import run
-from serve.cli.server import start, status, stop
+from serve.cli.server import add, remove, replace, start, status, stop
 from serve.cli.signatures import sign, verify
 from serve.cli.tuning import tune
 from serve.command_line import OneLineGroup
@@ -27,8 +27,8 @@ app = typer.Typer(
 #: In the order of the help, under the title of each group.
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Archives": (package, sign, verify, audit),
+    "TorchServe": (start, status, stop, add, replace, remove),
     "Our own server": (run,),
-    "TorchServe": (start, status, stop),
     "Requests": (predict,),
     "Measuring": (tune,),
 }

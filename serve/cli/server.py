@@ -1,15 +1,17 @@
-"""Commands about the TorchServe of a store: ``start``, ``status``, ``stop``."""
+"""Commands about the TorchServe of a store: ``start``, ``add``, ``replace``, ``remove``, ``status``, ``stop``."""
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from serve.cli.limit_words import AccessLog, BodyMb, DrainS, HeldMb, Queue, ReceiveS
-from serve.cli.words import Data, ForeignCode, RequireSigned, Run, Store, the_running
+from serve.cli.words import Artifacts, Data, Device, ForeignCode, RequireSigned, Store, Targets, the_running
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE, target
 from serve.option_words import with_serving_options
@@ -18,42 +20,42 @@ from serve.runtime.errors import UserError
 from serve.torchserve.limits import Limits
 
 if TYPE_CHECKING:
-    from serve.torchserve.server import RunningServer
+    from serve.runs import Selection
+    from serve.torchserve.state import RunningServer
+
+PORTS = "Ports, on loopback"
 
 
 @with_serving_options
 def start(
-    run: Run,
+    targets: Targets,
     *,
     options: ServingOptions,
     store: Store = DEFAULT_STORE,
-    port: Annotated[int, typer.Option(help="Port of the predictions.")] = 8080,
-    management_port: Annotated[int, typer.Option(help="Port of the descriptions and worker counts.")] = 8081,
-    metrics_port: Annotated[int, typer.Option(help="Port of the Prometheus metrics (asks for no token).")] = 8082,
-    grpc_inference_port: Annotated[int, typer.Option(help="Port of the predictions over gRPC.")] = 7070,
-    grpc_management_port: Annotated[int, typer.Option(help="Port of the management over gRPC.")] = 7071,
     queue: Queue = Limits.queue,
     body_mb: BodyMb = Limits.body_mb,
     held_mb: HeldMb = Limits.held_mb,
     receive_s: ReceiveS = Limits.receive_s,
     drain_s: DrainS = Limits.drain_s,
     access_log: AccessLog = Limits.access_log,
-    device: Annotated[
-        str, typer.Option(help="cpu (use no GPU), cuda (prefer it) or auto (as each archive prefers).")
-    ] = "auto",
-    artifact: Annotated[
-        list[str] | None,
-        typer.Option(help="Serve this artifact, such as ptq; repeatable. Default: all that this machine can run."),
-    ] = None,
+    artifact: Artifacts = None,
     require_signed: RequireSigned = None,
     foreign_code: ForeignCode = False,
     data: Data = None,
+    strict_start: Annotated[
+        bool, typer.Option("--strict-start", help="Start all that was asked for, or nothing.")
+    ] = False,
+    device: Device = "auto",
+    port: Annotated[int, typer.Option(help="Of the predictions.", rich_help_panel=PORTS)] = 8080,
+    management_port: Annotated[int, typer.Option(help="Of descriptions and changes.", rich_help_panel=PORTS)] = 8081,
+    metrics_port: Annotated[int, typer.Option(help="Of Prometheus; asks for no token.", rich_help_panel=PORTS)] = 8082,
+    grpc_inference_port: Annotated[int, typer.Option(help="Of predictions by gRPC.", rich_help_panel=PORTS)] = 7070,
+    grpc_management_port: Annotated[int, typer.Option(help="Of management by gRPC.", rich_help_panel=PORTS)] = 7071,
 ) -> None:
-    """Start TorchServe with RUN's archives and return when every model answers.
+    """Start TorchServe with what RUN recommends, and return when every model answers.
 
-    It goes on in the background until `python -m serve stop`. What cannot run on this machine is left
-    out, and named. If a worker dies while it loads, its last lines are shown and all is stopped again.
-    Where something is to be served otherwise than its archive says, it is packed anew for this server alone.
+    It goes on in the background until `serve stop`. What cannot be served here, or dies while it loads, is
+    left out and named. A model is called RUN-ARTIFACT, or as NAME= says.
     """
     with reported("error: interrupted: the server was stopped"):
         from serve import runs
@@ -62,57 +64,129 @@ def start(
         from serve.verified import policy_of
 
         limits = Limits(queue, body_mb, held_mb, receive_s, drain_s, access_log)
-        if device not in ("auto", "cpu", "cuda"):
-            raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
-        run = runs.find_run(run, data)
-        selection = runs.select(store, run, artifact or (), device)  # type: ignore[arg-type]
+        selection = _selected(store, targets, artifact, data, device, strict=strict_start)
         if server.running(store) is None:  # one before it may not have stopped in order
-            runs.remove_left(store, run)
-        for name, reason in selection.left_out.items():
-            typer.echo(f"left out: {name} ({reason})")
+            for run in dict.fromkeys(path.parents[1].name for path in selection.archives.values()):
+                runs.remove_left(store, run)
         typer.echo(f"starting TorchServe with {len(selection.archives)} model(s) …")
         running = server.start(
             store,
-            run,
             selection.archives,
             ports=Ports(port, management_port, metrics_port, grpc_inference_port, grpc_management_port),
             limits=limits,
             default_model=selection.default_model,
             gpus=0 if device == "cpu" else None,
-            repack=runs.repacking(store, run, selection, options, device),  # type: ignore[arg-type]
+            pack=runs.repacking(store, selection, options, device),  # type: ignore[arg-type]
             policy=policy_of(store, require_signed or (), foreign_code=foreign_code),
+            strict=strict_start,
+            left_out=selection.left_out,
             on_ready=lambda model: typer.echo(f"ready: {model}"),
+            on_left_out=lambda model, reason: typer.echo(f"left out: {model} ({reason})"),
         )
         typer.echo(f"metrics: http://127.0.0.1:{metrics_port}/metrics")
         typer.echo(f"stop it with: {target('stop', 'serve stop', store)}")
         typer.echo("try it:")
-        typer.echo(f"  {_curl(store, running, runs.sample_image(store, run))}")
+        typer.echo(f"  {_curl(store, running)}")
 
 
-def status(store: Store = DEFAULT_STORE) -> None:
-    """Show the running server: its models, their workers, what really executes each, and what it passed over.
+@with_serving_options
+def add(
+    targets: Targets,
+    *,
+    options: ServingOptions,
+    store: Store = DEFAULT_STORE,
+    artifact: Artifacts = None,
+    require_signed: RequireSigned = None,
+    foreign_code: ForeignCode = False,
+    data: Data = None,
+    device: Device = "auto",
+) -> None:
+    """Serve more, of any run of the store, while the server goes on; all of it or nothing."""
+    with reported():
+        from serve import runs
+        from serve.torchserve import live
+        from serve.verified import policy_of
 
-    The exit code is 1 when no server of this store is running.
+        the_running(store)
+        selection = _selected(store, targets, artifact, data, device, strict=True)
+        pack = runs.repacking(store, selection, options, device)  # type: ignore[arg-type]
+        policy = policy_of(store, require_signed or (), foreign_code=foreign_code)
+        live.add(
+            store,
+            selection.archives,
+            pack=pack,
+            policy=policy,
+            on_ready=lambda model: typer.echo(f"ready: {model}"),
+        )
+
+
+@with_serving_options
+def replace(
+    name: Annotated[str, typer.Argument(help="The model, as `serve status` names it.")],
+    target: Annotated[
+        str | None, typer.Argument(help="RUN/ARTIFACT. Default: what it is of, as it is packed now.")
+    ] = None,
+    *,
+    options: ServingOptions,
+    store: Store = DEFAULT_STORE,
+    require_signed: RequireSigned = None,
+    foreign_code: ForeignCode = False,
+    data: Data = None,
+    device: Device = "auto",
+) -> None:
+    """Serve another artifact by the name of one that is served; no request is lost.
+
+    Both are in memory for a while: the new one takes the requests when it answers, and the old one goes when it has
+    answered those that it had accepted. Where the new one does not come up, the old one goes on.
     """
     with reported():
+        from serve import runs
+        from serve.torchserve import live
+        from serve.verified import policy_of
+
+        old = the_running(store).model(name)
+        word = f"{name}={target or f'{old.run}/{old.artifact}'}"
+        selection = _selected(store, [word], None, data, device, strict=True)
+        pack = runs.repacking(store, selection, options, device)  # type: ignore[arg-type]
+        policy = policy_of(store, require_signed or (), foreign_code=foreign_code)
+        new = live.replace(store, name, selection.archives[name], pack=pack, policy=policy).model(name)
+        typer.echo(f"replaced: {name} is {new.run}/{new.artifact}, version {new.version}")
+
+
+def remove(
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="The models, as `serve status` names them.")],
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Serve models no more; what they have accepted is answered, and the server goes on."""
+    with reported():
+        from serve.torchserve import live
+
+        default = the_running(store).default_model
+        left = live.remove(store, names)
+        typer.echo(f"removed: {', '.join(dict.fromkeys(names))}")
+        if left.default_model != default:
+            typer.echo(f"the default model is {left.default_model} now")
+
+
+def status(
+    store: Store = DEFAULT_STORE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:
+    """Show the running server: its models, their workers, what executes each, and what it passed over or left out.
+
+    The exit code is 0 when every model has a ready worker, else 1.
+    """
+    with reported():
+        from serve.torchserve.health import look
+
         running = the_running(store)
         with running.client(store) as client:
-            typer.echo(
-                f"{client.ping()}: run {running.run}, pid {running.pid}, http://127.0.0.1:{running.ports.inference}"
-            )
-            for model in running.models:
-                workers = client.workers(model)
-                ready = sum(worker["status"] == "READY" for worker in workers)
-                told = client.describe(model) if ready else {}
-                default = "  (default)" if model == running.default_model else ""
-                typer.echo(
-                    f"  {model}: {ready} of {len(workers)} worker(s) ready, "
-                    f"{told.get('precision', '?')} by {told.get('execution', '?')} ({told.get('provider', '?')}, "
-                    f"threads: {told.get('threads', '?')}){default}"
-                )
-                for entry in told.get("passed_over", ()):
-                    typer.echo(f"    passed over {entry['execution']}: {entry['reason']}")
-            client.write_header_file()
+            health = look(running, client)
+            if health.reached:
+                client.write_header_file()
+        typer.echo(json.dumps(health.to_json(), indent=2) if as_json else health.text())
+        if not health.healthy:
+            raise typer.Exit(1)
 
 
 def stop(
@@ -127,24 +201,41 @@ def stop(
         from serve.runs import remove_left
         from serve.torchserve import server
 
-        if run is not None and (present := server.running(store)) is not None and present.run != run:
-            raise UserError(f"the run {present.run!r} is served, and not {run!r}; it goes on")
+        if run is not None and (present := server.running(store)) is not None and run not in present.runs:
+            raise UserError(f"the run {' and '.join(present.runs)} is served, and not {run!r}; it goes on")
         stopped = server.stop(
-            store, lambda: typer.echo("a start (or another stop) is under way: waiting for its end, then stopping …")
+            store, lambda: typer.echo("a start (or another change) is under way: waiting for its end, then stopping …")
         )
-        if stopped is not None:
-            remove_left(store, stopped.run)
-        typer.echo(f"stopped: run {stopped.run}" if stopped else "no server of this store is running")
+        for served in stopped.runs if stopped else ():
+            remove_left(store, served)
+        typer.echo(f"stopped: run {', '.join(stopped.runs)}" if stopped else "no server of this store is running")
 
 
-def _curl(store: Path, running: RunningServer, sample: Path | None) -> str:
+def _selected(
+    store: Path, words: Sequence[str], artifacts: Sequence[str] | None, data: str | None, device: str, *, strict: bool
+) -> Selection:
+    """What the words mean; what cannot be served here is said."""
+    from serve import runs
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
+    found = [runs.find_target(word, data) for word in words]
+    selection = runs.select(store, found, artifacts or (), device, strict=strict)  # type: ignore[arg-type]
+    for name, reason in selection.left_out.items():
+        typer.echo(f"left out: {name} ({reason})")
+    return selection
+
+
+def _curl(store: Path, running: RunningServer) -> str:
     """A line that works as pasted, in whatever folder.
 
     ``-T`` and not ``--data-binary``: that one says it is a web form, which TorchServe takes apart.
     """
     from serve.client import HEADER_FILE
-    from serve.torchserve.server import state_folder
+    from serve.runs import sample_image
+    from serve.torchserve.state import state_folder
 
+    sample = sample_image(store, running.model(running.default_model).run)
     header = shlex.quote(f"@{state_folder(store) / HEADER_FILE}")
     image = shlex.quote(str(sample.resolve())) if sample is not None else "IMAGE.jpg"
     return f"curl -H {header} -T {image} http://127.0.0.1:{running.ports.inference}/predictions/{running.default_model}"

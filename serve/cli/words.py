@@ -11,10 +11,23 @@ from serve.hints import command
 from serve.runtime.errors import PipelineError
 
 if TYPE_CHECKING:
-    from serve.torchserve.server import RunningServer
+    from serve.torchserve.state import RunningServer
 
 Store = Annotated[Path, typer.Option(help="The folder that holds the runs.", show_default=True)]
 Run = Annotated[str, typer.Argument(help="The run's name, or the model that it is of, such as path/to/net.py:build.")]
+Targets = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[NAME=]RUN[/ARTIFACT]…",
+        help="What to serve: runs, or models that they are of, and perhaps which artifact.",
+        show_default=False,
+    ),
+]
+Artifacts = Annotated[
+    list[str] | None,
+    typer.Option(help="Of a RUN alone: this one, or all. Repeatable.", show_default="the recommended one"),
+]
+Device = Annotated[str, typer.Option(help="cpu (no GPU), cuda (prefer it) or auto (as each archive prefers).")]
 Data = Annotated[str | None, typer.Option(help="The data that the model's run is on, where RUN is a model.")]
 RequireSigned = Annotated[
     list[Path] | None,

@@ -127,6 +127,35 @@ def build_archive(
     return destination
 
 
+def with_version(archive: Path, version: str, destination: Path) -> Path:
+    """Pack an archive again as another version of the model, which TorchServe tells versions apart by.
+
+    Args:
+        archive: an archive of this project, which may be ``destination``.
+        version: stands in the manifest of the new one.
+        destination: the ``.mar`` to write, atomically.
+
+    Raises:
+        UserError: there is no such archive.
+        CardError: it is not whole.
+    """
+    card = check_archive(archive)
+    with (
+        tempfile.TemporaryDirectory(dir=destination.parent, prefix=".version-") as unpacked,
+        _opened(archive) as opened,
+    ):
+        manifest = json.loads(opened.read(MANIFEST_FILE))
+        manifest["model"]["modelVersion"] = version
+        content = _json(manifest)
+        packed = {**card.packed, MANIFEST_FILE: hashlib.sha256(content).hexdigest()}
+        entries: dict[str, bytes | Path] = {
+            name: Path(opened.extract(name, unpacked)) for name in {**card.files, **card.packed}
+        }
+        entries |= {MANIFEST_FILE: content, CARD_FILE: _card_bytes(dataclasses.replace(card, packed=packed))}
+        _write_zip(destination, entries)
+    return destination
+
+
 def check_archive(archive: Path) -> Card:
     """Check every file in an archive, handler and runtime included, against the card in it.
 
@@ -180,8 +209,7 @@ def foreign_parts(archive: Path, card: Card) -> list[str]:
     Raises:
         CardError: its ``serving.json`` is no such file.
     """
-    with _opened(archive) as opened:
-        serving = parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
+    serving = serving_in(archive)
     own = {
         **_runtime(card),
         CONFIG_FILE: model_config(serving).encode(),
@@ -191,6 +219,17 @@ def foreign_parts(archive: Path, card: Card) -> list[str]:
     data = {name for name in (CLASSES_FILE, SERVING_FILE, *_files_to_serve(card)) if not name.endswith(_CODE)}
     packed = {**card.files, **card.packed}
     return sorted(name for name, digest in packed.items() if name not in data and hashes.get(name) != digest)
+
+
+def serving_in(archive: Path) -> Serving:
+    """How an archive is served.
+
+    Raises:
+        UserError: there is no such file.
+        CardError: it is not an archive of this project.
+    """
+    with _opened(archive) as opened:
+        return parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
 
 
 @contextmanager

@@ -79,7 +79,8 @@ def properties(ports: Ports, limits: Limits, *, archives: Path, metrics_file: Pa
         "grpc_management_port": ports.grpc_management,
         "disable_token_authorization": "false",
         "token_expiration_min": TOKEN_LIFE_MIN,
-        "enable_model_api": "false",
+        # For `serve add`, `replace` and `remove`: with the management key, on loopback, from the server's own folder.
+        "enable_model_api": "true",
         "allowed_urls": f"{archives.as_uri()}/.*",
         "install_py_dep_per_model": "false",
         "enable_envvars_config": "false",

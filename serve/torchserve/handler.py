@@ -127,8 +127,8 @@ class ImageClassifierHandler:
         return bodies
 
     def describe_handle(self) -> dict[str, Any]:
-        """What is served, and what executes it: the answer to ``GET /models/NAME?customized=true``."""
-        return self._opened().predictor.describe()
+        """What is served, what executes it and in which process: the answer to ``GET /models/NAME?customized=true``."""
+        return {**self._opened().predictor.describe(), "pid": os.getpid()}
 
     def _opened(self) -> Service:
         if self._service is None:

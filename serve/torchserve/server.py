@@ -6,34 +6,39 @@ folder, so that a second server anywhere refuses to start and ``--stop`` stops s
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shutil
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from serve.client import Client
 from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve.configuration import Ports, metrics_yaml, properties
 from serve.torchserve.identity import ALIVE_FILE, Identity, hold, life_of, nameless, new_nonce
 from serve.torchserve.java import command_line, environment, java_executable
 from serve.torchserve.limits import Limits
-from serve.torchserve.watch import CONSOLE_LOG, StartError, wait_until_ready
-from serve.verified import Policy, verified_copy
+from serve.torchserve.staging import Pack, stage
+from serve.torchserve.state import (
+    RunningServer,
+    ServedModel,
+    archives_folder,
+    locked,
+    read_state,
+    remove_state,
+    state_file,
+    state_folder,
+    write_state,
+)
+from serve.torchserve.watch import CONSOLE_LOG, Log, StartError, wait_until_ready
+from serve.verified import Policy
 
-STATE_FOLDER = ".server"
-_STATE_FILE = "state.json"
-_ARCHIVES = "archives"  # of this server alone
 _CONFIG_FILE = "config.properties"
 
 # Measured on 2 cores: a worker imports torch, loads and warms up in about 6 s of CPU time, and all
@@ -45,36 +50,6 @@ _DEADLINE_PER_MODEL_S = 30.0
 _ENDING_S = 20.0
 
 
-@dataclass(frozen=True)
-class RunningServer:
-    """A server as its state file records it.
-
-    ``identity`` tells its Java process from every other; ``temporary`` holds its sockets and the unpacked archives.
-    """
-
-    identity: Identity
-    run: str
-    models: tuple[str, ...]
-    default_model: str
-    temporary: str
-    ports: Ports = field(default_factory=Ports)
-    limits: Limits = field(default_factory=Limits)
-
-    @property
-    def pid(self) -> int:
-        """The number of its Java process."""
-        return self.identity.pid
-
-    def client(self, store: Path, timeout_s: float = 60.0) -> Client:
-        """A client that talks to this server."""
-        return Client(self.ports, state_folder(store), timeout_s)
-
-
-def state_folder(store: Path) -> Path:
-    """The private folder (0700) of a store's server: state, configuration, keys and logs."""
-    return store.resolve() / STATE_FOLDER
-
-
 def running(store: Path) -> RunningServer | None:
     """The server of this store, or None; what a crash or a reboot has left behind does not count.
 
@@ -82,11 +57,11 @@ def running(store: Path) -> RunningServer | None:
         UserError: there may be one, and nobody can tell from here.
     """
     folder = state_folder(store)
-    state = _read_state(store)
+    state = read_state(store)
     if state is None:
         if (pid := nameless(folder, folder / _CONFIG_FILE)) is not None:
             raise UserError(
-                f"a server of this store is alive (process {pid or 'unknown'}), and {folder / _STATE_FILE} does not "
+                f"a server of this store is alive (process {pid or 'unknown'}), and {state_file(store)} does not "
                 f"tell of it: end that process first"
             )
         return None
@@ -94,115 +69,114 @@ def running(store: Path) -> RunningServer | None:
     if life == "unknown":
         raise UserError(
             f"whether the server of this store is running cannot be told: {why}; nothing was changed. If it has "
-            f"ended, remove {folder / _STATE_FILE}"
+            f"ended, remove {state_file(store)}"
         )
     return None if life == "gone" else state
 
 
 def start(
     store: Path,
-    run: str,
     archives: Mapping[str, Path],
     *,
     ports: Ports | None = None,
     limits: Limits | None = None,
     default_model: str | None = None,
     gpus: int | None = None,
-    repack: Callable[[Path], Mapping[str, Path]] | None = None,
+    pack: Pack | None = None,
     policy: Policy | None = None,
+    strict: bool = False,
+    left_out: Mapping[str, str] | None = None,
     deadline_s: float | None = None,
     on_ready: Callable[[str], None] = lambda model: None,
+    on_left_out: Callable[[str, str], None] = lambda model, reason: None,
 ) -> RunningServer:
     """Start TorchServe with these archives and return when every model answers.
 
     Args:
         store: the store whose server it is; it has one at a time.
-        run: the run that is served, for the record.
-        archives: the ``.mar`` files by model name, all in one folder.
+        archives: the ``.mar`` files, as they lie in their runs' folders, by the names of the models.
         ports: where to listen; None takes the defaults.
         limits: what it may hold; None takes the defaults.
         default_model: which model `predict` takes when none is named; None takes the first.
         gpus: most GPUs to use; 0 serves on the CPU, None takes what TorchServe finds.
-        repack: packs other archives of the same models into the folder that it is given, which are served instead and
-            go when the server stops.
+        pack: packs a model otherwise than its archive; what it packs goes when the server stops.
         policy: what may be loaded; None: what is whole, and has no other code than this installation's. What is loaded
             is a private copy of the server's, which was checked after it was made.
+        strict: a model that does not come up ends the start; otherwise it is left out, unless there is no other.
+        left_out: what was left out before, with the reasons, for the record.
         deadline_s: seconds to wait; None takes two minutes and half a minute for each model.
         on_ready: called with each model's name when it answers.
+        on_left_out: called with the name of a model that does not come up, and why.
 
     Raises:
         UserError: it runs already, or may; a port is in use, an archive is missing, Java is missing.
         CardError: an archive is not whole.
         SignatureError: the policy does not allow one.
-        StartError: the server or a worker died; it is stopped again, and the message has their last lines.
+        StartError: the server or the last worker died; it is stopped again, and the message has their last lines.
     """
     ports = ports or Ports()
-    folders = {path.resolve().parent for path in archives.values()}
-    for path in archives.values():
+    for name, path in archives.items():
         if not path.is_file():
-            raise UserError(
-                f"{path}: there is no such archive; make it with `{command(f'serve package {run}', store)}`"
-            )
-    if len(folders) != 1:
-        raise UserError("there is nothing to serve" if not folders else "all archives must be in one folder")
-    with _lock(store) as state:
+            packing = command(f"serve package {ServedModel.of(name, path).run}", store)
+            raise UserError(f"{path}: there is no such archive; make it with `{packing}`")
+    if not archives:
+        raise UserError("there is nothing to serve")
+    with locked(store) as state:
         if (present := running(store)) is not None:
             raise UserError(
-                f"a server of this store is already running (run {present.run}, port {present.ports.inference}): "
-                f"stop it with `{command('serve stop', store)}`"
+                f"a server of this store is already running ({_runs(present)}, port {present.ports.inference}): "
+                f"add to it with `{command('serve add RUN', store)}`, or stop it with `{command('serve stop', store)}`"
             )
         _clean(store)
         java = java_executable()
         ports.check_free()
-        private = state / _ARCHIVES
-        private.mkdir(mode=0o700)
+        served = tuple(ServedModel.of(name, path) for name, path in archives.items())
         try:
-            archives = _loaded(archives, private, policy or Policy(), repack)
+            for model in served:
+                stage(archives_folder(store), model, archives[model.name], pack, policy)
             server, process = _launch(
-                state,
+                store,
                 java=java,
-                run=run,
-                archives=archives,
-                folder=private,
+                served=served,
                 ports=ports,
                 limits=limits or Limits(),
-                default_model=default_model or next(iter(archives)),
+                default_model=default_model or served[0].name,
+                left_out=dict(left_out or {}),
                 gpus=gpus,
             )
             with server.client(store) as client:
+                dead: dict[str, str] = {}
+
+                def give_up(model: str, error: StartError) -> None:
+                    if strict or len(dead) + 1 == len(served):
+                        raise error
+                    client.unregister(model)
+                    dead[model] = error.reason
+                    on_left_out(model, error.reason)
+
                 wait_until_ready(
                     process,
                     client,
-                    state / "logs",
-                    server.models,
-                    deadline_s=deadline_s or _DEADLINE_S + _DEADLINE_PER_MODEL_S * len(archives),
+                    Log(state / "logs"),
+                    {model.name: model.version for model in served},
+                    deadline_s=deadline_s or _DEADLINE_S + _DEADLINE_PER_MODEL_S * len(served),
                     on_ready=on_ready,
+                    give_up=give_up,
                 )
                 client.write_header_file()
+            if dead:
+                up = tuple(model for model in served if model.name not in dead)
+                default = server.default_model if server.default_model not in dead else up[0].name
+                server = replace(server, served=up, default_model=default, left_out=server.left_out | dead)
+                write_state(store, server)
         except BaseException:
             # Whatever ended the wait, Ctrl-C as well: half a server is worse than none.
-            if (half := _read_state(store)) is not None:
+            if (half := read_state(store)) is not None:
                 _stop(store, half)
             else:
                 _clean(store)
             raise
         return server
-
-
-def _loaded(
-    archives: Mapping[str, Path],
-    folder: Path,
-    policy: Policy,
-    repack: Callable[[Path], Mapping[str, Path]] | None,
-) -> Mapping[str, Path]:
-    """What is really loaded, in the server's own folder: packed anew there, or copied and checked."""
-    if repack is None:
-        return {model: verified_copy(path, policy, folder) for model, path in archives.items()}
-    if policy.keys:
-        raise UserError(
-            "what must be signed is served as its archive says: pack it so with `python -m serve package … --sign KEY`"
-        )
-    return repack(folder)
 
 
 def stop(store: Path, on_wait: Callable[[], None] = lambda: None) -> RunningServer | None:
@@ -220,7 +194,7 @@ def stop(store: Path, on_wait: Callable[[], None] = lambda: None) -> RunningServ
     """
     if not state_folder(store).is_dir():
         return None
-    with _lock(store, on_wait):
+    with locked(store, on_wait):
         state = running(store)
         if state is None:
             _clean(store)
@@ -230,18 +204,18 @@ def stop(store: Path, on_wait: Callable[[], None] = lambda: None) -> RunningServ
 
 
 def _launch(
-    state: Path,
+    store: Path,
     *,
     java: Path,
-    run: str,
-    archives: Mapping[str, Path],
-    folder: Path,
+    served: Sequence[ServedModel],
     ports: Ports,
     limits: Limits,
     default_model: str,
+    left_out: dict[str, str],
     gpus: int | None,
 ) -> tuple[RunningServer, psutil.Process]:
     """Write the configuration, start Java, and record it before anything else can go wrong."""
+    state, folder = state_folder(store), archives_folder(store)
     logs = state / "logs"
     logs.mkdir()
     metrics = state / "metrics.yaml"
@@ -265,7 +239,7 @@ def _launch(
                     config=config,
                     logs=logs,
                     folder=folder,
-                    archives={model: path.name for model, path in archives.items()},
+                    archives={model.name: model.file for model in served},
                 ),
                 cwd=state,  # where it writes key_file.json
                 env=environment(java, logs),
@@ -284,10 +258,8 @@ def _launch(
     try:
         process = psutil.Process(popen.pid)
         identity = Identity.of(popen.pid, nonce)
-        server = RunningServer(identity, run, tuple(archives), default_model, temporary, ports, limits)
-        written = state / f".{_STATE_FILE}"
-        written.write_text(json.dumps(asdict(server), indent=2), encoding="utf-8")
-        written.replace(state / _STATE_FILE)
+        server = RunningServer(identity, tuple(served), default_model, temporary, ports, limits, left_out)
+        write_state(store, server)
     except BaseException:
         popen.kill()  # or nobody would know of it
         popen.wait()
@@ -338,68 +310,25 @@ def _end(processes: Sequence[psutil.Process], *, patience_s: float) -> None:
         raise PipelineError(f"processes {', '.join(str(process.pid) for process in left)} do not end")
 
 
-def _read_state(store: Path) -> RunningServer | None:
-    try:
-        body = json.loads((state_folder(store) / _STATE_FILE).read_text(encoding="utf-8"))
-        body["identity"] = Identity(**body["identity"])
-        body["ports"] = Ports(**body["ports"])
-        body["limits"] = Limits(**body["limits"])
-        body["models"] = tuple(body["models"])
-        return RunningServer(**body)
-    except (OSError, ValueError, TypeError, KeyError, UserError):
-        return None
-
-
 def _clean(store: Path) -> None:
     """Remove what a server that is gone has left: state, logs of before, archives of its own, unpacked ones.
 
     Its keys stay: clients have them.
     """
     folder = state_folder(store)
-    shutil.rmtree(folder / _ARCHIVES, ignore_errors=True)
-    state = _read_state(store)
+    shutil.rmtree(archives_folder(store), ignore_errors=True)
+    state = read_state(store)
     if state is not None and Path(state.temporary).name.startswith("torchserve-"):
         shutil.rmtree(state.temporary, ignore_errors=True)
-    (folder / _STATE_FILE).unlink(missing_ok=True)
+    remove_state(store)
     if (folder / "logs").is_dir():
         # The last server's logs stay for a reader, out of the way of the next one's.
         shutil.rmtree(folder / "logs.previous", ignore_errors=True)
         (folder / "logs").rename(folder / "logs.previous")
 
 
-@contextmanager
-def _lock(store: Path, on_wait: Callable[[], None] | None = None) -> Iterator[Path]:
-    """Hold the store's server folder for one start or stop at a time; yields the folder.
-
-    Where somebody else holds it, it is waited for after ``on_wait``, if that is given.
-    """
-    folder = state_folder(store)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if on_wait is None:
-                raise UserError("another start or stop of this store's server is under way") from None
-            on_wait()
-            while not _taken(handle):
-                time.sleep(0.1)  # and not in flock, which Ctrl-C would not end
-        yield folder
-    finally:
-        os.close(handle)
-
-
-def _taken(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _runs(server: RunningServer) -> str:
+    return f"run{'s' if len(server.runs) > 1 else ''} {', '.join(server.runs)}"
 
 
 __all__ = ["RunningServer", "StartError", "running", "start", "state_folder", "stop"]

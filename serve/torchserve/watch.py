@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import psutil
 from PIL import Image
@@ -20,9 +23,9 @@ _POLL_S = 0.25
 _LINES = 12
 
 # TorchServe's thread names: W-9000-resnet18-ptq_1.0, with -stdout or -stderr for what the worker wrote.
-_STOPPED = re.compile(r" W-\d+-(?P<model>\S+)_[\w.]+ \S+ - \S+ State change \S+ -> WORKER_STOPPED")
-_REFUSED = re.compile(r"Failed to load model: (?P<model>\S+)")
-_WRITTEN = r"^\S+ \[\w+ *\] W-\d+-{model}_[\w.]+-std(?:out|err) \S+ - (?P<text>.*)$"
+_STOPPED = re.compile(r" W-\d+-(?P<model>\S+)_(?P<version>[\d.]+) \S+ - \S+ State change \S+ -> WORKER_STOPPED")
+_REFUSED = re.compile(r"Failed to load model: (?P<model>\S+)@(?P<version>[\d.]+)\.mar")
+_WRITTEN = r"^\S+ \[\w+ *\] W-\d+-{model}_{version}-std(?:out|err) \S+ - (?P<text>.*)$"
 _NOISE = re.compile(
     r"s_name_part|Listening on|\[PID\]|Torch worker started|Python runtime|Connection accepted"
     r"|Successfully loaded|model_name: .* batchSize|\[METRICS\]|Warning: |^ *warnings\.warn\("
@@ -32,89 +35,137 @@ _CAUSE = re.compile(r"^ *(?P<cause>[\w.]*(?:Error|Exception): (?!\d+ - ).{1,300}
 
 
 class StartError(PipelineError):
-    """TorchServe, or one of its workers, did not come up."""
+    """TorchServe, or one of its workers, did not come up; ``reason`` is the message without the lines it wrote."""
+
+    def __init__(self, reason: str, written: str = "") -> None:
+        super().__init__(f"{reason}; it wrote:\n{written}" if written else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Log:
+    """TorchServe's logs from a moment on: what stands before it is of other starts of workers."""
+
+    folder: Path
+    before: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_now(cls, folder: Path) -> Self:
+        """What will be written."""
+        return cls(folder, {path.name: path.stat().st_size for path in folder.glob("*.log")})
+
+    def read(self, name: str) -> str:
+        """What has been written into a log since; all of it, where it has been begun anew."""
+        try:
+            with (self.folder / name).open("rb") as stream:
+                before = self.before.get(name, 0)
+                stream.seek(before if before <= os.fstat(stream.fileno()).st_size else 0)
+                return stream.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
 
 
 def wait_until_ready(
     process: psutil.Process,
     client: Client,
-    logs: Path,
-    models: Sequence[str],
+    log: Log,
+    models: Mapping[str, str],
     *,
     deadline_s: float,
     on_ready: Callable[[str], None] = lambda model: None,
+    give_up: Callable[[str, StartError], None] | None = None,
+    answers: bool = True,
 ) -> None:
     """Return when each model has all its workers loaded and has answered one real prediction.
 
     TorchServe restarts a worker that dies while it loads, again and again for minutes; here its first
-    death is the end.
+    death is the end of that model.
 
     Args:
         process: TorchServe's Java process.
         client: a client of it.
-        logs: the folder of its logs.
-        models: names of the models that must answer.
+        log: its logs, from when the models were registered.
+        models: the version of each model that must answer, by its name.
         deadline_s: seconds until the wait is given up.
         on_ready: called with each model's name when it answers.
+        give_up: called with the name of a model that does not come up, and why; if it returns, the others are
+            waited for. None raises.
+        answers: whether a model must answer a prediction, too.
 
     Raises:
         StartError: the server or a worker died, or time is up; the message has the last lines it wrote.
     """
     until = time.monotonic() + deadline_s
     image = _small_image()
-    waiting = list(models)
+    waiting = dict(models)
+
+    def drop(model: str, error: StartError) -> None:
+        if give_up is None:
+            raise error
+        del waiting[model]
+        give_up(model, error)
+
     while waiting:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            raise StartError(f"TorchServe ended while it started:\n{_tail(logs / CONSOLE_LOG)}")
-        _raise_if_worker_died(logs)
-        for model in list(waiting):
-            if _is_loaded(client, model):
-                _check_answer(client, model, image)
-                waiting.remove(model)
+            raise StartError(f"TorchServe ended while it started:\n{_tail(log.read(CONSOLE_LOG))}")
+        for model, error in _died(log, waiting).items():
+            drop(model, error)
+        for model, version in list(waiting.items()):
+            if _is_loaded(client, model, version):
+                if answers and (fault := _fault_of_answer(client, model, version, image)) is not None:
+                    drop(model, fault)
+                    continue
+                del waiting[model]
                 on_ready(model)
-        if waiting and time.monotonic() > until:
-            raise StartError(
-                f"{', '.join(waiting)}: not ready after {deadline_s:.0f} s; last lines of the worker:\n"
-                f"{worker_lines(logs, waiting[0]) or _tail(logs / CONSOLE_LOG)}"
-            )
+        if time.monotonic() > until:
+            for model, version in list(waiting.items()):
+                lines = worker_lines(log, model, version) or _tail(log.read(CONSOLE_LOG))
+                drop(model, StartError(f"{model}: not ready after {deadline_s:.0f} s", lines))
         time.sleep(_POLL_S if waiting else 0)
 
 
-def worker_lines(logs: Path, model: str, count: int = _LINES) -> str:
+def worker_lines(log: Log, model: str, version: str, count: int = _LINES) -> str:
     """The last lines that a model's workers wrote, without TorchServe's prefixes, indented."""
-    written = re.compile(_WRITTEN.format(model=re.escape(model)))
-    matches = (written.match(line) for line in _read(logs / "model_log.log").splitlines())
+    written = re.compile(_WRITTEN.format(model=re.escape(model), version=re.escape(version)))
+    matches = (written.match(line) for line in log.read("model_log.log").splitlines())
     lines = [match["text"] for match in matches if match and not _NOISE.search(match["text"])]
     return "\n".join(f"    {line}" for line in lines[-count:])
 
 
-def _is_loaded(client: Client, model: str) -> bool:
+def _is_loaded(client: Client, model: str, version: str) -> bool:
     try:
-        workers = client.workers(model)
+        workers = client.workers(model, version)
     except ServerError:
         return False  # the port is not open yet, or the model is not registered yet
     return bool(workers) and all(worker["status"] == "READY" for worker in workers)
 
 
-def _check_answer(client: Client, model: str, image: bytes) -> None:
+def _fault_of_answer(client: Client, model: str, version: str, image: bytes) -> StartError | None:
     try:
-        client.predict(model, image, k=1)
+        client.predict(model, image, version=version)
     except ServerError as error:
-        raise StartError(f"{model} has loaded but does not answer: {error}") from None
+        return StartError(f"{model} has loaded but does not answer: {error}")
+    return None
 
 
-def _raise_if_worker_died(logs: Path) -> None:
-    log = _read(logs / "ts_log.log")
-    if refused := _REFUSED.search(log):
-        following = log[refused.start() :].splitlines()[:3]
-        raise StartError("TorchServe refuses an archive:\n" + "\n".join(f"    {line}" for line in following))
-    if stopped := _STOPPED.search(log):
+def _died(log: Log, models: Mapping[str, str]) -> dict[str, StartError]:
+    """Those of the models whose archive was refused or whose worker ended, with what it wrote."""
+    text = log.read("ts_log.log")
+    found: dict[str, StartError] = {}
+    for refused in _REFUSED.finditer(text):
+        if models.get(refused["model"]) == refused["version"]:
+            following = text[refused.start() :].splitlines()[:3]
+            lines = "\n".join(f"    {line}" for line in following)
+            found[refused["model"]] = StartError(f"TorchServe refuses the archive of {refused['model']}", lines)
+    stopped = {match["model"] for match in _STOPPED.finditer(text) if models.get(match["model"]) == match["version"]}
+    if stopped - found.keys():
         time.sleep(1.0)  # what the worker wrote last is read by another thread
-        model = stopped["model"]
-        lines = worker_lines(logs, model) or "    (nothing: it was killed, or ran out of memory)"
-        causes = _CAUSE.findall(worker_lines(logs, model, count=200))
+    for model in sorted(stopped - found.keys()):
+        lines = worker_lines(log, model, models[model]) or "    (nothing: it was killed, or ran out of memory)"
+        causes = _CAUSE.findall(worker_lines(log, model, models[model], count=200))
         cause = f" ({causes[-1]})" if causes else ""
-        raise StartError(f"the worker of {model} died while it loaded{cause}; it wrote:\n{lines}")
+        found[model] = StartError(f"the worker of {model} died while it loaded{cause}", lines)
+    return found
 
 
 def _small_image() -> bytes:
@@ -123,12 +174,5 @@ def _small_image() -> bytes:
     return stream.getvalue()
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _tail(path: Path, count: int = _LINES) -> str:
-    return "\n".join(f"    {line}" for line in _read(path).splitlines()[-count:])
+def _tail(text: str, count: int = _LINES) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines()[-count:])

@@ -158,7 +158,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
 @contextmanager
 def _torchserve(archives: Mapping[str, Path], scratch: Path) -> Iterator[Live]:
     ports = Ports(*free_ports(5))
-    running = torchserve_process.start(scratch, "measured", archives, ports=ports, gpus=0)
+    running = torchserve_process.start(scratch, archives, ports=ports, gpus=0)
     try:
         with running.client(scratch) as client:
             name, _, value = client.write_header_file().read_text(encoding="utf-8").strip().partition(": ")

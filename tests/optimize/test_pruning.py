@@ -29,6 +29,7 @@ from optimize.store.pruning import Prunable, prunable, prune
 from serve.runtime.errors import UserError
 from serve.torchserve import server
 from serve.torchserve.identity import Identity
+from serve.torchserve.state import ServedModel
 
 from .tiny_net import Tiny
 from .workbench import TINY_NET, noise_context
@@ -208,7 +209,10 @@ def test_archives_that_a_server_serves_stay(tmp_path: Path) -> None:
     put(store, other, name="tiny-qat.mar")
     # This process stands for Java.
     state = server.RunningServer(
-        Identity.of(os.getpid(), psutil.Process().cmdline()[0]), "tiny", ("tiny-ptq",), "tiny-ptq", "torchserve-x"
+        Identity.of(os.getpid(), psutil.Process().cmdline()[0]),
+        (ServedModel("mine", "tiny", "ptq"),),
+        "mine",
+        "torchserve-x",
     )
     server.state_folder(tmp_path).mkdir()
     write_json(dataclasses.asdict(state), server.state_folder(tmp_path) / "state.json")

@@ -14,7 +14,7 @@ import pytest
 
 from optimize.data.formats.base import open_data
 from serve.client import Client
-from serve.runs import select
+from serve.runs import Target, select
 from serve.runtime.engines.base import execution_id
 from serve.runtime.errors import PipelineError
 from serve.runtime.predictor import Predictor
@@ -38,7 +38,7 @@ def test_served_answers_equal_those_of_the_artifacts_in_process(tiny_run: TinyRu
     archives = {f"tiny-{name}": tiny_run.folder / "archives" / f"tiny-{name}.mar" for name in kinds}
     images = [source for source in open_data("digits").val.sources[:3] if isinstance(source, bytes)]
     images += [jpeg(1), (tiny_run.folder / "sample.png").read_bytes()]
-    running = server.start(tiny_run.store, "tiny", archives, ports=free_ports(), deadline_s=300)
+    running = server.start(tiny_run.store, archives, ports=free_ports(), deadline_s=300)
     try:
         with running.client(tiny_run.store) as client:
             for name in kinds:
@@ -63,7 +63,7 @@ def test_a_run_that_is_made_again_while_it_is_served_touches_nothing_that_is_ser
     folder = copied_store / "tiny"
     archives = {f"tiny-{name}": folder / "archives" / f"tiny-{name}.mar" for name in ("fuse", "onnx")}
     image = (folder / "sample.png").read_bytes()
-    running = server.start(copied_store, "tiny", archives, ports=free_ports(), deadline_s=300)
+    running = server.start(copied_store, archives, ports=free_ports(), deadline_s=300)
     try:
         with running.client(copied_store) as client:
             before = {model: client.predict(model, image, k=10) for model in archives}
@@ -71,7 +71,8 @@ def test_a_run_that_is_made_again_while_it_is_served_touches_nothing_that_is_ser
             assert outcome.failed == ()
             left = sorted(path.name for path in (folder / "archives").glob("*.mar"))
             assert left == ["tiny-baseline.mar", "tiny-fuse.mar", "tiny-onnx.mar"]
-            assert not {"tiny-onnx.mar"} & {path.name for path in select(copied_store, "tiny").archives.values()}
+            selected = select(copied_store, [Target("tiny")], ["all"]).archives.values()
+            assert not {"tiny-onnx.mar"} & {path.name for path in selected}
             workers = [worker for worker in psutil.Process(running.pid).children(recursive=True) if worker.is_running()]
             for worker in workers:
                 with contextlib.suppress(psutil.NoSuchProcess):

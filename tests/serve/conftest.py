@@ -102,7 +102,7 @@ def served(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     (hiding / "serve" / "__init__.py").write_text(DECOY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(hiding))
-        running = server.start(store, "small", archives, ports=free_ports(), deadline_s=150)
+        running = server.start(store, archives, ports=free_ports(), deadline_s=150)
     try:
         with running.client(store) as client:
             yield Served(store, running, client, folders)

@@ -18,10 +18,11 @@ import pytest
 from PIL import Image
 
 from serve.client import ServerError
+from serve.layout import archive_path
 from serve.runtime.execution import ENVIRONMENT
 from serve.runtime.predictor import Predictor
 from serve.torchserve.configuration import HOST
-from serve.torchserve.server import state_folder
+from serve.torchserve.state import archives_folder, state_folder
 from tests.serve import bombs
 from tests.serve.artifacts import CLASSES, encoded, jpeg, picture
 from tests.serve.bombs import webp
@@ -280,13 +281,20 @@ def test_new_keys_replace_the_old_ones_and_the_header_file_follows(served: Serve
     assert served.client.ping() == "Healthy"
 
 
-def test_models_cannot_be_added_or_removed_over_the_api(served: Served) -> None:
-    key = served.client._key("management")
-    headers = {"Authorization": f"Bearer {key}"}
+def test_models_come_from_the_servers_own_folder_only_and_with_the_management_key(served: Served) -> None:
     base = f"http://{HOST}:{served.running.ports.management}/models"
-    assert httpx.post(base, params={"url": "https://example.com/x.mar"}, headers=headers).status_code == 405
-    assert httpx.delete(f"{base}/{name_of('onnx')}", headers=headers).status_code == 405
-    assert name_of("onnx") in served.client.models()
+    own = archives_folder(served.store) / f"{name_of('onnx')}@1.0.mar"
+    assert own.is_file()
+    for headers in ({}, served.headers()):  # no key, and that of the predictions
+        assert httpx.post(base, params={"url": own.name, "model_name": "mine"}, headers=headers).status_code == 400
+        assert httpx.delete(f"{base}/{name_of('onnx')}", headers=headers).status_code == 400
+    headers = {"Authorization": f"Bearer {served.client._key('management')}"}
+    elsewhere = archive_path(served.store, "small", "onnx")
+    urls = ["https://example.com/x.mar", elsewhere.as_uri(), str(elsewhere), f"../../small/archives/{elsewhere.name}"]
+    for url in urls:
+        answer = httpx.post(base, params={"url": url, "model_name": "mine"}, headers=headers)
+        assert answer.status_code in (400, 404), (url, answer.text)
+    assert served.client.models() == sorted(map(name_of, (*KINDS, "fallback")))
 
 
 def test_the_server_listens_on_loopback_only(served: Served) -> None:

@@ -18,6 +18,7 @@ import pytest
 from serve.runtime.errors import UserError
 from serve.torchserve import server
 from serve.torchserve.identity import ALIVE_FILE, Identity, hold, is_held, life_of
+from serve.torchserve.state import ServedModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ def standing(tmp_path: Path) -> Iterator[Standing]:
     while nonce not in " ".join(psutil.Process(process.pid).cmdline()):
         time.sleep(0.01)
     identity = Identity.of(process.pid, nonce)
-    state = server.RunningServer(identity, "small", ("small-x",), "small-x", str(temporary))
+    state = server.RunningServer(identity, (ServedModel("small-x", "small", "x"),), "small-x", str(temporary))
     stands = Standing(tmp_path, folder, state, process)
     stands.record()
     try:
@@ -111,7 +112,7 @@ def test_a_living_server_whose_record_is_lost_is_named_and_nothing_is_cleaned(st
     archive = standing.store / "small-x.mar"
     archive.touch()
     for act in (
-        lambda: server.start(standing.store, "small", {"small-x": archive}),
+        lambda: server.start(standing.store, {"small-x": archive}),
         lambda: server.stop(standing.store),
     ):
         with pytest.raises(UserError, match=rf"is alive \(process {standing.process.pid}\)"):

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve import layout
-from serve.runs import find_run, select
+from serve.runs import Target, find_run, select
 from tests.serve import artifacts
 
 from .test_server import archived
@@ -92,5 +92,5 @@ def test_an_archive_that_the_report_no_longer_has_is_not_served(tmp_path: Path) 
     kept.write_bytes(layout.archive_path(store, "small", "script").read_bytes())
     rows = [{"name": "script", "archive": {}}, {"name": "skipped", "archive": None}]
     layout.report_path(store, "small").write_text(json.dumps({"rows": rows, "recommended": "script"}))
-    found = select(store, "small", device="cpu")
+    found = select(store, [Target("small")], ["all"], device="cpu")
     assert (set(found.archives), found.default_model) == ({"small-script"}, "small-script")

@@ -51,10 +51,11 @@ def test_who_asks_for_cuda_is_served_by_it_first_and_who_asks_for_nothing_as_it_
     folder = artifacts.torchscript(tmp_path / "small" / "artifacts" / "script")
     (folder / "serving.json").write_text(Serving((Execution("torchscript"), Execution("torchscript", "cuda"))).text)
     selection = runs.Selection({"small-script": tmp_path / "small" / "archives" / "small-script.mar"}, {}, "")
-    assert runs.repacking(tmp_path, "small", selection, ServingOptions()) is None
-    pack = runs.repacking(tmp_path, "small", selection, ServingOptions(k=2), "cuda")
+    assert runs.repacking(tmp_path, selection, ServingOptions()) is None
+    pack = runs.repacking(tmp_path, selection, ServingOptions(k=2), "cuda")
     assert pack is not None
-    with zipfile.ZipFile(pack(tmp_path / "own")["small-script"]) as archive:
+    pack("small-script", tmp_path / "own.mar")
+    with zipfile.ZipFile(tmp_path / "own.mar") as archive:
         served = json.loads(archive.read("serving.json"))
     assert [entry["device"] for entry in served["executions"]] == ["cuda", "cpu"]
     assert served["k"] == 2

@@ -28,6 +28,7 @@ from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST, Ports, properties
 from serve.torchserve.identity import Identity
 from serve.torchserve.limits import Limits
+from serve.torchserve.state import ServedModel
 from tests.serve import artifacts
 from tests.serve.conftest import Served, free_ports, name_of
 
@@ -75,7 +76,7 @@ def test_a_worker_that_dies_at_load_ends_the_start_with_its_own_last_lines(
     store, archives = archived(make(tmp_path / "small" / "artifacts" / "dying"))
     before = time.monotonic()
     with pytest.raises(server.StartError, match="worker of small-dying died while it loaded") as caught:
-        server.start(store, "small", archives, ports=free_ports(), gpus=0)
+        server.start(store, archives, ports=free_ports(), gpus=0)
     assert reason in str(caught.value)
     assert time.monotonic() - before < 90
     assert server.running(store) is None
@@ -89,7 +90,7 @@ def test_a_port_in_use_is_named_with_the_option_that_changes_it(folders: dict[st
         taken.listen()
         ports = dataclasses.replace(free_ports(), metrics=taken.getsockname()[1])
         with pytest.raises(UserError, match=rf"port {ports.metrics} .*--metrics-port"):
-            server.start(store, "small", archives, ports=ports)
+            server.start(store, archives, ports=ports)
     assert server.running(store) is None
 
 
@@ -101,7 +102,7 @@ def test_illegal_ports_are_refused(ports: Ports) -> None:
 
 def test_a_missing_archive_is_named_with_what_makes_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"small-x\.mar: there is no such archive; .*serve package small"):
-        server.start(tmp_path, "small", {"small-x": tmp_path / "small-x.mar"})
+        server.start(tmp_path, {"small-x": layout.archive_path(tmp_path, "small", "x")})
 
 
 def test_state_of_a_process_that_is_gone_or_another_does_not_count(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_state_of_a_process_that_is_gone_or_another_does_not_count(tmp_path: Pat
     left.mkdir()
     present = Identity.of(os.getpid(), "no such word")
     for identity in (dataclasses.replace(present, pid=2**22 - 1), present):
-        state = server.RunningServer(identity, "small", ("small-x",), "small-x", str(left))
+        state = server.RunningServer(identity, (ServedModel("small-x", "small", "x"),), "small-x", str(left))
         (folder / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
         assert server.running(tmp_path) is None
     assert server.stop(tmp_path) is None
@@ -137,7 +138,7 @@ def test_paths_that_java_would_misread_are_escaped(tmp_path: Path) -> None:
 def test_a_second_start_on_the_same_store_says_that_it_is_running(served: Served) -> None:
     archives = {name_of("script"): layout.archive_path(served.store, "small", "script")}
     with pytest.raises(UserError, match=f"already running .*port {served.running.ports.inference}"):
-        server.start(served.store, "small", archives, ports=free_ports())
+        server.start(served.store, archives, ports=free_ports())
     assert served.client.ping() == "Healthy"
 
 
@@ -177,7 +178,8 @@ def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None
     store = tmp_path / "ein schöner Ort €"
     for name, device in (("script", "any"), ("half", "cuda")):
         artifacts.torchscript(store / "small" / "artifacts" / name, name, device)  # type: ignore[arg-type]
-    (store / "small" / "report.json").write_text(json.dumps({"recommended": "script"}))
+    rows = [{"name": "script", "archive": {}}, {"name": "half", "archive": {}}]
+    (store / "small" / "report.json").write_text(json.dumps({"rows": rows, "recommended": "script"}))
     (store / "small" / "sample.jpg").write_bytes(artifacts.jpeg(1))
     packed = command("package", "small", "--store", store)
     assert packed.returncode == 0, packed.stderr
@@ -187,10 +189,11 @@ def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None
     options = [f"--{name.replace('_', '-').removeprefix('inference-')}-port" for name in dataclasses.asdict(ports)]
     options[0] = "--port"
     pairs = [str(word) for pair in zip(options, dataclasses.astuple(ports), strict=True) for word in pair]
-    started = command("start", "small", "--store", store, "--device", "cpu", "--workers", "2", "--k", "4", *pairs)
+    words = ["--artifact", "all", "--device", "cpu", "--workers", "2", "--k", "4", *pairs]
+    started = command("start", "small", "--store", store, *words)
     try:
         assert started.returncode == 0, started.stderr
-        assert "left out: half (it runs on CUDA only)" in started.stdout
+        assert "left out: small-half (it runs on CUDA only)" in started.stdout
         running = server.running(store)
         assert running is not None
         with running.client(store) as client:

@@ -335,12 +335,12 @@ def test_the_stores_settings_say_whose_signature_is_required(tmp_path: Path, key
 def test_the_server_is_not_started_with_what_the_policy_refuses(archive: Path, keys: Keys, tmp_path: Path) -> None:
     store = tmp_path / "store"
     with pytest.raises(SignatureError, match="not signed"):
-        server.start(store, "small", {"small-script": archive}, policy=Policy((keys.public,)))
+        server.start(store, {"small-script": archive}, policy=Policy((keys.public,)))
     assert server.running(store) is None
     assert not (server.state_folder(store) / "archives").exists()
     forged(archive, lambda files: {**files, "handler.py": EVIL})
     with pytest.raises(SignatureError, match="--foreign-code"):
-        server.start(store, "small", {"small-script": archive})
+        server.start(store, {"small-script": archive})
 
 
 def test_the_commands_sign_and_verify(archive: Path, keys: Keys, others: Keys) -> None:

@@ -1,0 +1,266 @@
+"""Changes what a running server serves, without a lost request: add, replace, remove.
+
+TorchServe (0.12) ends a worker that is told to go in the middle of a batch, and forgets what waits for it. So another
+version of the model takes the requests first, and the old one goes when it has answered all that it had accepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import replace as with_changes
+from pathlib import Path
+
+import psutil
+
+from serve.client import Client, ServerError
+from serve.hints import command
+from serve.runtime.errors import PipelineError, UserError
+from serve.torchserve import farewell
+from serve.torchserve.archive import serving_in
+from serve.torchserve.server import running
+from serve.torchserve.staging import Pack, stage
+from serve.torchserve.state import (
+    RunningServer,
+    ServedModel,
+    archives_folder,
+    locked,
+    state_folder,
+    write_state,
+)
+from serve.torchserve.watch import Log, wait_until_ready
+from serve.verified import Policy
+
+_DEADLINE_S = 600.0
+_POLL_S = 0.05
+# From when TorchServe has been told of another default until no request is still on its way to the old one: it looks
+# the version up once a request's body is whole, and puts it into that version's queue in the next step.
+_ON_ITS_WAY_S = 0.25
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A running server that is held by its lock, and what is needed to change it."""
+
+    store: Path
+    server: RunningServer
+    client: Client
+
+
+def add(
+    store: Path,
+    archives: Mapping[str, Path],
+    *,
+    pack: Pack | None = None,
+    policy: Policy | None = None,
+    deadline_s: float = _DEADLINE_S,
+    on_ready: Callable[[str], None] = lambda model: None,
+) -> RunningServer:
+    """Serve more models, and return when each of them answers; those that are served go on meanwhile.
+
+    Args:
+        store: the store whose server it is.
+        archives: the ``.mar`` files, as they lie in their runs' folders, by the names of the models.
+        pack: packs a model otherwise than its archive.
+        policy: what may be loaded; see `server.start`.
+        deadline_s: seconds to wait.
+        on_ready: called with each model's name when it answers.
+
+    Raises:
+        UserError: a name is taken, or an archive cannot be packed so.
+        PipelineError: no server is running.
+        StartError: a worker died; none of the models is added.
+    """
+    with _changing(store) as change:
+        for name in archives:
+            if name in change.server.models:
+                raise UserError(
+                    f"a model is served as {name} already: replace it with "
+                    f"`{command(f'serve replace {name}', store)}`, or call this one otherwise, as in NAME=RUN/ARTIFACT"
+                )
+        for name in set(change.client.models()) & archives.keys():  # an add before was killed
+            change.client.unregister(name)
+        added = [ServedModel.of(name, path) for name, path in archives.items()]
+        _load(
+            change,
+            {model: archives[model.name] for model in added},
+            pack=pack,
+            policy=policy,
+            deadline_s=deadline_s,
+            on_ready=on_ready,
+        )
+        left_out = {name: why for name, why in change.server.left_out.items() if name not in archives}
+        server = with_changes(change.server, served=(*change.server.served, *added), left_out=left_out)
+        write_state(store, server)
+        return server
+
+
+def replace(
+    store: Path,
+    name: str,
+    archive: Path,
+    *,
+    pack: Pack | None = None,
+    policy: Policy | None = None,
+    deadline_s: float = _DEADLINE_S,
+) -> RunningServer:
+    """Serve another archive by the name of one that is served, and return when the old one is gone.
+
+    Both are loaded for a while. The new one gets the requests when it answers; the old one goes when it has answered
+    what it had accepted.
+
+    Args:
+        store: the store whose server it is.
+        name: the model's.
+        archive: the ``.mar`` file, as it lies in its run's folder.
+        pack: packs it otherwise.
+        policy: what may be loaded; see `server.start`.
+        deadline_s: seconds to wait for the new one.
+
+    Raises:
+        UserError: no such model is served, or the archive cannot be packed so.
+        PipelineError: no server is running.
+        StartError: the new one did not come up; the old one goes on.
+    """
+    with _changing(store) as change:
+        old = change.server.model(name)
+        new = ServedModel.of(name, archive, _next(change.client, name))
+        _load(change, {new: archive}, pack=pack, policy=policy, deadline_s=deadline_s)
+        change.client.set_default(name, new.version)
+        served = tuple(new if model == old else model for model in change.server.served)
+        server = with_changes(change.server, served=served)
+        write_state(store, server)
+        _retire(change, old)
+        return server
+
+
+def remove(store: Path, names: list[str]) -> RunningServer:
+    """Serve some models no more; what they had accepted is answered, and what comes for them later is told so.
+
+    Raises:
+        UserError: no such model is served, or no other would be left.
+        PipelineError: no server is running.
+    """
+    with _changing(store) as change:
+        server = change.server
+        gone = [server.model(name) for name in dict.fromkeys(names)]
+        left = tuple(model for model in server.served if model not in gone)
+        if not left:
+            raise UserError(f"no model would be left: stop the server instead, with `{command('serve stop', store)}`")
+        for model in gone:
+            # Its place is taken by one that refuses, so that nobody is added to a queue that is about to go.
+            refusing = with_changes(model, version=_next(change.client, model.name))
+            folder = archives_folder(store)
+            farewell.build(folder / refusing.file, model.name, refusing.version)
+            _start(change, [refusing], {refusing: 1}, _DEADLINE_S, lambda name: None, answers=False)
+            change.client.set_default(model.name, refusing.version)
+            default = server.default_model if server.default_model != model.name else left[0].name
+            served = tuple(entry for entry in server.served if entry != model)
+            server = with_changes(server, served=served, default_model=default)
+            write_state(store, server)
+            _retire(change, model)
+            _retire(change, refusing)
+        return server
+
+
+@contextmanager
+def _changing(store: Path) -> Iterator[_Change]:
+    """The store's server, held for one change at a time."""
+    if running(store) is None:
+        raise PipelineError(f"no server of {store} is running: start one with `{command('serve start RUN', store)}`")
+    with locked(store):
+        server = running(store)
+        if server is None:
+            raise PipelineError(f"the server of {store} has just been stopped")
+        with server.client(store) as client:
+            yield _Change(store, server, client)
+
+
+def _load(
+    change: _Change,
+    archives: Mapping[ServedModel, Path],
+    *,
+    pack: Pack | None,
+    policy: Policy | None,
+    deadline_s: float,
+    on_ready: Callable[[str], None] = lambda model: None,
+) -> None:
+    """Stage and start models; where one does not come up, all of them are taken away again."""
+    folder = archives_folder(change.store)
+    try:
+        workers = {}
+        for model, archive in archives.items():
+            workers[model] = serving_in(stage(folder, model, archive, pack, policy)).workers
+        _start(change, list(archives), workers, deadline_s, on_ready)
+    except BaseException:
+        for model in archives:
+            _unregister(change, model)
+        raise
+
+
+def _start(
+    change: _Change,
+    models: list[ServedModel],
+    workers: Mapping[ServedModel, int],
+    deadline_s: float,
+    on_ready: Callable[[str], None],
+    *,
+    answers: bool = True,
+) -> None:
+    log = Log.from_now(state_folder(change.store) / "logs")
+    for model in models:
+        change.client.register(model.name, model.file, workers=workers[model])
+    wait_until_ready(
+        psutil.Process(change.server.pid),
+        change.client,
+        log,
+        {model.name: model.version for model in models},
+        deadline_s=deadline_s,
+        on_ready=on_ready,
+        answers=answers,
+    )
+
+
+def _next(client: Client, name: str) -> str:
+    """A version that the model does not have; one that was left when a change was killed is still there."""
+    return f"{1 + max(int(float(version)) for version in client.versions(name))}.0"
+
+
+def _retire(change: _Change, model: ServedModel) -> None:
+    """Take a version away when it has answered what it had accepted; it gets no more requests."""
+    time.sleep(_ON_ITS_WAY_S)
+    _drain(change.client, model)
+    _unregister(change, model)
+
+
+def _drain(client: Client, model: ServedModel) -> None:
+    """Return when nothing that was asked of a version is unanswered.
+
+    Its queue is first in, first out, and a worker takes a batch when it has answered the one before. So whoever answers
+    a question that was put now has answered all that it took before; and when each worker has, so has the version.
+    A worker that does not answer is killed by TorchServe when its time is up.
+    """
+    record = client.registered(model.name, model.version)
+    until = time.monotonic() + 2.0 * float(record.get("responseTimeout", 60)) + 10.0
+    answered: set[int] = set()
+    while time.monotonic() < until:
+        record = client.registered(model.name, model.version)
+        workers = {int(worker["pid"]) for worker in record["workers"] if worker["status"] == "READY"}
+        if workers <= answered:
+            return
+        with contextlib.suppress(ServerError):
+            told = client.describe(model.name, model.version)
+            if "pid" not in told:  # packed by an earlier version of this project
+                until = min(until, time.monotonic() + float(record.get("responseTimeout", 60)))
+                time.sleep(_POLL_S)
+            answered.add(int(told.get("pid", 0)))
+
+
+def _unregister(change: _Change, model: ServedModel) -> None:
+    """Take a version away, and its archive; the lines of its worker stay in the log."""
+    with contextlib.suppress(ServerError):  # it was never there, or the server is gone
+        change.client.unregister(model.name, model.version)
+    (archives_folder(change.store) / model.file).unlink(missing_ok=True)
