@@ -232,17 +232,23 @@ class Predictor:
     def _best(self, logits: torch.Tensor, wanted: Sequence[int]) -> list[Outcome]:
         """The best classes of each row, best first; equal ones by index."""
         finite = logits.isfinite().all(dim=1).tolist()
-        values, indices = logits.softmax(dim=1).sort(dim=1, descending=True, stable=True)
-        classes = self.card.classes
-        return [
-            [
-                Label(classes[index], index, value)
-                for value, index in zip(best[:k].tolist(), order[:k].tolist(), strict=True)
-            ]
-            if good
-            else _NOT_FINITE
-            for good, best, order, k in zip(finite, values, indices, wanted, strict=True)
-        ]
+        probabilities = logits.softmax(dim=1)
+        count = probabilities.shape[1]
+        # One more than is wanted, to see whether that is as good: of equal values topk takes any. For 8 rows of 1000
+        # classes a stable sort takes 0.3 ms, and this 0.02 (torch 2.14).
+        found = probabilities.topk(min(max(wanted, default=0) + 1, count), dim=1)
+        values, order = found.values.tolist(), found.indices.tolist()
+        outcomes: list[Outcome] = []
+        for number, (best, indices, k) in enumerate(zip(values, order, wanted, strict=True)):
+            if not finite[number]:
+                outcomes.append(_NOT_FINITE)
+                continue
+            if len(set(best)) < len(best):
+                row = probabilities[number].sort(descending=True, stable=True)
+                best, indices = row.values.tolist(), row.indices.tolist()  # noqa: PLW2901
+            classes = self.card.classes
+            outcomes.append([Label(classes[i], i, value) for value, i in zip(best[:k], indices[:k], strict=True)])
+        return outcomes
 
     @property
     def execution_name(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from serve.options import ServingOptions
@@ -129,6 +133,33 @@ def test_every_answer_is_that_of_its_own_image_whoever_asks_beside_it(artifact: 
         assert [label.probability for label in labels] == pytest.approx(
             [label.probability for label in wanted], abs=1e-5
         )
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(-3, 3), min_size=5, max_size=5), st.integers(1, 9)), min_size=1, max_size=5)
+)
+def test_the_best_classes_come_first_and_equal_ones_by_index(artifact: Path, rows: list[tuple[list[int], int]]) -> None:
+    logits = torch.tensor([row for row, _ in rows], dtype=torch.float32)
+    found = ranking(artifact)._best(logits, [k for _, k in rows])
+    for (row, k), labels in zip(rows, found, strict=True):
+        assert isinstance(labels, list)
+        total = sum(math.exp(value) for value in row)
+        expected = sorted(range(5), key=lambda index: (-row[index], index))[:k]
+        assert [label.index for label in labels] == expected
+        assert [label.label for label in labels] == [artifacts.CLASSES[index] for index in expected]
+        assert [label.probability for label in labels] == pytest.approx([math.exp(row[i]) / total for i in expected])
+
+
+@functools.cache
+def ranking(artifact: Path) -> Predictor:
+    return Predictor(artifact)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_no_numbers_are_an_error_of_their_image_alone(artifact: Path, value: float) -> None:
+    logits = torch.tensor([[1.0, 2, 3, 4, 5], [1, 2, value, 4, 5], [5, 4, 3, 2, 1]])
+    found = ranking(artifact)._best(logits, [1, 1, 1])
+    assert statuses(found) == [200, 500, 200]
 
 
 def test_a_lone_request_does_not_wait_for_others(artifact: Path) -> None:
@@ -304,9 +335,10 @@ def test_where_memory_is_too_short_for_a_batch_it_goes_in_halves(gate: tuple[Ser
     until(lambda: len(service._ready) == 5)
     engine.fault = short
     engine.open.set()
+    answers = [future.result(30) for future in others]
     expected = service.predictor.predict([jpeg(seed) for seed in range(5)], 2)
-    for future, wanted in zip(others, expected, strict=True):
-        (found,) = future.result(30).outcomes
+    for answered, wanted in zip(answers, expected, strict=True):
+        (found,) = answered.outcomes
         assert isinstance(found, list)
         assert isinstance(wanted, list)
         assert [label.index for label in found] == [label.index for label in wanted]
