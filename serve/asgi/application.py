@@ -37,6 +37,9 @@ class Application:
         on_start: awaited in order when the event loop runs, before a model is loaded.
         on_stop: awaited in reverse order when every accepted HTTP request is answered, before the services end.
         draining: set when the server is told to end: it is ready no more, and connections are closed as they answer.
+        notes: lines for the person who starts it, filled until ``on_start`` is over.
+        in_flight: requests that are being received or answered, gRPC's too.
+        held: bytes of their bodies.
 
     Args:
         models: who answers.
@@ -53,14 +56,17 @@ class Application:
         self.on_start: list[Callable[[], Awaitable[None]]] = []
         self.on_stop: list[Callable[[], Awaitable[None]]] = []
         self.draining = False
-        self._held = Held(self.limits.held_bytes)
+        self.notes: list[str] = []
+        self.in_flight = 0
+        self.held = Held(self.limits.held_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request; see the ASGI specification, version 3."""
         if scope["type"] != "http":
             raise ValueError(f"only HTTP is served, not {scope['type']}")
-        call = Call(scope, receive, models=self.models, limits=self.limits, held=self._held)
+        call = Call(scope, receive, models=self.models, limits=self.limits, held=self.held)
         observation = call.observation
+        self.in_flight += 1
         try:
             response = await self._answer(call, scope)
             observation.status = response.status
@@ -71,6 +77,7 @@ class Application:
             observation.refusals += ("client-gone",)
         finally:
             call.release()
+            self.in_flight -= 1
             observation.seconds = time.monotonic() - call.arrived
             self.observe(observation)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from serve.asgi import kserve_routes, oip_routes
+from serve.asgi.metrics import Metrics
+
 if TYPE_CHECKING:
     from serve.asgi.application import Application
     from serve.asgi.process import Settings
@@ -16,3 +19,10 @@ def extend(application: Application, settings: Settings) -> None:
         application: has TorchServe's paths and the request log.
         settings: how the process serves.
     """
+    kserve_routes.add_routes(application)
+    oip_routes.add_routes(application)
+    Metrics(application)
+    if settings.grpc_port is not None:
+        from serve.asgi.grpc_server import GrpcServer  # grpcio takes a tenth of a second, and threads
+
+        GrpcServer(application, settings.listening, port=settings.grpc_port, grace_s=settings.drain_s).attach()

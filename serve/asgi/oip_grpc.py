@@ -32,6 +32,7 @@ STATUSES: Mapping[int, str] = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
     # Of pixels, instances or bytes; RESOURCE_EXHAUSTED tells clients to try again.
     413: "INVALID_ARGUMENT",
     415: "INVALID_ARGUMENT",

@@ -35,7 +35,7 @@ from serve.asgi.logs import RequestLog
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
 from serve.asgi.tokens import Tokens
-from serve.runtime.errors import EngineError, PipelineError, one_line
+from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 from serve.verified import Policy
 
 _LOG = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Settings:
 
     Attributes:
         listening: where.
+        grpc_port: where gRPC listens, at the same host, with the same certificate; 0: any that is free; None: nowhere.
         limits: what a client may cost.
         token_file: see `Tokens`; None: nobody is asked for a token.
         policy: what may be loaded.
@@ -60,6 +61,7 @@ class Settings:
     """
 
     listening: Listening = field(default_factory=Listening)
+    grpc_port: int | None = None
     limits: Limits = field(default_factory=Limits)
     token_file: Path | None = None
     policy: Policy = field(default_factory=Policy)
@@ -68,6 +70,12 @@ class Settings:
     log_requests: bool = False
     drain_delay_s: float = 0.0
     drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.grpc_port is not None and self.listening.path is not None:
+            raise UserError("--grpc-port needs an address to listen on, and --socket has none: use --host and --port")
+        if self.grpc_port is not None and not 0 <= self.grpc_port <= 65535:
+            raise UserError(f"--grpc-port must be between 0 and 65535, got {self.grpc_port}")
 
 
 def build(settings: Settings, models: Models) -> Application:
@@ -172,7 +180,7 @@ class _Process:
             await start()
         url = settings.listening.url(opened)
         self._say(f"serving {', '.join(f'{entry.name} {entry.version}' for entry in first)} at {url}: loading")
-        for line in settings.listening.opens(tokens=settings.token_file is not None):
+        for line in (*self._application.notes, *settings.listening.opens(tokens=settings.token_file is not None)):
             self._say(line)
         serving = asyncio.ensure_future(server.serve(sockets=[opened]))
         loading = asyncio.ensure_future(self._load(first, url))

@@ -36,6 +36,10 @@ def run(
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = 8080,
+    grpc_port: Annotated[
+        int | None,
+        typer.Option(help="Port for the Open Inference Protocol over gRPC, at the same host; 0: any that is free."),
+    ] = None,
     socket: Annotated[
         Path | None, typer.Option(help="Listen on a unix socket here instead, which only this user can open.")
     ] = None,
@@ -77,10 +81,11 @@ def run(
 ) -> None:
     """Serve models with our own server, in the foreground, until SIGTERM or Ctrl-C.
 
-    It has TorchServe's paths and answers (/predictions/NAME), and is made for containers and systemd: /health/live and
-    /health/ready, JSON logs on stderr, tokens from a file, what was accepted is answered before it ends. SIGHUP: it
-    looks again at what is to be served (the runs, or the file of --models), opens what is new beside what is served,
-    and changes over without a lost request.
+    It has TorchServe's paths and answers (/predictions/NAME), KServe's (/v1/models/NAME:predict), those of the Open
+    Inference Protocol (/v2/models/NAME/infer, and gRPC by --grpc-port) and /metrics for Prometheus. It is made for
+    containers and systemd: /health/live and /health/ready, JSON logs on stderr, tokens from a file, what was accepted
+    is answered before it ends. SIGHUP: it looks again at what is to be served (the runs, or the file of --models),
+    opens what is new beside what is served, and changes over without a lost request.
     """
     # libgomp reads its variables when torch loads it.
     for name, value in ENVIRONMENT.items():
@@ -115,6 +120,7 @@ def run(
         )
         settings = Settings(
             listening=listening,
+            grpc_port=grpc_port,
             limits=limits,
             token_file=tokens,
             policy=policy_of(store, require_signed or ()),

@@ -19,6 +19,7 @@ from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST, Ports
 from tests.serve import artifacts
+from tests.serve.own_server import Running, run_server
 
 #: What a batch of the exported program may hold; the others have the default.
 BATCH_PIXELS = 60_000_000
@@ -108,3 +109,10 @@ def served(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
             yield Served(store, running, client, folders)
     finally:
         server.stop(store)
+
+
+@pytest.fixture(scope="session")
+def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Our own server, with every protocol, for all tests of this folder."""
+    with run_server(tmp_path_factory.mktemp("own")) as running:
+        yield running

@@ -169,7 +169,7 @@ def test_a_body_beyond_the_limit_is_refused_before_the_rest_is_read(served: Serv
 
     asyncio.run(count())
     assert left == [b"never read"] * 5
-    assert made._held.bytes == 0
+    assert made.held.bytes == 0
 
 
 def test_bodies_that_are_held_together_are_bounded(served: Served) -> None:
@@ -177,7 +177,7 @@ def test_bodies_that_are_held_together_are_bounded(served: Served) -> None:
     assert ask(made, "POST", "/predictions/tiny", b"x" * 1001).status == 503
     answer = ask(made, "POST", "/predictions/tiny", b"x" * 900)
     assert answer.status == 415
-    assert made._held.bytes == 0
+    assert made.held.bytes == 0
 
 
 def test_a_body_that_does_not_come_is_given_up(served: Served) -> None:

@@ -1,0 +1,269 @@
+"""The Open Inference Protocol's gRPC service beside the HTTP server: the same models, queue, tokens and observers.
+
+It lives in the application's event loop. A client's deadline becomes the service's; what is cancelled is not computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from serve.asgi import oip, oip_grpc
+from serve.asgi.application import CLIENT_GONE, server_timing
+from serve.asgi.asking import Asking, ClientGoneError, refused_items
+from serve.asgi.listening import Listening
+from serve.asgi.messages import RefusedError, try_again
+from serve.asgi.observing import Observation
+from serve.asgi.oip_messages import METHODS, SERVICE, message
+from serve.asgi.oip_routes import project_version, refusal, signature
+from serve.runtime.errors import RequestError, UserError
+
+if TYPE_CHECKING:
+    from serve.asgi.application import Application
+
+_LOG = logging.getLogger(__name__)
+_PUBLIC = ("ServerLive", "ServerReady")
+_METADATA_BYTES = 16 * 1024
+_LONGEST_ID = 128
+
+
+class GrpcServer:
+    """The service of one application.
+
+    Args:
+        application: who answers; everybody who reaches the address may ask, with a token if the application has any.
+        listening: at whose host, and with whose certificate.
+        port: 0 takes a free one, and ``port`` says which.
+        grace_s: seconds for requests that are under way when it stops.
+    """
+
+    def __init__(
+        self, application: Application, listening: Listening | None = None, *, port: int = 0, grace_s: float = 30.0
+    ) -> None:
+        self.application = application
+        self.port = port
+        self._listening = listening or Listening()
+        self._grace_s = grace_s
+        self._server: Any = None
+
+    def attach(self) -> None:
+        """Start and stop with the application."""
+        self.application.on_start.append(self.start)
+        self.application.on_stop.append(self.stop)
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            UserError: the address cannot be used.
+        """
+        limits = self.application.limits
+        server = grpc.aio.server(
+            maximum_concurrent_rpcs=limits.connections,
+            options=[
+                ("grpc.max_receive_message_length", limits.body_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_metadata_size", _METADATA_BYTES),
+                ("grpc.max_connection_idle_ms", limits.keep_alive_s * 1000),
+                ("grpc.so_reuseport", 0),  # or a second server would share the port, and the requests
+            ],
+        )
+        handlers = {
+            # As streams, of which one message is read: so the token is looked at before the message is taken in.
+            name: grpc.stream_unary_rpc_method_handler(
+                self._behaviour(name),
+                request_deserializer=None,
+                response_serializer=lambda response: response.SerializeToString(),
+            )
+            for name in METHODS
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        host = self._listening.host
+        place = f"[{host}]" if ":" in host else host
+        credentials = _credentials(self._listening)
+        try:
+            if credentials is None:
+                self.port = server.add_insecure_port(f"{place}:{self.port}")
+            else:
+                self.port = server.add_secure_port(f"{place}:{self.port}", credentials)
+        except RuntimeError:  # its text speaks of C++
+            raise UserError(
+                f"gRPC cannot listen at {place}:{self.port}: stop what listens there or choose another --grpc-port"
+            ) from None
+        self.application.notes.append(f"gRPC at {place}:{self.port}{'' if credentials is None else ', with TLS'}")
+        await server.start()
+        self._server = server
+
+    async def stop(self) -> None:
+        """Take no more requests, and wait for those that are under way."""
+        if self._server is not None:
+            await self._server.stop(self._grace_s)
+            self._server = None
+
+    def _behaviour(self, name: str) -> Callable[[Any, Any], Awaitable[Any]]:
+        methods: dict[str, Callable[[Any, _Asked], Awaitable[Any]]] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._model_infer,
+        }
+        method = methods[name]
+
+        async def answer(messages: AsyncIterator[bytes], context: Any) -> Any:
+            asked = _Asked(name, context)
+            self.application.in_flight += 1
+            try:
+                response = await self._answer(method, messages, asked)
+            finally:
+                self.application.in_flight -= 1
+                self.application.held.bytes -= asked.kept
+                asked.observation.seconds = time.monotonic() - asked.arrived
+                self.application.observe(asked.observation)
+            if isinstance(response, RefusedError):
+                code = grpc.StatusCode[oip_grpc.STATUSES.get(response.status, "UNKNOWN")]
+                await context.abort(code, str(response), (*asked.trailers(), *response.headers))
+            context.set_trailing_metadata(asked.trailers())
+            return response
+
+        return answer
+
+    async def _answer(
+        self, method: Callable[[Any, _Asked], Awaitable[Any]], messages: AsyncIterator[bytes], asked: _Asked
+    ) -> Any | RefusedError:
+        observation = asked.observation
+        observation.status = 200
+        try:
+            if asked.method not in _PUBLIC and self.application.tokens is not None:
+                self.application.tokens.check(asked.metadata.get("authorization", ""))
+            return await method(await self._received(messages, asked), asked)
+        except RefusedError as error:
+            if error.kind not in observation.refusals:  # that of an image was counted as its own
+                observation.refusals += (error.kind,)
+            observation.status = error.status
+            return error
+        except (asyncio.CancelledError, ClientGoneError):
+            # gRPC cancels what the client has given up, and what its deadline is over for.
+            observation.status = CLIENT_GONE
+            observation.refusals += ("client-gone",)
+            raise
+        except Exception:  # noqa: BLE001 - one request's fault must not be told as gRPC would: with its text
+            _LOG.exception("request %s failed", observation.request_id)
+            observation.status, observation.refusals = 500, (*observation.refusals, "fault")
+            reason = f"the server failed; its log has the reason under {observation.request_id}"
+            return RefusedError(500, reason, "fault")
+
+    async def _received(self, messages: AsyncIterator[bytes], asked: _Asked) -> Any:
+        """The one message of a request."""
+        limits, held = self.application.limits, self.application.held
+        try:
+            async with asyncio.timeout(limits.body_s):
+                content = await anext(messages)
+        except TimeoutError:
+            raise RefusedError(408, f"the message did not arrive within {limits.body_s:g} s", "slow-client") from None
+        except StopAsyncIteration:
+            raise RefusedError(400, "the request has no message", "bad-request") from None
+        asked.kept = len(content)
+        held.bytes += asked.kept
+        if held.bytes > held.limit:
+            raise try_again("the server holds as many bodies as it may: try again later", "memory")
+        try:
+            return message(f"{asked.method}Request").FromString(content)
+        except DecodeError:
+            raise RefusedError(400, f"the message is no {asked.method}Request", "bad-request") from None
+
+    async def _server_live(self, _: Any, __: _Asked) -> Any:
+        return message("ServerLiveResponse")(live=True)
+
+    async def _server_ready(self, _: Any, __: _Asked) -> Any:
+        return message("ServerReadyResponse")(ready=self.application.unready is None)
+
+    async def _model_ready(self, request: Any, _: _Asked) -> Any:
+        served = self.application.models.get(request.name, request.version or None)
+        return message("ModelReadyResponse")(ready=served.ready)
+
+    async def _server_metadata(self, _: Any, __: _Asked) -> Any:
+        return message("ServerMetadataResponse")(**oip.server_metadata(project_version()))
+
+    async def _model_metadata(self, request: Any, _: _Asked) -> Any:
+        models = self.application.models
+        return oip_grpc.write_metadata(signature(models, models.get(request.name, request.version or None)))
+
+    async def _model_infer(self, request: Any, asked: _Asked) -> Any:
+        models, observation = self.application.models, asked.observation
+        served = models.get(request.model_name, request.model_version or None)
+        observation.model, observation.version = served.name, served.version
+        with served.held():
+            told = signature(models, served)
+            try:
+                # Pixels are laid out anew, which may take long: the loop answers others meanwhile.
+                encoded = all(entry.datatype == "BYTES" for entry in request.inputs)
+                inference = (
+                    oip_grpc.read(told, request) if encoded else await asyncio.to_thread(oip_grpc.read, told, request)
+                )
+            except RequestError as error:
+                raise RefusedError(error.status, str(error), "bad-request") from None
+            observation.images = len(inference.request.images)
+            answered = await Asking(served, inference.request, asked.deadline(inference.timeout_s)).answered()
+            observation.stages, observation.batch_size = answered.stages, answered.batch_size
+            observation.refusals += refused_items(answered)
+            try:
+                outputs = oip.write_outputs(told, inference, answered.outcomes)
+            except RequestError as error:
+                raise refusal(error) from None
+            return oip_grpc.write(told, served.version, inference, outputs)
+
+
+def _credentials(listening: Listening) -> Any:
+    """For TLS; None: without.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    if listening.certificate is None:
+        return None
+    try:
+        chain = listening.certificate.read_bytes()
+        key = chain if listening.key is None else listening.key.read_bytes()
+        authorities = None if listening.client_authorities is None else listening.client_authorities.read_bytes()
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    return grpc.ssl_server_credentials(((key, chain),), authorities, authorities is not None)
+
+
+class _Asked:
+    """One request as its context tells of it."""
+
+    def __init__(self, method: str, context: Any) -> None:
+        self.arrived = time.monotonic()
+        self.method = method
+        self.kept = 0  # bytes of its message
+        self.metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+        given = self.metadata.get("x-request-id", "")
+        request_id = given if 0 < len(given) <= _LONGEST_ID else secrets.token_hex(8)
+        self.observation = Observation(request_id, f"grpc/{method}")
+        self._left = context.time_remaining()
+
+    def deadline(self, timeout_s: float | None) -> float | None:
+        """When the client gives up, by gRPC or by the request, in seconds of `time.monotonic`; None: never."""
+        told = [seconds for seconds in (self._left, timeout_s) if seconds is not None]
+        return self.arrived + min(told) if told else None
+
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        """What is told behind the answer."""
+        observation = self.observation
+        found: tuple[tuple[str, str], ...] = (("x-request-id", observation.request_id),)
+        if observation.version is not None:
+            found += (("x-model-version", observation.version),)
+        if observation.stages is not None:
+            found += (("server-timing", server_timing(observation, time.monotonic() - self.arrived).decode()),)
+        return found
