@@ -29,6 +29,22 @@ RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RE
 # The run's name; by default the commands make it of MODEL and DATA.
 RUN ?=
 REPLACE ?=
+# Options of `serve start` (make serve) by their names in capitals: those that take a value, several words, or none.
+ARTIFACTS ?=
+SERVE_VALUES := HOST PORT MANAGEMENT_PORT METRICS_PORT GRPC_INFERENCE_PORT GRPC_MANAGEMENT_PORT QUEUE BODY_MB HELD_MB \
+	RECEIVE_S DRAIN_S WORKERS THREADS BATCH_SIZE MAX_BATCH_DELAY_MS DECODE_THREADS QUEUE_LIMIT BUCKETS K INSTANCE_LIMIT \
+	RESPONSE_TIMEOUT_S STARTUP_TIMEOUT_S
+SERVE_LISTS := ENGINE OPTION BUDGET REQUIRE_SIGNED
+SERVE_FLAGS := EXPOSE STRICT STRICT_START ACCESS_LOG FOREIGN_CODE
+# Some shells say by it where they are.
+ifeq ($(origin HOST),environment)
+override HOST :=
+endif
+option = --$(shell echo '$(1)' | tr 'A-Z_' 'a-z-')
+SERVE_OPTIONS = $(foreach word,$(ARTIFACTS),--artifact '$(word)') \
+	$(foreach name,$(SERVE_VALUES),$(if $($(name)),$(call option,$(name)) '$($(name))')) \
+	$(foreach name,$(SERVE_LISTS),$(foreach word,$($(name)),$(call option,$(name)) '$(word)')) \
+	$(foreach name,$(SERVE_FLAGS),$(if $($(name)),$(call option,$(name))))
 THE_RUN = $(if $(RUN),'$(RUN)','$(MODEL)' --data '$(DATA)')
 
 # The first Python 3.12 or 3.11 that really starts (a pyenv shim may exist and not).
@@ -37,7 +53,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install optimize serve stop package test lint bench bench-cpu bench-data audit clean
+.PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-data audit clean
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
@@ -46,6 +62,8 @@ help: ## this list
 	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name]"
 	@echo "                   [CLASSES=file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1]"
 	@echo "                   [RUN=name] [REPLACE=1]"
+	@echo "       make serve  [ARTIFACTS=all|'name name'] [PORT=number] [WORKERS=number] and each other option of"
+	@echo "                   \`serve start\`, in capitals: [BATCH_SIZE=8] [ENGINE=openvino] [EXPOSE=1 HOST=0.0.0.0]"
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -87,18 +105,17 @@ bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; wri
 package: $(VENV)/.installed ## pack the archives of a run again
 	@$(BIN)/python -m serve package $(THE_RUN) --store '$(STORE)'
 
-serve: $(VENV)/.installed ## serve the run's archives over REST, on loopback
-	@$(BIN)/python -m serve start $(THE_RUN) --store '$(STORE)' --device '$(DEVICE)'
+serve: $(VENV)/.installed ## serve what the run recommends over REST, on loopback
+	@$(BIN)/python -m serve start $(THE_RUN) --store '$(STORE)' --device '$(DEVICE)' $(SERVE_OPTIONS)
 
-stop: $(VENV)/.installed ## stop the server
-	@$(BIN)/python -m serve stop $(if $(RUN),'$(RUN)') --store '$(STORE)'
+# Neither installs anything: without an environment nothing was started from here.
+stop: ## stop the server
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m serve stop $(if $(RUN),'$(RUN)') --store '$(STORE)'; \
+	else echo "no server is running: there is no environment here ($(VENV)) that could have started one"; fi
 
-$(VENV)/.installed-audit: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
-	@touch $@
-
-audit: $(VENV)/.installed-audit ## what is known against the Python packages and TorchServe's jar (needs a network)
-	@$(BIN)/python -m serve audit
+status: ## how the server and its models are; fails where one has no ready worker
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m serve status --store '$(STORE)'; \
+	else echo "no server is running: there is no environment here ($(VENV)) that could have started one"; exit 1; fi
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check optimize serve tests examples benchmarks

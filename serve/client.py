@@ -40,9 +40,11 @@ class Client:
         ports: where it listens.
         state: the server's private folder, which holds its keys (see `server.state_folder`).
         timeout_s: longest wait for one answer, in seconds.
+        address: where it answers predictions, if not on loopback.
     """
 
-    def __init__(self, ports: Ports, state: Path, timeout_s: float = 60.0) -> None:
+    def __init__(self, ports: Ports, state: Path, timeout_s: float = 60.0, *, address: str | None = None) -> None:
+        self._address = address or f"http://{HOST}:{ports.inference}"
         self._ports = ports
         self._state = state
         # A proxy of the environment has no business on loopback.
@@ -200,8 +202,9 @@ class Client:
 
     def _request(self, method: str, port: int, path: str, key: str | None, **content: Any) -> httpx.Response:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        base = self._address if port == self._ports.inference else f"http://{HOST}:{port}"
         try:
-            answer = self._http.request(method, f"http://{HOST}:{port}{path}", headers=headers, **content)
+            answer = self._http.request(method, f"{base}{path}", headers=headers, **content)
         except httpx.ConnectError:
             raise ServerError(
                 f"no server answers on port {port}: start one with `{command('serve start RUN')}`"

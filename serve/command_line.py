@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from serve.runtime.errors import PipelineError
 
@@ -40,6 +40,47 @@ class OneLineGroup(TyperGroup):
         if standalone_mode:
             sys.exit(outcome if isinstance(outcome, int) else 0)
         return outcome
+
+
+class PlainCommand(TyperCommand):
+    """A command whose help is plain lines, its options under the titles of their panels."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write them."""
+        found = [(param, param.get_help_record(ctx)) for param in self.get_params(ctx)]
+        kinds = {"argument": "Arguments", "option": "Options"}
+        _write_sections(
+            formatter,
+            [
+                (getattr(param, "rich_help_panel", None) or kinds[param.param_type_name], record)
+                for param, record in found
+                if record is not None
+            ],
+        )
+
+
+class PlainGroup(OneLineGroup):
+    """A group whose help is plain lines, its commands under the titles of their panels."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write them."""
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        room = formatter.width - 6 - max(len(name) for name, _ in found)
+        _write_sections(
+            formatter,
+            [
+                (getattr(entry, "rich_help_panel", None) or "Commands", (name, entry.get_short_help_str(2 * room)))
+                for name, entry in found
+                if entry is not None
+            ],
+        )
+
+
+def _write_sections(formatter: Any, entries: Sequence[tuple[str, tuple[str, str]]]) -> None:
+    """Write entries under their titles, in the order in which these are first met."""
+    for title in dict.fromkeys(title for title, _ in entries):
+        with formatter.section(title):
+            formatter.write_dl([entry for other, entry in entries if other == title])
 
 
 def _complain_of_usage(error: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -64,6 +65,10 @@ def _engine_options(words: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
+_REST = re.compile(r"; None: [^.]*|(?<=\.)\s.*", re.DOTALL)
+
+_PANEL = "How models are served, where that is not as their archives say"
+
 _SPECIAL = {
     "buckets": _Words("--buckets", "SIZE,SIZE…", str, _sizes, "any size"),
     "engines": _Words("--engine", "ENGINE", list[str], tuple, "as measured"),
@@ -105,25 +110,19 @@ def with_serving_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _option(name: str, field: FieldInfo) -> Any:
     """The type of a setting's option, which is None where it is not given."""
-    bounds = {
-        "min": next((entry.ge for entry in field.metadata if isinstance(entry, Ge)), None),
-        "max": next((entry.le for entry in field.metadata if isinstance(entry, Le)), None),
-    }
-    meaning = (field.description or "").replace("[", "\\[")  # which rich would take for a style
+    # The first sentence, without the default, which is told apart: the others are in `help(ServingOptions)`.
+    meaning = _REST.sub("", field.description or "")
+    words: dict[str, Any] = {"help": meaning, "rich_help_panel": _PANEL}
     if name in _SPECIAL:
-        words = _SPECIAL[name]
-        repeats = "" if words.kind is str else " Repeatable."
+        own = _SPECIAL[name]
+        words["help"] += "" if own.kind is str else " Repeatable."
         return Annotated[
-            words.kind | None,
-            typer.Option(
-                words.flag,
-                metavar=words.metavar,
-                help=meaning + repeats,
-                show_default=words.usual or False,
-            ),
+            own.kind | None, typer.Option(own.flag, metavar=own.metavar, show_default=own.usual or False, **words)
         ]
     flag = f"--{name.replace('_', '-')}"
-    usual = "one per core" if field.default is None else str(field.default).lower()
+    words["show_default"] = "one per core" if field.default is None else str(field.default).lower()
     if isinstance(field.default, bool):
-        return Annotated[bool | None, typer.Option(f"{flag}/--no{flag[1:]}", help=meaning, show_default=usual)]
-    return Annotated[int | None, typer.Option(flag, help=meaning, show_default=usual, **bounds)]  # type: ignore[arg-type]
+        return Annotated[bool | None, typer.Option(f"{flag}/--no{flag[1:]}", **words)]
+    words["min"] = next((entry.ge for entry in field.metadata if isinstance(entry, Ge)), None)
+    words["max"] = next((entry.le for entry in field.metadata if isinstance(entry, Le)), None)
+    return Annotated[int | None, typer.Option(flag, metavar="N", **words)]

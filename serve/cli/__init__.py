@@ -13,14 +13,16 @@ from serve.cli.running import run
 from serve.cli.server import add, remove, replace, start, status, stop
 from serve.cli.signatures import sign, verify
 from serve.cli.tuning import tune
-from serve.command_line import OneLineGroup
+from serve.command_line import PlainCommand, PlainGroup
 
 app = typer.Typer(
-    cls=OneLineGroup,
+    cls=PlainGroup,
     help="Pack a run's artifacts into archives, and serve them on this machine, by TorchServe or by our own server.\n\n"
     "A run is what `python -m optimize run MODEL` leaves in the store. Both servers listen on loopback and ask for a "
     "token; TorchServe's keys, configuration and logs are in STORE/.server.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # plain lines: half as many as in its boxes, and nothing is cut off
+    context_settings={"max_content_width": 100},
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -36,7 +38,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 
 for _group, _commands in COMMANDS.items():
     for _command in _commands:
-        app.command(rich_help_panel=_group)(_command)
+        app.command(cls=PlainCommand, rich_help_panel=_group)(_command)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from serve.runs import Selection
     from serve.torchserve.state import RunningServer
 
-PORTS = "Ports, on loopback"
+PORTS = "Ports, on loopback where --host does not say otherwise"
 
 
 @with_serving_options
@@ -46,6 +46,12 @@ def start(
         bool, typer.Option("--strict-start", help="Start all that was asked for, or nothing.")
     ] = False,
     device: Device = "auto",
+    host: Annotated[
+        str, typer.Option(help="Address of the predictions; others than loopback with --expose.", rich_help_panel=PORTS)
+    ] = "127.0.0.1",
+    expose: Annotated[
+        bool, typer.Option("--expose", help="Let others than this machine in, on --host.", rich_help_panel=PORTS)
+    ] = False,
     port: Annotated[int, typer.Option(help="Of the predictions.", rich_help_panel=PORTS)] = 8080,
     management_port: Annotated[int, typer.Option(help="Of descriptions and changes.", rich_help_panel=PORTS)] = 8081,
     metrics_port: Annotated[int, typer.Option(help="Of Prometheus; asks for no token.", rich_help_panel=PORTS)] = 8082,
@@ -60,10 +66,11 @@ def start(
     with reported("error: interrupted: the server was stopped"):
         from serve import runs
         from serve.torchserve import server
-        from serve.torchserve.configuration import Ports
+        from serve.torchserve.configuration import Ports, check_host
         from serve.verified import policy_of
 
         limits = Limits(queue, body_mb, held_mb, receive_s, drain_s, access_log)
+        host = check_host(host, expose=expose)
         selection = _selected(store, targets, artifact, data, device, strict=strict_start)
         if server.running(store) is None:  # one before it may not have stopped in order
             for run in dict.fromkeys(path.parents[1].name for path in selection.archives.values()):
@@ -73,6 +80,7 @@ def start(
             store,
             selection.archives,
             ports=Ports(port, management_port, metrics_port, grpc_inference_port, grpc_management_port),
+            host=host,
             limits=limits,
             default_model=selection.default_model,
             gpus=0 if device == "cpu" else None,
@@ -83,6 +91,11 @@ def start(
             on_ready=lambda model: typer.echo(f"ready: {model}"),
             on_left_out=lambda model, reason: typer.echo(f"left out: {model} ({reason})"),
         )
+        if not host.startswith("127."):
+            typer.echo(
+                f"open to whoever reaches http://{host}:{port}: predictions, which ask for the token, and without "
+                "encryption; put a proxy with TLS before it. All other ports are on loopback"
+            )
         typer.echo(f"metrics: http://127.0.0.1:{metrics_port}/metrics")
         typer.echo(f"stop it with: {target('stop', 'serve stop', store)}")
         typer.echo("try it:")
@@ -238,4 +251,4 @@ def _curl(store: Path, running: RunningServer) -> str:
     sample = sample_image(store, running.model(running.default_model).run)
     header = shlex.quote(f"@{state_folder(store) / HEADER_FILE}")
     image = shlex.quote(str(sample.resolve())) if sample is not None else "IMAGE.jpg"
-    return f"curl -H {header} -T {image} http://127.0.0.1:{running.ports.inference}/predictions/{running.default_model}"
+    return f"curl -H {header} -T {image} {running.address}/predictions/{running.default_model}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import asdict, dataclass
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,11 @@ class Ports:
     grpc_inference: int = 7070
     grpc_management: int = 7071
 
-    def check_free(self) -> None:
+    def check_free(self, host: str = HOST) -> None:
         """See that each port can be bound now.
+
+        Args:
+            host: the address of the predictions; the others are on loopback.
 
         Raises:
             UserError: one is out of range, given twice, or in use.
@@ -50,7 +54,7 @@ class Ports:
                 # As Java does: a connection of the last server that lingers in TIME_WAIT is no obstacle.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
-                    probe.bind((HOST, port))
+                    probe.bind((host if purpose == "inference" else HOST, port))
                 except OSError as error:
                     raise UserError(
                         f"port {port} cannot be used for {purpose} ({error.strerror}): "
@@ -58,7 +62,28 @@ class Ports:
                     ) from None
 
 
-def properties(ports: Ports, limits: Limits, *, archives: Path, metrics_file: Path, gpus: int | None) -> str:
+def check_host(host: str, *, expose: bool) -> str:
+    """The address to answer predictions on, as digits.
+
+    Args:
+        host: an IPv4 address, or ``localhost``.
+        expose: whether others than this machine may be let in.
+
+    Raises:
+        UserError: it is no such address, or not of loopback and nobody said that it may be.
+    """
+    try:
+        address = IPv4Address(HOST if host == "localhost" else host)
+    except ValueError:
+        raise UserError(f"--host must be an IPv4 address, such as 127.0.0.1 or 0.0.0.0, got {host!r}") from None
+    if not address.is_loopback and not expose:
+        raise UserError(f"--host {host} lets others than this machine in: say so with --expose")
+    return str(address)
+
+
+def properties(
+    ports: Ports, limits: Limits, *, archives: Path, metrics_file: Path, gpus: int | None, host: str = HOST
+) -> str:
     """The text of ``config.properties``.
 
     Args:
@@ -67,10 +92,11 @@ def properties(ports: Ports, limits: Limits, *, archives: Path, metrics_file: Pa
         archives: the only place that models may come from.
         metrics_file: our metrics.yaml.
         gpus: most GPUs to use (0: none); None leaves it to TorchServe, which counts with nvidia-smi.
+        host: the address of the predictions over HTTP; all else is on loopback.
     """
     threads = max(2, min(4, os.cpu_count() or 1))
     settings: dict[str, object] = {
-        "inference_address": f"http://{HOST}:{ports.inference}",
+        "inference_address": f"http://{host}:{ports.inference}",
         "management_address": f"http://{HOST}:{ports.management}",
         "metrics_address": f"http://{HOST}:{ports.metrics}",
         "grpc_inference_address": HOST,

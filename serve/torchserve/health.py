@@ -65,7 +65,7 @@ class Health:
         return {
             "status": self.word,
             "pid": self.server.pid,
-            "address": f"http://127.0.0.1:{self.server.ports.inference}",
+            "address": self.server.address,
             "ports": asdict(self.server.ports),
             "default_model": self.server.default_model,
             "models": [
@@ -83,7 +83,7 @@ class Health:
     def text(self) -> str:
         """The same for a reader, as lines."""
         runs = f"run{'s' if len(self.server.runs) > 1 else ''} {', '.join(self.server.runs)}"
-        lines = [f"{self.word}: {runs}, pid {self.server.pid}, http://127.0.0.1:{self.server.ports.inference}"]
+        lines = [f"{self.word}: {runs}, pid {self.server.pid}, {self.server.address}"]
         for entry in self.models:
             lines += _lines(entry, default=entry.model.name == self.server.default_model)
         lines += [f"  left out: {name} ({reason})" for name, reason in self.server.left_out.items()]

@@ -20,7 +20,7 @@ import psutil
 
 from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
-from serve.torchserve.configuration import Ports, metrics_yaml, properties
+from serve.torchserve.configuration import HOST, Ports, metrics_yaml, properties
 from serve.torchserve.identity import ALIVE_FILE, Identity, hold, life_of, nameless, new_nonce
 from serve.torchserve.java import command_line, environment, java_executable
 from serve.torchserve.limits import Limits
@@ -79,6 +79,7 @@ def start(
     archives: Mapping[str, Path],
     *,
     ports: Ports | None = None,
+    host: str = HOST,
     limits: Limits | None = None,
     default_model: str | None = None,
     gpus: int | None = None,
@@ -96,6 +97,7 @@ def start(
         store: the store whose server it is; it has one at a time.
         archives: the ``.mar`` files, as they lie in their runs' folders, by the names of the models.
         ports: where to listen; None takes the defaults.
+        host: the address of predictions over HTTP; what is not loopback lets others in.
         limits: what it may hold; None takes the defaults.
         default_model: which model `predict` takes when none is named; None takes the first.
         gpus: most GPUs to use; 0 serves on the CPU, None takes what TorchServe finds.
@@ -129,7 +131,7 @@ def start(
             )
         _clean(store)
         java = java_executable()
-        ports.check_free()
+        ports.check_free(host)
         served = tuple(ServedModel.of(name, path) for name, path in archives.items())
         try:
             for model in served:
@@ -139,6 +141,7 @@ def start(
                 java=java,
                 served=served,
                 ports=ports,
+                host=host,
                 limits=limits or Limits(),
                 default_model=default_model or served[0].name,
                 left_out=dict(left_out or {}),
@@ -209,6 +212,7 @@ def _launch(
     java: Path,
     served: Sequence[ServedModel],
     ports: Ports,
+    host: str,
     limits: Limits,
     default_model: str,
     left_out: dict[str, str],
@@ -221,7 +225,7 @@ def _launch(
     metrics = state / "metrics.yaml"
     metrics.write_text(metrics_yaml(), encoding="utf-8")
     config = state / _CONFIG_FILE
-    settings = properties(ports, limits, archives=folder, metrics_file=metrics, gpus=gpus)
+    settings = properties(ports, limits, archives=folder, metrics_file=metrics, gpus=gpus, host=host)
     config.write_text(settings, encoding="ascii")
     # Short and private: TorchServe 0.12 puts its workers' sockets here, as .ts.sock.9000 and on. A socket's
     # path has at most 107 bytes, and in the common temporary folder two servers would take each other's.
@@ -258,7 +262,7 @@ def _launch(
     try:
         process = psutil.Process(popen.pid)
         identity = Identity.of(popen.pid, nonce)
-        server = RunningServer(identity, tuple(served), default_model, temporary, ports, limits, left_out)
+        server = RunningServer(identity, tuple(served), default_model, temporary, ports, limits, left_out, host)
         write_state(store, server)
     except BaseException:
         popen.kill()  # or nobody would know of it

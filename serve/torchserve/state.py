@@ -16,7 +16,7 @@ from serve import layout
 from serve.client import Client
 from serve.runtime.errors import UserError
 from serve.torchserve.archive import MODEL_VERSION
-from serve.torchserve.configuration import Ports
+from serve.torchserve.configuration import HOST, Ports
 from serve.torchserve.identity import Identity
 from serve.torchserve.limits import Limits
 
@@ -59,7 +59,8 @@ class RunningServer:
     """A server as its state file records it.
 
     ``identity`` tells its Java process from every other; ``temporary`` holds its sockets and the unpacked archives;
-    ``left_out`` has the reason for each model that was asked for and is not served.
+    ``left_out`` has the reason for each model that was asked for and is not served; ``host`` is the address that
+    predictions over HTTP are answered on, all else being on loopback.
     """
 
     identity: Identity
@@ -69,6 +70,12 @@ class RunningServer:
     ports: Ports = field(default_factory=Ports)
     limits: Limits = field(default_factory=Limits)
     left_out: dict[str, str] = field(default_factory=dict)
+    host: str = HOST
+
+    @property
+    def address(self) -> str:
+        """Where predictions are answered, as this machine reaches it."""
+        return f"http://{HOST if self.host == '0.0.0.0' else self.host}:{self.ports.inference}"
 
     @property
     def pid(self) -> int:
@@ -103,7 +110,7 @@ class RunningServer:
 
     def client(self, store: Path, timeout_s: float = 60.0) -> Client:
         """A client that talks to this server."""
-        return Client(self.ports, state_folder(store), timeout_s)
+        return Client(self.ports, state_folder(store), timeout_s, address=self.address)
 
 
 def state_folder(store: Path) -> Path:

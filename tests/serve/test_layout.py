@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve import layout
+from serve import cli, layout
 from serve.runs import Target, find_run, select
 from tests.serve import artifacts
 
@@ -84,6 +88,48 @@ def test_make_leaves_the_name_to_the_commands_unless_it_is_given() -> None:
         assert " 'mine' --store" in made(target, "RUN=mine", "MODEL=net.py:build")
     assert "serve stop  --store" in made("stop")
     assert "serve stop 'mine' --store" in made("stop", "RUN=mine")
+
+
+def options_of(command: str) -> list[Any]:
+    """A command's options as click has them."""
+    found = typer.main.get_command(cli.app).commands[command]  # type: ignore[attr-defined]
+    return [parameter for parameter in found.params if parameter.param_type_name == "option"]
+
+
+def test_each_option_of_start_works_from_make_and_make_has_no_other() -> None:
+    of_its_own = {"store", "data", "device", "artifact"}  # which other targets have too, or which has another name
+    options = {entry.name: entry for entry in options_of("start") if entry.name not in of_its_own}
+    flags = {name: entry.opts[0] for name, entry in options.items()}
+    variables = {name: flag.removeprefix("--").replace("-", "_").upper() for name, flag in flags.items()}
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    lists = re.findall(r"^SERVE_(?:VALUES|LISTS|FLAGS) := (.*)$", text, re.MULTILINE)
+    assert sorted(" ".join(lists).split()) == sorted(variables.values())
+    for name, entry in options.items():
+        said = made("serve", f"{variables[name]}={'x y' if entry.multiple else 1}")
+        if entry.is_flag:
+            assert said.rstrip().endswith(flags[name])
+        elif entry.multiple:
+            assert f"{flags[name]} 'x' {flags[name]} 'y'" in said
+        else:
+            assert f"{flags[name]} '1'" in said
+    assert "--artifact" not in made("serve")
+    assert "--artifact 'onnx-int8' --artifact 'ptq'" in made("serve", "ARTIFACTS=onnx-int8 ptq")
+    assert "--artifact 'all'" in made("serve", "ARTIFACTS=all")
+
+
+def test_where_a_shell_says_that_it_is_is_not_where_the_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST", "workstation")
+    assert "--host" not in made("serve")
+    assert "--host '0.0.0.0'" in made("serve", "HOST=0.0.0.0")
+
+
+def test_stop_and_status_install_nothing_in_a_fresh_clone(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for target, code in (("stop", 0), ("status", 2)):
+        ended = subprocess.run(["make", target], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+        assert ended.returncode == code
+        assert ended.stdout.startswith("no server is running: there is no environment here")
+    assert [path.name for path in tmp_path.iterdir()] == ["Makefile"]
 
 
 def test_an_archive_that_the_report_no_longer_has_is_not_served(tmp_path: Path) -> None:

@@ -241,22 +241,24 @@ def test_what_is_given_to_package_is_in_every_archive_that_it_concerns(tmp_path:
     assert [entry["device"] for entry in found["script"]["executions"]] == ["cuda", "cpu"], "onnxruntime is not for it"
 
 
-@pytest.mark.parametrize("name", ["package", "start"])
-def test_help_says_of_each_setting_what_it_means_and_what_it_usually_is(
+@pytest.mark.parametrize("name", ["package", "start", "add", "replace"])
+def test_help_says_of_each_setting_what_it_means_and_what_it_usually_is_on_two_screens(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "80")
     shown = command(name, "--help").stdout
+    assert len(shown.splitlines()) <= 100
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
     for field, flag in {
-        "batch_size": "--batch-size",
-        "engines": "--engine",
-        "response_timeout_s": "--response-timeout-s",
+        "batch_size": "--batch-size N",
+        "engines": "--engine ENGINE",
+        "response_timeout_s": "--response-timeout-s N",
     }.items():
-        (line,) = [line for line in shown.splitlines() if f" {flag} " in line]
         description = ServingOptions.model_fields[field].description
         assert description is not None
-        assert description[:60] in line
-    assert "[default: (8)]" in shown
+        assert f" {flag} {description[:60]}" in words
+    assert "Most requests that are answered together. [default: (8); 1<=x<=1024]" in words
     assert set(ServingOptions.model_fields) - {"engines", "options"} <= {
         word.replace("-", "_") for word in re.findall(r"--([a-z-]+)", shown)
     }
