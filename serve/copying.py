@@ -9,6 +9,7 @@ from pathlib import Path
 
 from serve.runtime.card import CARD_FILE, read_card
 from serve.runtime.errors import CardError, UserError
+from serve.runtime.known import KNOWN_FILE
 from serve.runtime.serving import SERVING_FILE
 
 _AT_ONCE = 1 << 20  # bytes
@@ -17,8 +18,8 @@ _AT_ONCE = 1 << 20  # bytes
 def private_copy(source: Path, into: Path) -> Path:
     """Copy an archive, or what is loaded of an artifact folder, to ``into / source.name``.
 
-    Of a folder these are the card, the files that it names, and ``serving.json``: not the timings, which are written
-    anew beside them. Nothing is checked but that they are plain files.
+    Of a folder these are the card, the files that it names, ``serving.json`` and ``known.json``: not the timings, which
+    are written anew beside them. Nothing is checked but that they are plain files.
 
     Args:
         source: a ``.mar`` file, or an artifact folder.
@@ -37,7 +38,8 @@ def private_copy(source: Path, into: Path) -> Path:
         return copy
     copy.mkdir(mode=0o700)
     copy_file(source / CARD_FILE, copy / CARD_FILE)
-    names = [*read_card(copy).files, *([SERVING_FILE] if os.path.lexists(source / SERVING_FILE) else [])]
+    beside = (name for name in (SERVING_FILE, KNOWN_FILE) if os.path.lexists(source / name))
+    names = [*read_card(copy).files, *beside]
     for name in dict.fromkeys(names):
         copy_file(source / name, copy / name)
     return copy

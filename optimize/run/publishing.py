@@ -10,7 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from optimize.measure.rows import Archive, Machine, Row
+from optimize.measure.accuracy import load_answers
+from optimize.measure.rows import Archive, Machine, Measured, Pair, Row
 from optimize.store.artifact import Artifact
 from optimize.store.files import TEMPORARY, write_atomically, write_json
 from optimize.store.keys import ArchiveKey
@@ -19,8 +20,9 @@ from optimize.store.sources import code_of
 from serve import layout
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, Card
-from serve.runtime.engines.base import chain_for
+from serve.runtime.engines.base import chain_for, execution_id
 from serve.runtime.execution import Execution
+from serve.runtime.known import KNOWN_FILE, KnownAnswer
 from serve.runtime.serving import SERVING_FILE, Serving
 from serve.sbom import write_sbom
 from serve.torchserve import server
@@ -77,9 +79,12 @@ def publish(
             continue
         target = layout.artifact_folder(folder.parent, folder.name, artifact.name)
         serving = options.over(Serving(preferred_executions(row, artifact.card, recommended)), artifact.card)
-        _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()}, serving)
+        beside = {SERVING_FILE: serving.text}
+        if (known := known_answer(store, row, recommended, sample)) is not None:
+            beside[KNOWN_FILE] = known.text
+        _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()}, beside)
         path = layout.archive_path(folder.parent, folder.name, artifact.name)
-        key, digest = _publish_archive(store, target, artifact.card, serving, path)
+        key, digest = _publish_archive(store, target, artifact.card, beside, path)
         file = row.file.model_copy(update={"path": str(target / artifact.card.file)})
         archived = Archive(path=str(path), bytes=path.stat().st_size, sha256=digest)
         published.append(row.model_copy(update={"file": file, "archive": archived}))
@@ -96,34 +101,65 @@ def preferred_executions(row: Row, card: Card, recommended: str | None = None) -
 
     The pair ``recommended`` is the first. Which GPU it was measured on, a server decides for itself.
     """
-    measured = [
-        (pair.id != recommended, pair.measured.latency_ms.p50, pair.execution)
-        for pair in row.pairs
-        if pair.measured is not None
-    ]
     best = [
-        dataclasses.replace(execution, device=execution.device_type)
-        for *_, execution in sorted(measured, key=lambda entry: entry[:2])
+        dataclasses.replace(pair.execution, device=pair.execution.device_type)
+        for pair, _ in measured_pairs(row, recommended)
     ]
     tried = {(execution.engine, execution.device) for execution in best}
     return (*best, *(entry for entry in chain_for(card) if (entry.engine, entry.device) not in tried))
 
 
+def measured_pairs(row: Row, recommended: str | None = None) -> list[tuple[Pair, Measured]]:
+    """The pairs of an artifact that were measured, with what was: ``recommended`` first, the others by p50."""
+    measured = [(pair, pair.measured) for pair in row.pairs if pair.measured is not None]
+    return sorted(measured, key=lambda entry: (entry[0].id != recommended, entry[1].latency_ms.p50))
+
+
+def known_answer(store: Store, row: Row, recommended: str | None, sample: bytes) -> KnownAnswer | None:
+    """What an artifact answered to the run's sample image when its accuracy was measured, by its best pair.
+
+    Args:
+        store: has the answers.
+        row: of the artifact.
+        recommended: see `measured_pairs`.
+        sample: the first image of the validation split that can be read, encoded.
+
+    Returns:
+        None where nothing was measured, or the answers begin with another image: the first cannot be read.
+    """
+    for pair, measured in measured_pairs(row, recommended):
+        stored = store.open(measured.accuracy.answers)
+        if stored is None:
+            continue
+        answers = load_answers(stored.folder)
+        if 0 not in answers.left_out and len(answers.logits):
+            logits = tuple(round(logit, 6) for logit in answers.logits[0].tolist())
+            return KnownAnswer(sample, logits, execution_id(pair.execution))
+    return None
+
+
 def _publish_artifact(
-    store: Store, artifact: Artifact, folder: Path, measurements: dict[str, Any], serving: Serving
+    store: Store,
+    artifact: Artifact,
+    folder: Path,
+    measurements: dict[str, Any],
+    beside: Mapping[str, str],
 ) -> None:
     files = (*artifact.card.files, CARD_FILE)
     folder.mkdir(parents=True, exist_ok=True)
     for name in files:
         store.link(artifact.folder / name, folder / name)
     write_json(measurements, folder / MEASUREMENTS_FILE)
-    write_atomically(folder / SERVING_FILE, serving.text.encode())
+    for name, text in beside.items():
+        write_atomically(folder / name, text.encode())
     for stray in folder.iterdir():
-        if stray.name not in (*files, MEASUREMENTS_FILE, SERVING_FILE):
+        if stray.name not in (*files, MEASUREMENTS_FILE, *beside):
             _remove(stray)
 
 
-def _publish_archive(store: Store, artifact: Path, card: Card, serving: Serving, path: Path) -> tuple[str, str]:
+def _publish_archive(
+    store: Store, artifact: Path, card: Card, beside: Mapping[str, str], path: Path
+) -> tuple[str, str]:
     """Pack a published artifact, as it is served, through the store and link the archive to ``path``.
 
     Returns:
@@ -132,7 +168,8 @@ def _publish_archive(store: Store, artifact: Path, card: Card, serving: Serving,
     key = ArchiveKey(
         model_name=path.stem,
         card=dataclasses.asdict(card),
-        serving=serving.text,
+        serving=beside[SERVING_FILE],
+        known=beside.get(KNOWN_FILE),
         libraries={name: metadata.version(name) for name in ("torch-model-archiver", "PyYAML")},
         code=code_of(build_archive, ImageClassifierHandler),
     ).digest

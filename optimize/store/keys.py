@@ -240,6 +240,7 @@ class ArchiveKey(Key):
         model_name: what it is served by; it stands in the archive.
         card: the artifact's card as JSON values, with the hashes of its files; it travels whole.
         serving: the text of its ``serving.json``.
+        known: the text of its ``known.json``; None: it has none.
         libraries: versions of the libraries that write it.
         code: digest of the sources that travel in the archive or make it.
     """
@@ -248,6 +249,7 @@ class ArchiveKey(Key):
     model_name: str
     card: Mapping[str, Any]
     serving: str
+    known: str | None
     libraries: Mapping[str, str]
     code: str
 

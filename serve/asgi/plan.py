@@ -71,7 +71,8 @@ class Plan:
     """What is to be served.
 
     Attributes:
-        words: ``RUN`` (its recommended artifact), ``RUN/ARTIFACT`` or the path of a ``.mar``, each.
+        words: ``RUN`` (its recommended artifact), ``RUN/ARTIFACT`` or the path of a ``.mar``, each perhaps with
+            ``NAME=`` before it.
         file: a file of models instead; see `versions_of`.
         store: holds the runs.
         device: where archives may run, for what is left out of a run.
@@ -98,17 +99,18 @@ class Plan:
         return tuple(wanted)
 
     def _of_word(self, word: str) -> Wanted:
-        archive = self._archive(word, Path())
-        return Wanted(check_model_name(archive.stem), MODEL_VERSION, archive)
+        name, archive = self._archive(word, Path())
+        return Wanted(name, MODEL_VERSION, archive)
 
-    def _archive(self, word: str, folder: Path) -> Path:
-        if word.endswith(".mar"):
-            path = folder / word
-            if not path.is_file():
-                raise UserError(f"{path}: there is no such archive")
-            return path
-        (path,) = runs.select(self.store, [runs.find_target(word)], device=self.device).archives.values()
-        return path
+    def _archive(self, word: str, folder: Path) -> tuple[str, Path]:
+        """The archive that a word means, and the name that it is served by where nothing else is said."""
+        if not word.endswith(".mar"):
+            return next(iter(runs.select(self.store, [runs.find_target(word)], device=self.device).archives.items()))
+        name, equals, place = word.partition("=")
+        path = folder / (place if equals else word)
+        if not path.is_file():
+            raise UserError(f"{path}: there is no such archive")
+        return check_model_name(name if equals else path.stem), path
 
     def _of_file(self, file: Path) -> list[Wanted]:
         try:
@@ -122,7 +124,7 @@ class Plan:
         except UserError as error:
             raise UserError(f"{file}: {error}") from None
         return [
-            Wanted(name, entry.version, self._archive(entry.archive, file.parent), entry.weight)
+            Wanted(name, entry.version, self._archive(entry.archive, file.parent)[1], entry.weight)
             for name, versions in models.items()
             for entry in versions
         ]

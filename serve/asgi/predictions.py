@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from serve.asgi.application import Application
@@ -112,7 +113,7 @@ async def describe(call: Call) -> Response:
         "weight": served.weight,
         "waiting": served.service.waiting,
     }
-    return json_response(200, {**served.predictor.describe(), **own})
+    return json_response(200, {**served.predictor.describe(), "pid": os.getpid(), **own})
 
 
 def _not_ready(reason: str) -> dict[str, Any]:

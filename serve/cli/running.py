@@ -21,7 +21,7 @@ def run(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN[/ARTIFACT]|FILE.mar]…",
+            metavar="[[NAME=]RUN[/ARTIFACT]|[NAME=]FILE.mar]…",
             help="What to serve: a run's recommended artifact, another of its artifacts, or an archive.",
             show_default=False,
         ),

@@ -101,7 +101,8 @@ def parse_known(document: str, path: Path) -> KnownAnswer:
             raise ValueError("it holds no JSON object")
         values: dict[str, Any] = dict(body)
         values["image"] = base64.b64decode(str(values.get("image", "")), validate=True)
-        values["logits"] = tuple(fields.sequence("known: logits", values.get("logits")))
+        if isinstance(values.get("logits"), list):
+            values["logits"] = tuple(values["logits"])
         return KnownAnswer(**values)
     except (ValueError, RecursionError, TypeError, binascii.Error) as error:
         raise CardError(f"{path}: cannot be read ({error})") from None

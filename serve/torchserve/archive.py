@@ -24,6 +24,7 @@ from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, Card, load_card, parse_card, write_card
 from serve.runtime.engines.base import chain_for, engines_for, execution_id, find_engine
 from serve.runtime.errors import CardError, UserError
+from serve.runtime.known import KNOWN_FILE, read_known
 from serve.runtime.serving import SERVING_FILE, Serving, parse_serving, read_serving
 
 CONFIG_FILE = "model-config.yaml"
@@ -84,7 +85,8 @@ def build_archive(
     """Pack an artifact into ``destination``, atomically; the same artifact gives the same bytes.
 
     The archive holds the model file, its card (restricted to the files that travel), the class names,
-    the handler and the runtime, ``serving.json``, and of that what TorchServe itself reads.
+    the handler and the runtime, ``serving.json``, and of that what TorchServe itself reads; and ``known.json``, where
+    the folder has one.
 
     Args:
         artifact_folder: holds ``card.json`` and the files that it names, and perhaps how the artifact is served.
@@ -111,6 +113,12 @@ def build_archive(
         MANIFEST_FILE: _manifest(model_name, card),
         **_runtime(card),
     }
+    if (known := read_known(artifact_folder)) is not None:
+        if len(known.logits) != len(card.classes):
+            raise CardError(
+                f"{artifact_folder / KNOWN_FILE}: has {len(known.logits)} logits for {len(card.classes)} classes"
+            )
+        packed[KNOWN_FILE] = known.text.encode()
     # The card in the archive answers for everything else in it, too.
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in packed.items()}
     card_bytes = _card_bytes(dataclasses.replace(card, files=travelling, packed=hashes))
@@ -216,7 +224,9 @@ def foreign_parts(archive: Path, card: Card) -> list[str]:
         MANIFEST_FILE: _manifest(archived_name(archive), card),
     }
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in own.items()}
-    data = {name for name in (CLASSES_FILE, SERVING_FILE, *_files_to_serve(card)) if not name.endswith(_CODE)}
+    data = {
+        name for name in (CLASSES_FILE, SERVING_FILE, KNOWN_FILE, *_files_to_serve(card)) if not name.endswith(_CODE)
+    }
     packed = {**card.files, **card.packed}
     return sorted(name for name, digest in packed.items() if name not in data and hashes.get(name) != digest)
 

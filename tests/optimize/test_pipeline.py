@@ -33,6 +33,8 @@ from optimize.store.objects import Store, fault
 from optimize.store.pruning import prunable
 from serve.runtime.card import load_card
 from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.known import KNOWN_FILE, read_known
+from serve.runtime.predictor import Predictor
 from serve.runtime.program_file import load_program
 from tests.narrow import encoded
 
@@ -247,6 +249,26 @@ def test_the_references_stand_in_the_same_table(tiny_run: TinyRun) -> None:
     eager = tiny_run.report.references[0].measured
     assert eager is not None
     assert eager.latency_ms.p50 > 0
+
+
+def test_every_archive_knows_what_its_best_pair_answered_to_the_sample_image(tiny_run: TinyRun) -> None:
+    (sample,) = tiny_run.folder.glob("sample.*")
+    measured = [row for row, _ in figures(tiny_run.report)]
+    for row in measured:
+        known = read_known(path_of(row).parent)
+        assert known is not None
+        assert known.image == sample.read_bytes()
+        with zipfile.ZipFile(archive_of(row).path) as opened:
+            assert opened.read(KNOWN_FILE).decode() == known.text
+        best = row.best
+        assert best is not None
+        predictor = Predictor(path_of(row).parent, best.execution)
+        (answer,) = predictor.predict([known.image], len(known.logits))
+        assert isinstance(answer, list)
+        in_order = [label.probability for label in sorted(answer, key=lambda label: label.index)]
+        assert known.difference(in_order) <= known.allowed
+        assert known.difference(in_order[1:] + in_order[:1]) > known.allowed
+    assert len(measured) > 1
 
 
 # --- what is left on disk

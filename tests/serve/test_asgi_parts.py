@@ -339,3 +339,12 @@ def test_an_exception_in_the_log_is_one_line_of_json(caplog: pytest.LogCaptureFi
     assert "\n" not in text
     assert json.loads(text)["error"] == "ValueError: what"
     assert os.linesep not in text
+
+
+def test_an_archive_is_served_by_its_files_name_or_another(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.mar").write_bytes(b"")
+    wanted = Plan((f"{tmp_path}/a.mar", f"cat={tmp_path}/b.mar"), None, tmp_path).read()
+    assert [(entry.name, entry.archive.name) for entry in wanted] == [("a", "a.mar"), ("cat", "b.mar")]
+    with pytest.raises(UserError, match="a is to be served twice"):
+        Plan((f"{tmp_path}/a.mar", f"a={tmp_path}/b.mar"), None, tmp_path).read()

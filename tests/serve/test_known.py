@@ -1,0 +1,110 @@
+"""What an archive knows an answer to: written and read alike, packed, asked for when it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve.asgi.loading import Wanted, load
+from serve.runtime.card import read_card, write_card
+from serve.runtime.errors import CardError
+from serve.runtime.known import KNOWN_FILE, KnownAnswer, parse_known
+from serve.runtime.predictor import Predictor
+from serve.torchserve.archive import build_archive, check_archive
+from serve.verified import Policy
+from tests.serve import artifacts
+
+LOGITS = st.lists(st.floats(-50, 50, allow_nan=False), min_size=1, max_size=20)
+
+
+@given(st.binary(min_size=1), LOGITS, st.floats(0, 1))
+def test_what_is_written_is_read(image: bytes, logits: list[float], tolerance: float) -> None:
+    known = KnownAnswer(image, tuple(logits), "openvino", tolerance)
+    assert parse_known(known.text, Path(KNOWN_FILE)) == known
+
+
+@given(st.text(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
+def test_what_is_something_else_is_refused_in_one_line(document: str) -> None:
+    with pytest.raises(CardError, match=KNOWN_FILE):
+        parse_known(document, Path(KNOWN_FILE))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"image": ""}, {"image": "&"}, {"logits": []}, {"logits": ["1"]}, {"tolerance": 2}, {"schema": 2}, {"more": 1}],
+)
+def test_a_field_that_is_wrong_is_refused(change: dict[str, object]) -> None:
+    body = json.loads(KnownAnswer(b"x", (1.0, 2.0), "openvino").text) | change
+    with pytest.raises(CardError):
+        parse_known(json.dumps(body), Path(KNOWN_FILE))
+
+
+@given(LOGITS, st.data())
+def test_the_difference_is_that_of_the_log_probabilities(logits: list[float], data: st.DataObject) -> None:
+    shifted = [logit + data.draw(st.floats(-1, 1)) for logit in logits]
+    expected = (
+        (torch.tensor(logits).double().log_softmax(0) - torch.tensor(shifted).double().log_softmax(0)).abs().max()
+    )
+    found = KnownAnswer(b"x", tuple(logits), "any").difference(torch.tensor(shifted).double().softmax(0).tolist())
+    assert found <= 2.0 + 1e-6  # twice the largest shift
+    if torch.tensor(logits).double().log_softmax(0).min() > -58:
+        assert found == pytest.approx(expected.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("probabilities", [[1.0], [math.nan, 0.5], [2.0, 0.0], [-1.0, 0.5], [0.0, 0.0]])
+def test_what_is_no_answer_differs_beyond_any_tolerance(probabilities: list[float]) -> None:
+    known = KnownAnswer(b"x", (1.0, 2.0), "any", tolerance=1.0)
+    assert known.difference(probabilities) > known.allowed
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = artifacts.torchscript(tmp_path_factory.mktemp("known") / "script")
+    predictor = Predictor(folder)
+    from serve.runtime.images import load as decoded
+
+    image = artifacts.jpeg(4)
+    logits = predictor.logits(decoded(image, predictor.card.preprocessing)[None])[0].tolist()
+    known = KnownAnswer(image, tuple(logits), predictor.execution_name)
+    (folder / KNOWN_FILE).write_text(known.text)
+    return folder
+
+
+def test_an_archive_takes_it_along_and_is_asked_for_it(artifact: Path, tmp_path: Path) -> None:
+    archive = build_archive(artifact, tmp_path / "tiny.mar", model_name="tiny")
+    assert KNOWN_FILE in check_archive(archive).packed
+    served = load(Wanted("tiny", "1.0", archive), gpu=None, queue=None, policy=Policy())
+    served.service.close()
+    assert "the known image is answered as by torchscript" in served.checked[-1]
+
+
+def test_an_archive_that_answers_otherwise_is_not_served(artifact: Path, tmp_path: Path) -> None:
+    card = read_card(artifact)
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    for path in artifact.iterdir():
+        (changed / path.name).write_bytes(path.read_bytes())
+    # Whole by every hash, and yet the wrong way to prepare an image.
+    write_card(
+        changed, dataclasses.replace(card, preprocessing=dataclasses.replace(card.preprocessing, std=(9.0,) * 3))
+    )
+    archive = build_archive(changed, tmp_path / "tiny.mar", model_name="tiny")
+    with pytest.raises(CardError, match="known image is not answered as when it was measured by torchscript"):
+        load(Wanted("tiny", "1.0", archive), gpu=None, queue=None, policy=Policy())
+
+
+def test_one_for_other_classes_is_not_packed(artifact: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in artifact.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    (other / KNOWN_FILE).write_text(KnownAnswer(b"x", (1.0, 2.0), "any").text)
+    with pytest.raises(CardError, match="2 logits for 5 classes"):
+        build_archive(other, tmp_path / "tiny.mar", model_name="tiny")
