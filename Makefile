@@ -53,7 +53,7 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-data audit clean
+.PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-data bench-serve soak audit clean
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
@@ -96,6 +96,10 @@ bench-cpu: $(VENV)/.installed-peers ## ours against NNCF, OpenVINO and ONNX Runt
 
 bench-gpu: $(VENV)/.installed ## every way to run a network on this machine's GPU; writes docs/bench-gpu.md
 	$(BIN)/python -m benchmarks.gpu --write docs/bench-gpu.md
+
+bench-serve: $(VENV)/.installed-peers ## our servers, the stock one and none at all; writes docs/bench-serve.md
+	$(BIN)/python -m benchmarks.serve --store '$(STORE)' $(if $(RUN),--run '$(RUN)') $(if $(PHOTOS),--photos '$(PHOTOS)') \
+		--write docs/bench-serve.md
 
 bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/bench-data.md
 	$(BIN)/python benchmarks/imagenet_scale.py --write docs/bench-data.md

@@ -22,7 +22,7 @@ from tests.serve import artifacts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torchserve"])
+@pytest.mark.parametrize("kind", ["own"])
 def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(tmp_path: Path, kind: ServerKind) -> None:
     artifact = artifacts.onnx(tmp_path / "artifact")
     usual = serving_of(artifact, load_card(artifact))

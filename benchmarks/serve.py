@@ -1,0 +1,182 @@
+"""What serving costs: our own server, our archive behind TorchServe, the stock handler, echoes, and no server at all.
+
+All are started, and measured in turns, in rounds, on the same cores as the load generator, whose CPU time is told.
+Every answer is compared with the image's known one. Needs the extra ``peers`` and a run of ResNet-18 at 224 pixels
+(``make optimize MODEL=resnet18 IMAGE_SIZE=224 RUN=resnet18-224``): ``make bench-serve``. It takes about 15 minutes,
+with ``--short`` two; ratios mean something only on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import serve_page as page
+from benchmarks.serve_subjects import Shot, Stage, Subject
+from optimize.measure.machine import machine, versions
+from serve import layout, runs
+from serve.load import known
+from serve.load.pictures import make_picture, make_pictures, read_pictures
+from serve.load.workload import Workload
+from serve.runtime.card import load_card
+from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.serving import Serving, parse_serving
+from serve.torchserve.archive import serving_of
+from serve.tune.space import told
+from serve.tune.tuning import TUNING_FILE
+
+PHOTOS, LARGE = "photos", "12 megapixels"
+CLIENTS = {PHOTOS: (1, 8, 16), LARGE: (1, 8)}
+_LARGE_SIZE = (4000, 3000)
+
+
+def ways(artifact: Path) -> dict[str, Serving]:
+    """How the artifact is served: as its folder says; where that was tuned, also as it was before."""
+    found = {"": serving_of(artifact, load_card(artifact))}
+    if (artifact / TUNING_FILE).exists():
+        usual = json.loads((artifact / TUNING_FILE).read_text(encoding="utf-8"))["usual"]["serving"]
+        before = parse_serving(json.dumps(usual), artifact / TUNING_FILE)
+        if before != found[""]:
+            found["not tuned"] = before
+    return found
+
+
+def workloads(artifact: Path, serving: Serving, photos: Path | None, large: int) -> dict[str, Workload]:
+    """What is sent, with the artifact's known answers."""
+    pictures = {
+        PHOTOS: make_pictures(40) if photos is None else read_pictures(photos),
+        LARGE: [(f"large-{seed}", make_picture(seed, _LARGE_SIZE)) for seed in range(large)],
+    }
+    predictor = known.opened(artifact, serving)
+    tolerance = known.tolerance(serving.executions)
+    return {name: Workload(known.items(predictor, images), tolerance) for name, images in pictures.items() if images}
+
+
+def measure(
+    subjects: Sequence[Subject], sent: Sequence[str], rounds: int, seconds: float
+) -> dict[tuple[str, str, int], list[Shot]]:
+    """Ask all subjects in turns, each round beginning with another of them."""
+    shots: dict[tuple[str, str, int], list[Shot]] = defaultdict(list)
+    here = [subject for subject in subjects if subject.ask is not None]
+    began = time.monotonic()
+    for number in range(rounds):
+        turn = number % len(here)
+        for subject in [*here[turn:], *here[:turn]]:
+            assert subject.ask is not None
+            for workload in sent:
+                if workload == LARGE and subject.key.startswith("echo"):
+                    continue
+                for clients in CLIENTS[workload]:
+                    shot = subject.ask(workload, clients, seconds)
+                    shots[subject.key, workload, clients].append(shot)
+        spent = time.monotonic() - began
+        print(f"round {number + 1} of {rounds}: {spent / (number + 1) * (rounds - number - 1):.0f} s left", flush=True)
+    return dict(shots)
+
+
+def document(
+    options: argparse.Namespace, subjects: Sequence[Subject], shots: page.Shots, used: dict[str, Serving], began: str
+) -> list[str]:
+    """The page."""
+    here, known_versions = machine(torch.device("cpu")), versions()
+    libraries = ", ".join(
+        f"{name} {known_versions[name]}" for name in ("torch", "onnxruntime-gpu", "openvino") if name in known_versions
+    )
+    sent = list(dict.fromkeys(workload for _, workload, _ in shots))
+    measured = list(dict.fromkeys(key for key, _, _ in shots))
+    photos = "pictures that the bench made" if options.photos is None else "photographs"
+    body = [
+        "# What serving costs",
+        "",
+        f"Made by `{_command()}` on {began}: {here['cpu']} "
+        f"({', '.join(here['isa'])}), {here['cores']} cores, Python {platform.python_version()}, {libraries}.",
+        "",
+        f"{options.artifact} of {options.run}, an image as JPEG in, its best 5 classes as JSON out, served as "
+        + "; ".join(f"{told(way)}{f' ({name})' if name else ''}" for name, way in used.items())
+        + f". All subjects were running all the time and were asked in turns, {options.rounds} round(s) of "
+        f"{options.seconds:g} s for each number of clients (closed loop); a figure is the median of the rounds', a "
+        "ratio the median of the ratios within a round, a p99 that of all rounds together. The load generator ran on "
+        "the same cores; CPU time is told for each answer, at the most clients.",
+        "",
+        *page.faults(shots),
+        "",
+        "![answers a second, and p50](bench-serve.svg)",
+        "",
+    ]
+    left = [f"- {subject.title}: {subject.left_out}" for subject in subjects if subject.left_out]
+    if left:
+        body += ["Left out:", "", *left, ""]
+    body += ["## The aims", "", "| | measured | wanted | |", "|---|---:|---:|---|"]
+    body += [aim.line for aim in page.aims(shots, measured, PHOTOS)] + [""]
+    for workload in sent:
+        title = f"Photographs: {photos}" if workload == PHOTOS else "Large ones: 12 megapixels, made by the bench"
+        body += [f"## {title}", "", *page.speed_table(shots, subjects, workload, CLIENTS[workload]), ""]
+        tables = [page.stage_table(shots, subjects, workload, count) for count in (1, CLIENTS[workload][-1])]
+        if any(tables):
+            body += ["Where each millisecond goes, as the runtime tells it (means):", ""]
+            body += [line for table in tables if table for line in (*table, "")]
+    return body
+
+
+def _command() -> str:
+    """The command line, with folders of this machine by their names."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return shlex.join(["python", "-m", "benchmarks.serve", *words])
+
+
+def main() -> int:
+    """Start, measure, write the page and its plot; the exit code is 1 where an answer was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", default="resnet18-224", help="of the store")
+    parser.add_argument("--artifact", default=None, help="by default the recommended one")
+    parser.add_argument("--store", type=Path, default=Path("model_store"))
+    parser.add_argument("--photos", type=Path, default=None, help="a folder of photographs; by default they are made")
+    parser.add_argument("--large", type=int, default=3, help="how many images of 12 megapixels")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of one measurement")
+    parser.add_argument("--only", nargs="+", default=(), help="keys of the subjects, such as own pipelined serial")
+    parser.add_argument("--short", action="store_true", help="one round of a second each, to see that it works")
+    parser.add_argument("--write", type=Path, default=None, help="the Markdown file to write, its plot beside it")
+    options = parser.parse_args()
+    if options.short:
+        options.rounds, options.seconds, options.large = 1, 1.0, min(options.large, 1)
+    began = f"{datetime.date.today().isoformat()}, with {os.getloadavg()[0]:.1f} processes running when it began"
+    try:
+        options.artifact = options.artifact or runs.recommended(options.store, options.run)
+        artifact = layout.artifact_folder(options.store, options.run, options.artifact)
+        card = load_card(artifact)
+        if card.preprocessing.crop != (224, 224):
+            raise UserError(f"{options.run} takes {card.preprocessing.crop} pixels; the bench is of 224x224")
+        used = ways(artifact)
+        sent = workloads(artifact, used[""], options.photos, options.large)
+        with (
+            tempfile.TemporaryDirectory(prefix="bench-serve-") as folder,
+            Stage(Path(folder), artifact, used, sent) as stage,
+        ):
+            subjects = stage.start(options.store / options.run, len(card.classes), tuple(options.only))
+            shots = measure(subjects, list(sent), options.rounds, options.seconds)
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    body = "\n".join(document(options, subjects, shots, used, began))
+    print(body)
+    if options.write is not None:
+        page.plot(shots, subjects, PHOTOS, options.write.with_suffix(".svg"))
+        options.write.write_text(body + "\n", encoding="utf-8")
+    return 1 if any(shot.bad for found in shots.values() for shot in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
