@@ -175,6 +175,9 @@ def check_archive(archive: Path) -> Card:
         CardError: a file was changed, added or removed, which the message names.
     """
     with _opened(archive) as opened:
+        # Before anything is read: a small file may unpack to any size, deflated or in entries that overlap.
+        if sum(entry.file_size for entry in opened.infolist()) > archive.stat().st_size:
+            raise CardError(f"{archive}: unpacks to more than it has, and what this project packs does not")
         card = _card_of(archive, opened)
         expected = {**card.files, **card.packed}
         names = [entry.orig_filename for entry in opened.infolist()]
