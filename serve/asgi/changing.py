@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from serve.asgi.loading import Wanted, load
 from serve.asgi.models import Models, Served
 from serve.runtime.card import sha256_file
+from serve.runtime.errors import EngineError
 from serve.verified import Policy
 
 _LOG = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class Changing:
         policy: as of `load`.
         drain_s: seconds for what an old version accepted.
         on_loaded: told of each version that was opened, with the seconds that it took.
+        on_left_out: told of each that was left out, and why.
     """
 
     def __init__(
@@ -37,20 +39,26 @@ class Changing:
         policy: Policy,
         drain_s: float,
         on_loaded: Callable[[Served, float], None],
+        on_left_out: Callable[[Wanted, EngineError], None],
     ) -> None:
         self._models = models
         self._load = functools.partial(load, gpu=gpu, queue=queue, policy=policy)
         self._drain_s = drain_s
         self._on_loaded = on_loaded
+        self._on_left_out = on_left_out
         self._changing = asyncio.Lock()
         self._leaving: set[asyncio.Task[bool]] = set()
 
-    async def change(self, wanted: Sequence[Wanted]) -> None:
+    async def change(self, wanted: Sequence[Wanted], *, leave_out: bool = False) -> None:
         """Serve ``wanted`` and nothing else.
 
         A version whose archive is the same goes on; another is opened beside those that are served. When all are warm,
         they get the requests at once; who is out answers what it has accepted, and is closed. While it changes, both
         are in memory.
+
+        Args:
+            wanted: what is to be served.
+            leave_out: go on without what no engine runs here, where something is left, and it is not served now.
 
         Raises:
             PipelineError: one cannot be opened; then all stays as it was.
@@ -64,7 +72,14 @@ class Changing:
                     served = await self._same(entry)
                     if served is None:
                         started = time.perf_counter()
-                        served = await asyncio.to_thread(self._load, entry)
+                        try:
+                            served = await asyncio.to_thread(self._load, entry)
+                        except EngineError as error:
+                            served_now = self._models.versions(entry.name)
+                            if not leave_out or served_now or (entry is wanted[-1] and not found):
+                                raise
+                            self._on_left_out(entry, error)
+                            continue
                         opened.append(served)
                         self._on_loaded(served, time.perf_counter() - started)
                     found.setdefault(entry.name, []).append(served)

@@ -53,6 +53,7 @@ class Settings:
         token_file: see `Tokens`; None: nobody is asked for a token.
         policy: what may be loaded.
         gpu: index of the GPU for what runs on one; None: no GPU.
+        leave_out: whether the others are served where the engines of one model do not work here.
         slow_s: seconds from which a request is logged as slow.
         log_requests: whether every request is logged.
         drain_delay_s: seconds from a signal to end until the server listens no more: time for who balances to see that
@@ -66,6 +67,7 @@ class Settings:
     token_file: Path | None = None
     policy: Policy = field(default_factory=Policy)
     gpu: int | None = None
+    leave_out: bool = False
     slow_s: float = 1.0
     log_requests: bool = False
     drain_delay_s: float = 0.0
@@ -170,6 +172,7 @@ class _Process:
             policy=settings.policy,
             drain_s=settings.drain_s,
             on_loaded=self._loaded,
+            on_left_out=lambda entry, error: self._say(f"left out: {entry.name} {entry.version}: {error}"),
         )
         server = _Uvicorn(_uvicorn_config(self._application, settings))
         loop = asyncio.get_running_loop()
@@ -195,9 +198,11 @@ class _Process:
             await server.stop(opened)
         server.should_exit = True
         await serving
-        for task in (loading, watching, ending, *self._tasks):
-            task.cancel()
-        await asyncio.gather(loading, watching, ending, *self._tasks, return_exceptions=True)
+        watching.cancel()
+        ending.cancel()
+        # A thread that opens a model cannot be stopped: what it opens is closed when it has done so.
+        await asyncio.wait({loading, *self._tasks}, timeout=settings.drain_s)
+        await asyncio.gather(watching, ending, return_exceptions=True)
         for stop in reversed(self._application.on_stop):
             await stop()
         answered = await self._changing.end()
@@ -209,7 +214,7 @@ class _Process:
 
     async def _load(self, first: Sequence[Wanted], url: str) -> None:
         try:
-            await self._changing.change(first)
+            await self._changing.change(first, leave_out=self._settings.leave_out)
         except PipelineError as error:
             self._fail(error)
             return
@@ -225,6 +230,8 @@ class _Process:
             f"loaded {served.name} {served.version}: {told['precision']} by {told['execution']} ({told['provider']}) "
             f"in {seconds:.1f} s; {served.checked[-1]}"
         )
+        if served.serving.workers > 1:
+            self._say(f"  its serving.json asks for {served.serving.workers} workers: here one thread owns its engine")
         for entry in served.predictor.passed_over:
             self._say(f"  passed over {entry.execution}: {entry.reason}")
 
@@ -236,7 +243,8 @@ class _Process:
     async def _look_again(self) -> None:
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
-            await self._changing.change(await asyncio.to_thread(self._wanted))
+            wanted = await asyncio.to_thread(self._wanted)
+            await self._changing.change(wanted, leave_out=self._settings.leave_out)
         except Exception as error:  # noqa: BLE001 - whatever it is, what is served goes on
             told = str(error) if isinstance(error, PipelineError) else one_line(error)
             _LOG.error("nothing was changed: %s", told)

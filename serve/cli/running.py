@@ -71,6 +71,9 @@ def run(
     held_limit_mb: Annotated[int, typer.Option(min=1, help="Most of all bodies together, in MiB.")] = 512,
     body_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a body to arrive.")] = 30.0,
     connections: Annotated[int, typer.Option(min=1, help="Most connections at once.")] = 2048,
+    leave_out: Annotated[
+        bool, typer.Option("--leave-out", help="Serve the others where the engines of one model do not work here.")
+    ] = False,
     slow_ms: Annotated[int, typer.Option(min=0, help="Log requests that take longer, in ms.")] = 1000,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log every request.")] = False,
     drain_delay: Annotated[
@@ -125,6 +128,7 @@ def run(
             token_file=tokens,
             policy=policy_of(store, require_signed or ()),
             gpu=_gpu(device, gpu),
+            leave_out=leave_out,
             slow_s=slow_ms / 1e3,
             log_requests=log_requests,
             drain_delay_s=drain_delay,

@@ -1,0 +1,246 @@
+"""What a client cannot keep for nothing, on real sockets: connections, headers, work that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.asgi import process
+from serve.asgi.application import Application
+from serve.asgi.call import Limits
+from serve.asgi.listening import Listening
+from serve.asgi.loading import Wanted
+from serve.asgi.models import Models, Served
+from serve.asgi.process import Settings
+from serve.runtime.errors import EngineError
+from serve.runtime.serving import Serving
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[], Awaitable[Streams]]
+PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Stuck:
+    """A service that takes requests and answers none."""
+
+    broken: str | None = None
+    waiting = 0
+
+    def __init__(self) -> None:
+        self.futures: list[Future[Any]] = []
+
+    def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def stuck_model(service: Any) -> Served:
+    predictor: Any = None
+    serving: Any = type("Rules", (), {"k": 5, "instance_limit": Serving.instance_limit})
+    return Served("stuck", "1.0", predictor, serving, service)
+
+
+@asynccontextmanager
+async def listening(settings: Settings, *models: Served) -> AsyncIterator[tuple[Connect, Application]]:
+    served = Models()
+    served.replace({entry.name: [entry] for entry in models})
+    application = process.build(settings, served)
+    server = process._Uvicorn(process._uvicorn_config(application, settings))
+    opened = settings.listening.open()
+    running = asyncio.ensure_future(server.serve(sockets=[opened]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield functools.partial(asyncio.open_connection, *opened.getsockname()[:2]), application
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(running, 20)
+
+
+def settings(**limits: Any) -> Settings:
+    return Settings(listening=Listening(port=0), limits=Limits(**limits), drain_s=3)
+
+
+async def read(reader: asyncio.StreamReader, timeout_s: float = 5) -> bytes:
+    """All that comes until the connection is closed."""
+    try:
+        return await asyncio.wait_for(reader.read(), timeout_s)
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"), [(b"", b""), (b"\r\n", b"HTTP/1.1 408 "), (PING[:20], b"HTTP/1.1 408 "), (PING + b"G", b"HTTP/")]
+)
+def test_who_does_not_finish_its_headers_is_cut_off(sent: bytes, told: bytes) -> None:
+    async def stall() -> bytes:
+        async with listening(settings(head_s=0.2)) as (connect, _):
+            reader, writer = await connect()
+            writer.write(sent)
+            answer = await read(reader)
+            writer.close()
+            return answer
+
+    answer = asyncio.run(stall())
+    assert answer.startswith(told)
+    assert bool(answer) == bool(told)
+
+
+def test_headers_that_are_too_long_are_told_so() -> None:
+    async def send() -> bytes:
+        async with listening(settings(head_bytes=1000)) as (connect, _):
+            reader, writer = await connect()
+            writer.write(b"GET /ping HTTP/1.1\r\nX: " + b"x" * 1001)
+            answer = await read(reader)
+            writer.close()
+            return answer
+
+    assert asyncio.run(send()).startswith(b"HTTP/1.1 431 ")
+
+
+def test_one_connection_too_many_is_told_to_come_again_and_the_others_go_on() -> None:
+    async def crowd() -> tuple[bytes, bytes]:
+        async with listening(settings(connections=2)) as (connect, _):
+            pairs = [await connect() for _ in range(2)]
+            reader, writer = await connect()
+            refused = await read(reader)
+            pairs[0][1].write(PING)
+            answer = await asyncio.wait_for(pairs[0][0].readline(), 5)
+            for _, other in (*pairs, (reader, writer)):
+                other.close()
+            return refused, answer
+
+    refused, answer = asyncio.run(crowd())
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1\r\n" in refused
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_when_the_client_closes_its_request_is_not_computed(abort: bool) -> None:
+    service = Stuck()
+
+    async def leave() -> None:
+        async with listening(settings(), stuck_model(service)) as (connect, application):
+            _, writer = await connect()
+            writer.write(b"POST /predictions/stuck HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nimage")
+            while not service.futures:
+                await asyncio.sleep(0.01)
+            if abort:
+                writer.transport.abort()
+            else:
+                writer.close()
+            for _ in range(200):
+                if service.futures[0].cancelled() and not application.in_flight:
+                    break
+                await asyncio.sleep(0.01)
+
+    asyncio.run(leave())
+    assert service.futures[0].cancelled()
+
+
+def test_a_refusal_reaches_a_client_that_is_still_sending_and_the_connection_ends() -> None:
+    async def flood() -> tuple[bytes, bool]:
+        async with listening(settings(body_bytes=1000)) as (connect, _):
+            reader, writer = await connect()
+            writer.write(b"POST /predictions/x HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+            told = b""
+            for _ in range(100):
+                writer.write(b"x" * 10_000)
+                await writer.drain()
+            told = await asyncio.wait_for(reader.readline(), 5)
+            ended = False
+            for _ in range(200):
+                try:
+                    writer.write(b"x" * 1000)
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+                except ConnectionError:
+                    ended = True
+                    break
+            writer.close()
+            return told, ended
+
+    told, ended = asyncio.run(flood())
+    assert told.startswith(b"HTTP/1.1 404 ")
+    assert ended
+
+
+def test_it_serves_by_tls_with_the_files_that_it_is_given(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out", certificate),
+        ],
+        capture_output=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip("openssl makes no certificate here")
+    trusting = ssl.create_default_context(cafile=certificate)
+
+    async def ask() -> bytes:
+        secure = Settings(listening=Listening(port=0, certificate=certificate, key=key), drain_s=3)
+        async with listening(secure) as (connect, _):
+            reader, writer = await functools.partial(connect, ssl=trusting, server_hostname="localhost")()  # type: ignore[call-arg]
+            writer.write(PING)
+            answer = await asyncio.wait_for(reader.readline(), 5)
+            writer.close()
+            return answer
+
+    assert asyncio.run(ask()).startswith(b"HTTP/1.1 200 ")
+
+
+def test_when_a_device_is_lost_the_process_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    service: Any = Stuck()
+    monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
+    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    wanted = Wanted("stuck", "1.0", Path("stuck.mar"))
+
+    def said(line: str) -> None:
+        if line.startswith("ready"):
+            service.broken = "CUDA error: device-side assert"
+
+    with pytest.raises(EngineError, match="stuck: CUDA error: device-side assert: the server ends"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [wanted], said)
+
+
+def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    service: Any = Stuck()
+
+    def load(wanted: Wanted, **_: Any) -> Served:
+        if wanted.name == "gpu-only":
+            raise EngineError("gpu-only: it runs on a GPU, and none was assigned here")
+        return stuck_model(service)
+
+    monkeypatch.setattr("serve.asgi.changing.load", load)
+    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    wanted = [Wanted(name, "1.0", Path(f"{name}.mar")) for name in ("stuck", "gpu-only")]
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("ready"):
+            service.broken = "the test is over"
+
+    with pytest.raises(EngineError, match="gpu-only: it runs on a GPU"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: wanted, say)
+    with pytest.raises(EngineError, match="the test is over"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1, leave_out=True), lambda: wanted, say)
+    assert "left out: gpu-only 1.0: gpu-only: it runs on a GPU, and none was assigned here" in lines
