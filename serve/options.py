@@ -49,6 +49,11 @@ class ServingOptions(Config):
         ge=1,
         description="Requests that may wait for an answer; the next one is told to try again later (503).",
     )
+    decoder: str = Field(
+        default=Serving.decoder,
+        description="What decodes images: cpu (as accuracy was measured), reduced (large JPEGs at a smaller scale), "
+        "nvimgcodec or torchcodec (on the GPU). Where it does not work, cpu does.",
+    )
     buckets: tuple[int, ...] = Field(
         default=(),
         description="Batch sizes to prepare for, ascending; a smaller batch is padded to the next.",
@@ -91,6 +96,14 @@ class ServingOptions(Config):
             if name not in known:
                 raise ValueError(f"unknown limit {name}{did_you_mean(str(name), known)}; known are {', '.join(known)}")
         return {**known, **value}
+
+    @field_validator("decoder")
+    @classmethod
+    def _know_decoder(cls, value: str) -> str:
+        from serve.runtime.decoders.base import check_decoder  # imports torch
+
+        with _as_a_fault():
+            return check_decoder(value)
 
     @field_validator("buckets")
     @classmethod

@@ -10,8 +10,9 @@ import torch
 
 from .buckets import warm_sizes
 from .card import read_card
+from .decoders.base import CPU, open_decoder
 from .engines.base import execution_id, find_engine, unavailable
-from .errors import CardError, EngineError, PipelineError, one_line
+from .errors import CardError, EngineError, PipelineError, UserError, one_line
 from .execution import Execution, settle
 from .predictor import PassedOver, Predictor
 from .serving import SERVING_FILE, Serving, read_serving
@@ -53,6 +54,7 @@ def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
                 PassedOver(_named(execution), str(error) if isinstance(error, PipelineError) else one_line(error))
             )
         else:
+            _add_decoder(predictor, serving)
             _log(predictor)
             return predictor, serving
         if serving.strict:
@@ -86,6 +88,20 @@ def _open(
     return predictor
 
 
+def _add_decoder(predictor: Predictor, serving: Serving) -> None:
+    """Open what ``serving`` wants to decode with; the runtime's own does it where that does not work.
+
+    Raises:
+        EngineError: it does not work, and the file is strict.
+    """
+    try:
+        predictor.decoder = open_decoder(serving.decoder, predictor.device)
+    except (EngineError, UserError) as error:
+        if serving.strict:
+            raise EngineError(f"{predictor.card.name}: {error} ({SERVING_FILE} is strict: nothing else may)") from None
+        predictor.passed_over = (*predictor.passed_over, PassedOver(f"decoder {serving.decoder}", str(error)))
+
+
 def _named(execution: Execution) -> str:
     """An execution in one word, also if its engine is not here."""
     try:
@@ -99,5 +115,11 @@ def _log(predictor: Predictor) -> None:
     _LOG.info(
         "%s: runs by %s (%s, threads: %d)", told["artifact"], told["execution"], told["provider"], told["threads"]
     )
+    if told["decoder"] != CPU:
+        _LOG.warning(
+            "%s: images are decoded by %s, with other pixels than its accuracy was measured on",
+            told["artifact"],
+            told["decoder"],
+        )
     for entry in predictor.passed_over:
         _LOG.warning("%s: passed over %s: %s", told["artifact"], entry.execution, entry.reason)

@@ -10,6 +10,7 @@ import torch
 
 from .budget import Accounts, Budget, admit
 from .card import Preprocessing
+from .decoders.base import Decoder
 from .errors import ImageError, Refusal
 from .headers import Header, faults_named, read_header
 from .images import decode, fit
@@ -19,7 +20,11 @@ NO_MEMORY = Refusal(503, "the server has too little memory for the image now: tr
 
 
 def take_in(
-    items: Sequence[bytes], owners: Sequence[int], preprocessing: Preprocessing, budget: Budget
+    items: Sequence[bytes],
+    owners: Sequence[int],
+    preprocessing: Preprocessing,
+    budget: Budget,
+    decoder: Decoder | None = None,
 ) -> Iterator[tuple[int, torch.Tensor | Refusal]]:
     """Load encoded images within ``budget``; see `budget.admit` for whose come first.
 
@@ -30,6 +35,7 @@ def take_in(
         owners: the number of the request that each came with.
         preprocessing: what the network takes.
         budget: what all this may cost.
+        decoder: what decodes those images that it takes; None: nothing but the runtime's own.
 
     Yields:
         The index of an item, and its ``uint8`` image of shape ``preprocessing.shape`` or why there is none;
@@ -53,9 +59,11 @@ def take_in(
     place = {owner: position for position, owner in enumerate(admission.order)}
     for index in sorted((index for index in headers if owners[index] in place), key=lambda i: place[owners[i]]):
         with accounts.charged(owners[index]):
-            late = accounts.late(owners[index])
-            loaded = Loaded(late) if late else load_item(items[index], preprocessing, budget, headers[index])
-        yield index, loaded.image
+            found: torch.Tensor | Refusal | None = accounts.late(owners[index])
+            if found is None:
+                (loaded,) = load_items([items[index]], preprocessing, budget, [headers[index]], decoder)
+                found = loaded.image
+        yield index, found
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,35 @@ def header_of(item: bytes, budget: Budget) -> Header | Refusal:
         return error.refusal
     except MemoryError:
         return NO_MEMORY
+
+
+def load_items(
+    items: Sequence[bytes],
+    preprocessing: Preprocessing,
+    budget: Budget,
+    headers: Sequence[Header],
+    decoder: Decoder | None = None,
+) -> list[Loaded]:
+    """Load images whose headers were read, by ``decoder`` those that it takes and can decode, the others one by one.
+
+    Safe to call from several threads.
+
+    Raises:
+        BrokenError: the decoder's device is lost to this process.
+    """
+    found: dict[int, Loaded] = {}
+    taken = [number for number, header in enumerate(headers) if decoder and decoder.accepts(header, preprocessing)]
+    if decoder is not None and taken:
+        started = time.perf_counter()
+        try:
+            images = decoder.load([items[i] for i in taken], [headers[i] for i in taken], preprocessing)
+        except MemoryError:
+            images = [None] * len(taken)  # one by one they need less
+        seconds = (time.perf_counter() - started) / len(taken)
+        found = {i: Loaded(image, seconds) for i, image in zip(taken, images, strict=True) if image is not None}
+    return [
+        found[i] if i in found else load_item(item, preprocessing, budget, headers[i]) for i, item in enumerate(items)
+    ]
 
 
 def load_item(item: bytes, preprocessing: Preprocessing, budget: Budget, header: Header) -> Loaded:

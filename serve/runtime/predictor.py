@@ -15,6 +15,7 @@ import torch
 
 from .budget import Budget
 from .card import Card, Preprocessing, load_card
+from .decoders.base import CPU, Decoder
 from .engines.base import Engine, execution_id, open_engine, preferred
 from .errors import BrokenError, Refusal, one_line
 from .execution import Execution
@@ -95,6 +96,7 @@ class Predictor:
         max_batch: images that go through the network at once; more are split.
         budget: what decoding may cost; by default each image is bounded, and requests are not.
         passed_over: what was tried before, for `describe`.
+        decoder: what decodes the images that it takes; None: nothing but the runtime's own.
 
     Raises:
         CardError: the folder is not a whole artifact.
@@ -110,11 +112,13 @@ class Predictor:
         max_batch: int = 32,
         budget: Budget | None = None,
         passed_over: tuple[PassedOver, ...] = (),
+        decoder: Decoder | None = None,
     ) -> None:
         self.card: Card = load_card(folder)
         self.max_batch = max_batch
         self.budget = budget or Budget()
         self.passed_over = passed_over
+        self.decoder = decoder
         self.execution = execution or preferred(self.card, "cpu")
         self.engine: Engine = open_engine(folder, self.card, self.execution)
         self.device = self.engine.device
@@ -174,7 +178,7 @@ class Predictor:
             chunk.clear()
             inference += found.infer + found.postprocess
 
-        for index, image in take_in(items, owners, self.card.preprocessing, self.budget):
+        for index, image in take_in(items, owners, self.card.preprocessing, self.budget, self.decoder):
             if isinstance(image, Refusal):
                 outcomes[index] = image
                 continue
@@ -194,14 +198,16 @@ class Predictor:
         too, so that one image's fault is not its neighbours'.
 
         Args:
-            images: ``uint8`` of the network's input shape, on the host; at least one.
+            images: ``uint8`` of the network's input shape, each on the host or the engine's device; at least one.
             wanted: how many classes each is to get.
 
         Raises:
             BrokenError: the device is lost to this process.
         """
         started = time.perf_counter()
-        rows = self._rows(torch.stack([*images]))
+        # What a decoder left on the device stays there; beside it, what the CPU decoded goes there.
+        devices = {image.device for image in images}
+        rows = self._rows(torch.stack([*images] if len(devices) == 1 else [image.to(self.device) for image in images]))
         inferred = time.perf_counter()
         outcomes: list[Outcome] = []
         for found in rows:
@@ -268,6 +274,7 @@ class Predictor:
             "provider": self.engine.provider,
             "device": str(self.device),
             "threads": self.execution.cores,
+            "decoder": CPU if self.decoder is None else self.decoder.name,
             "max_batch": self.max_batch,
             "input": {"shape": list(card.preprocessing.shape), "dtype": card.input_dtype},
             "classes": len(card.classes),

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,7 +26,7 @@ from .budget import Accounts, Backlog
 from .chain import open_served
 from .errors import BrokenError, PipelineError, Refusal, one_line
 from .headers import Header
-from .intake import Loaded, header_of, load_item
+from .intake import Loaded, header_of, load_items
 from .predictor import Outcome, Predictor
 from .protocol import Request
 from .serving import Serving
@@ -185,6 +185,7 @@ class Service:
         self.decode_threads = decode_threads or serving.decode_threads or min(8, len(os.sched_getaffinity(0)))
         self._budget = serving.allowance
         self._most = predictor.max_batch
+        self._together = predictor.decoder.batch if predictor.decoder is not None else 1
         self._lock = threading.Lock()
         self._to_decode = threading.Condition(self._lock)
         self._to_infer = threading.Condition(self._lock)
@@ -312,24 +313,27 @@ class Service:
     def _decode_for_ever(self, started: threading.Barrier) -> None:
         torch.set_num_threads(1)  # of this thread; what it resizes is small
         started.wait()
-        while (work := self._next_work()) is not None:
+        while works := self._next_works():
             try:
-                if work.todo is None:
-                    self._open(work)
-                if work.todo:
-                    self._decode_next(work)
+                for work in works:
+                    if work.todo is None:
+                        self._open(work)
+                self._decode(works)
+            except BrokenError as error:
+                _LOG.critical("%s", error)
+                self._break(error)
             except Exception as error:  # noqa: BLE001 - a thread that dies would answer nobody any more
-                _LOG.exception("a request failed: %s", one_line(error))
-                self._refuse([work], _FAILED)
+                _LOG.exception("requests failed: %s", one_line(error))
+                self._refuse(works, _FAILED)
             finally:
                 with self._lock:
                     self._decoding -= 1
                     if self._decoding == 0:
                         self._to_infer.notify()
 
-    def _next_work(self) -> _Work | None:
-        """The next request of which something is to be decoded; None: there will be none."""
-        room = max(2 * self._most, self._most + self.decode_threads)
+    def _next_works(self) -> list[_Work]:
+        """The next requests of which something is to be decoded, one but for a decoder of batches; empty: no more."""
+        room = max(2 * self._most, self._most + self.decode_threads * self._together)
         with self._lock:
             while not self._closed:
                 if self._works and len(self._ready) < room:
@@ -341,9 +345,10 @@ class Service:
                                 work = other
                                 break
                     self._decoding += 1
-                    return work
+                    more = min(self._together - 1, len(self._works))
+                    return [work, *(self._works.popleft() for _ in range(more))]
                 self._to_decode.wait()
-        return None
+        return []
 
     def _open(self, work: _Work) -> None:
         """Read the headers of all images of a request, and see what the budget has for them."""
@@ -370,44 +375,73 @@ class Service:
         if refused:
             self._settle(work, refused)
 
-    def _decode_next(self, work: _Work) -> None:
-        """Decode one image of a request, whose others may meanwhile be decoded by other threads."""
-        with self._lock:
-            todo = work.todo
-            if not todo:  # it was cancelled meanwhile
-                return
-            index = todo.popleft()
-            large = work.headers[index].pixels > _LARGE
-            self._large += large
-            if todo and not self._closed:
-                self._works.append(work)
-                self._to_decode.notify()
-        loaded = self._load(work, index)
-        with self._lock:
-            self._large -= large
-            work.decode += loaded.decode
-            work.preprocess += loaded.fit
-            work.undecoded -= 1
-            self._forget(work)
-            if not isinstance(loaded.image, Refusal):
-                if not self._closed:
-                    self._ready.append(_Ready(work, index, loaded.image))
-                    self._to_infer.notify()
-                return
-        self._settle(work, {index: loaded.image})
+    def _decode(self, works: Sequence[_Work]) -> None:
+        """Decode an image of each request (several of a lone one, for a decoder of batches).
 
-    def _load(self, work: _Work, index: int) -> Loaded:
-        image = work.request.images[index]
-        if work.future.cancelled() or not isinstance(image, bytes):
-            return Loaded(_LATE)
-        with work.accounts.charged(0):
-            if (late := work.refusal() or work.accounts.late(0)) is not None:
-                return Loaded(late)
+        Its other images may meanwhile be decoded by other threads.
+        """
+        jobs: list[tuple[_Work, int]] = []
+        with self._lock:
+            share = max(1, self._together // len(works))
+            for work in works:
+                todo = work.todo or ()
+                jobs += [(work, todo.popleft()) for _ in range(min(share, len(todo)))]  # type: ignore[union-attr]
+                if todo and not self._closed:
+                    self._works.append(work)
+                    self._to_decode.notify()
+            large = any(work.headers[index].pixels > _LARGE for work, index in jobs)
+            self._large += large
+        try:
+            found = self._load(jobs)
+        finally:
+            with self._lock:
+                self._large -= large
+                for work, _ in jobs:
+                    work.undecoded -= 1
+                    self._forget(work)
+        refused: list[tuple[_Work, int, Refusal]] = []
+        with self._lock:
+            for (work, index), loaded in zip(jobs, found, strict=True):
+                work.decode += loaded.decode
+                work.preprocess += loaded.fit
+                if isinstance(loaded.image, Refusal):
+                    refused.append((work, index, loaded.image))
+                elif not self._closed:
+                    self._ready.append(_Ready(work, index, loaded.image))
+            self._to_infer.notify()
+        for work, index, refusal in refused:
+            self._settle(work, {index: refusal})
+
+    def _load(self, jobs: Sequence[tuple[_Work, int]]) -> list[Loaded]:
+        """The images of some requests, by their indices; of those only that anybody still waits for.
+
+        Raises:
+            BrokenError: the decoder's device is lost to this process.
+        """
+        found: dict[int, Loaded] = {}
+        for number, (work, _) in enumerate(jobs):
+            late = _LATE if work.future.cancelled() else work.refusal() or work.accounts.late(0)
+            if late is not None:
+                found[number] = Loaded(late)
+        wanted = [number for number in range(len(jobs)) if number not in found]
+        with ExitStack() as charged:
+            for work in {id(work): work for work, _ in (jobs[number] for number in wanted)}.values():
+                charged.enter_context(work.accounts.charged(0))
             try:
-                return load_item(image, self.predictor.card.preprocessing, self._budget, work.headers[index])
+                loaded = load_items(
+                    [work.request.images[index] for work, index in (jobs[number] for number in wanted)],  # type: ignore[misc]
+                    self.predictor.card.preprocessing,
+                    self._budget,
+                    [work.headers[index] for work, index in (jobs[number] for number in wanted)],
+                    self.predictor.decoder,
+                )
+            except BrokenError:
+                raise
             except Exception as error:  # noqa: BLE001 - a decoder of somebody else's; the books must be kept
-                _LOG.exception("an image failed: %s", one_line(error))
-                return Loaded(_FAILED)
+                _LOG.exception("decoding failed: %s", one_line(error))
+                loaded = [Loaded(_FAILED)] * len(wanted)
+        found |= zip(wanted, loaded, strict=True)
+        return [found[number] for number in range(len(jobs))]
 
     def _forget(self, work: _Work) -> None:
         """Take a request off the backlog, if none of its images will be decoded any more. Under the lock."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ SERVING_FILE: Final = "serving.json"
 _LARGEST_FILE = 1 << 20  # characters
 _MOST = 1 << 20  # of anything that is counted here
 _LONGEST_S = 7 * 24 * 3600
+_DECODER = re.compile(r"[a-z][a-z0-9-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Serving:
         max_batch_delay_ms: how long the first request of a batch waits for others.
         decode_threads: threads of a worker that decode images beside the engine; None: one for each core.
         queue_limit: requests that may wait for an answer; the next one is told to try again later.
+        decoder: what decodes the images that it takes, see `decoders`; ``cpu`` is the runtime's own, which does where
+            another one does not work, and gives the pixels that accuracy was measured on.
         response_timeout_s: a batch that takes longer has its worker restarted.
         startup_timeout_s: most time for a worker to load and warm up.
         k: classes in an answer where the request does not say.
@@ -49,6 +53,7 @@ class Serving:
     max_batch_delay_ms: int = 1
     decode_threads: int | None = None
     queue_limit: int = 256
+    decoder: str = "cpu"
     response_timeout_s: int = 60
     startup_timeout_s: int = 600
     k: int = 5
@@ -76,6 +81,8 @@ class Serving:
             fields.whole(f"serving: {name}", getattr(self, name), 1, _MOST)
         for name in ("response_timeout_s", "startup_timeout_s"):
             fields.whole(f"serving: {name}", getattr(self, name), 1, _LONGEST_S)
+        if not isinstance(self.decoder, str) or not _DECODER.fullmatch(self.decoder):
+            raise CardError(f"serving: decoder must be a word of a-z, 0-9 and '-', found {fields.shown(self.decoder)}")
         if not isinstance(self.budget, Budget):
             raise CardError(f"serving: budget must be a JSON object, found {fields.shown(self.budget)}")
         fields.whole("serving: schema", self.schema, SCHEMA, SCHEMA)

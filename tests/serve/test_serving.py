@@ -34,27 +34,26 @@ EXECUTIONS = st.builds(
     executions=st.lists(EXECUTIONS, min_size=1, max_size=3).map(tuple),
     strict=st.booleans(),
     numbers=st.tuples(*[st.integers(1, 1000)] * 8),
-    decode_threads=st.none() | st.integers(1, 1024),
-    seconds=st.none() | st.floats(0.1, 1e6),
+    others=st.fixed_dictionaries(
+        {
+            "decode_threads": st.none() | st.integers(1, 1024),
+            "budget": st.builds(Budget, request_seconds=st.none() | st.floats(0.1, 1e6)),
+            "decoder": st.sampled_from(["cpu", "reduced", "some-other"]),
+        }
+    ),
 )
 def test_what_is_written_is_read_back(
     executions: tuple[Execution, ...],
     strict: bool,
     numbers: tuple[int, ...],
-    decode_threads: int | None,
-    seconds: float | None,
+    others: dict[str, Any],
 ) -> None:
     names = [
         entry.name for entry in dataclasses.fields(Serving) if type(entry.default) is int and entry.name != "schema"
     ]
     assert len(names) == len(numbers)
-    record = Serving(
-        executions,
-        strict,
-        budget=Budget(request_seconds=seconds),
-        decode_threads=decode_threads,
-        **dict(zip(names, numbers, strict=True)),
-    )
+    given: dict[str, Any] = dict(zip(names, numbers, strict=True))
+    record = Serving(executions, strict, **given, **others)
     assert parse_serving(record.text, WHERE) == record
     assert parse_serving(json.dumps(dict(reversed(json.loads(record.text).items()))), WHERE).text == record.text
 
@@ -81,6 +80,8 @@ def changed(**fields: Any) -> str:
         (changed(k="5"), "k must be a whole number from 1"),
         (changed(decode_threads=0), "decode_threads must be a whole number from 1 to 1024, found 0"),
         (changed(queue_limit=0), "queue_limit must be a whole number from 1"),
+        (changed(decoder="../x"), "decoder must be a word of a-z, 0-9 and '-', found '../x'"),
+        (changed(decoder=None), "decoder must be a word"),
         (changed(strict=1), "strict must be true or false, found 1"),
         (changed(schema=2), "schema must be a whole number from 1 to 1, found 2"),
         (changed(budget=[]), "budget must be a JSON object"),

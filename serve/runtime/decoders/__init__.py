@@ -1,0 +1,5 @@
+"""What else may decode an image than the runtime's own `images.decode`: one file a decoder, found by being there.
+
+In come headers that were checked and encoded bytes, out go ``uint8`` images, on a GPU or the host; what one of them
+does not take, the runtime decodes itself.
+"""

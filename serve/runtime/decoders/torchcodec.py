@@ -1,0 +1,39 @@
+"""``torchcodec``: TorchCodec on a GPU (nvJPEG), which follows torchvision's decoders; whole batches."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import EngineError
+from .base import TINY_JPEG, Decoder, DecoderType, DeviceDecoder, check_tiny, register
+
+
+class TorchCodecDecoder(DeviceDecoder):
+    """See `Decoder`. One bad image raises for the whole batch, which is then decoded one by one (torchcodec 0.17)."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("torchcodec", device)
+        library: Any = importlib.import_module("torchcodec.decoders")
+        if not hasattr(library, "decode_jpeg"):
+            raise EngineError("TorchCodec decodes images since 0.16; install a newer one")
+        self._decode = library.decode_jpeg
+
+    def decode(self, items: Sequence[bytes]) -> list[torch.Tensor | None]:
+        """See `DeviceDecoder`. EXIF orientation is applied by the library."""
+        buffers = [torch.frombuffer(bytearray(item), dtype=torch.uint8) for item in items]
+        return list(self._decode(buffers, device=self._device))
+
+
+def _open(device: torch.device) -> Decoder:
+    return TorchCodecDecoder(device)
+
+
+def _probe(device: torch.device) -> object:
+    return check_tiny(TorchCodecDecoder(device).decode([TINY_JPEG])[0])
+
+
+TORCHCODEC = register(DecoderType("torchcodec", open=_open, device="cuda", probe=_probe, libraries=("torchcodec",)))
