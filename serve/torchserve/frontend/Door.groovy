@@ -28,6 +28,8 @@ class Door extends ChannelInboundHandlerAdapter {
     private class Installer extends ChannelInboundHandlerAdapter {
         @Override
         void channelActive(ChannelHandlerContext context) {
+            // 0.12 says 0, with which closing throws away what the client has not read yet.
+            context.channel().config().setOption(ChannelOption.SO_LINGER, -1)
             context.pipeline().addAfter('http', 'gate', new Gate(admission, inference))
             context.fireChannelActive()
             context.pipeline().remove(this)

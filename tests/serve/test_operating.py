@@ -1,0 +1,490 @@
+"""What an operator and an attacker try on the running server: logs, limits, health, odd clients, stop and restart."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from serve import layout
+from serve.options import ServingOptions
+from serve.runtime.errors import UserError
+from serve.torchserve import server
+from serve.torchserve.archive import build_archive
+from serve.torchserve.configuration import HOST
+from serve.torchserve.java import java_executable
+from serve.torchserve.limits import LOG_FILES_KEPT, Limits
+from tests.serve import artifacts
+from tests.serve.artifacts import jpeg
+from tests.serve.conftest import free_ports
+
+MIB = 1 << 20
+LIMITS = Limits(queue=24, body_mb=1, held_mb=2, receive_s=3, drain_s=20)
+QUICK, SLOW = "small-quick", "small-slow"
+SLOWNESS_S = 1.0
+
+
+@dataclass(frozen=True)
+class Operated:
+    """A server with narrow limits: one model answers each request alone, one waits a second for others to join it."""
+
+    store: Path
+    running: server.RunningServer
+
+    def url(self, path: str) -> str:
+        return f"http://{HOST}:{self.running.ports.inference}{path}"
+
+    @property
+    def logs(self) -> Path:
+        return server.state_folder(self.store) / "logs"
+
+    @property
+    def header(self) -> str:
+        return (server.state_folder(self.store) / "authorization").read_text().strip()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        name, _, value = self.header.partition(": ")
+        return {name: value}
+
+    def post(self, model: str, content: bytes, **headers: str) -> httpx.Response:
+        url = self.url(f"/predictions/{model}")
+        return httpx.post(url, content=content, headers={**self.headers, **headers}, timeout=60)
+
+
+def archives_of(store: Path) -> dict[str, Path]:
+    folder = artifacts.torchscript(store / "small" / "artifacts" / "quick")
+    options = {
+        QUICK: ServingOptions(batch_size=1),
+        # A lone request waits this long for others, so that there is time to do something meanwhile.
+        SLOW: ServingOptions(batch_size=64, max_batch_delay_ms=int(SLOWNESS_S * 1000)),
+    }
+    return {
+        name: build_archive(
+            folder, layout.archive_path(store, "small", name.removeprefix("small-")), model_name=name, options=given
+        )
+        for name, given in options.items()
+    }
+
+
+@contextmanager
+def operating(store: Path, archives: dict[str, Path], limits: Limits = LIMITS) -> Iterator[Operated]:
+    running = server.start(store, "small", archives, ports=free_ports(), limits=limits, gpus=0, deadline_s=200)
+    try:
+        yield Operated(store, running)
+    finally:
+        server.stop(store)
+
+
+@pytest.fixture(scope="module")
+def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    store = tmp_path_factory.mktemp("operated")
+    with operating(store, archives_of(store)) as found:
+        yield found
+
+
+pytestmark = pytest.mark.slow
+
+
+# --- logs
+
+
+def test_requests_write_nothing_into_the_logs(operated: Operated) -> None:
+    def sizes() -> dict[str, int]:
+        return {path.name: path.stat().st_size for path in operated.logs.iterdir()}
+
+    operated.post(QUICK, b"the first of a kind may say something")
+    time.sleep(1)
+    before = sizes()
+    for _ in range(30):
+        assert operated.post(QUICK, jpeg(1)).status_code == 200
+        assert operated.post(QUICK, b"no image").status_code == 415
+    time.sleep(1)
+    assert sizes() == before
+    assert before["console.log"] > 0
+    assert before["access_log.log"] == 0
+
+
+def test_a_line_is_logged_once(operated: Operated) -> None:
+    lines = [
+        line for path in operated.logs.iterdir() for line in path.read_text().splitlines() if "State change" in line
+    ]
+    assert len(lines) >= 4, "two workers were started and have loaded"
+    assert len(set(lines)) == len(lines)
+
+
+def test_logs_are_put_aside_when_they_are_large_and_forgotten_when_they_are_many(tmp_path: Path) -> None:
+    from ts import __file__ as torchserve
+
+    from serve.torchserve import java
+
+    script = tmp_path / "Write.groovy"
+    script.write_text(
+        "def log = org.slf4j.LoggerFactory.getLogger('org.pytorch.serve.Test')\n"
+        "def access = org.slf4j.LoggerFactory.getLogger('ACCESS_LOG')\n"
+        "2000.times { log.info('x' * 100); access.info('y' * 100) }\n"
+    )
+    size = 20_000
+    frontend = Path(java.__file__).parent / "frontend"
+    words = [
+        *("-Dserve.logs=" + str(tmp_path), f"-Dserve.log_bytes={size}", f"-Dserve.log_files={LOG_FILES_KEPT}"),
+        *("-Dserve.access_level=info", f"-Dlog4j2.configurationFile={(frontend / 'log4j2.xml').as_uri()}"),
+        *("-cp", str(Path(torchserve).parent / "frontend" / "*"), java.MAIN_CLASS, str(script)),
+    ]
+    subprocess.run([str(java_executable()), *words], check=True, capture_output=True, timeout=120)
+    for name in ("ts_log", "access_log"):
+        kept = list(tmp_path.glob(f"{name}*"))
+        assert len(kept) == LOG_FILES_KEPT + 1
+        assert sum(path.stat().st_size for path in kept) < (LOG_FILES_KEPT + 1) * (size + 1000)
+
+
+# --- limits
+
+
+def test_java_has_the_heap_that_is_stated(operated: Operated) -> None:
+    words = psutil.Process(operated.running.pid).cmdline()
+    assert f"-Xmx{192 + 4 * LIMITS.held_mb}m" in words
+    assert f"-XX:MaxDirectMemorySize={64 + 2 * LIMITS.held_mb}m" in words
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"queue": 0}, "--queue must be between 1 and"),
+        ({"body_mb": 64, "held_mb": 63}, r"--held-mb must be --body-mb \(64\) or more"),
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused(given: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Limits(**given)  # type: ignore[arg-type]
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_sent(operated: Operated) -> None:
+    with opened(operated) as stream:
+        send_head(stream, operated, QUICK, 2_000_000_000)
+        answer = http.client.HTTPResponse(stream)
+        answer.begin()
+        assert answer.status == 413
+        assert f"the request has 2000000000 bytes, and {MIB} are allowed" in json.loads(answer.read())["message"]
+
+
+def test_without_a_token_no_byte_of_a_body_is_held(operated: Operated) -> None:
+    with opened(operated) as stream:
+        stream.sendall(f"POST /predictions/{QUICK} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n".encode())
+        answer = http.client.HTTPResponse(stream)
+        answer.begin()
+        assert answer.status == 400
+        assert "Token Authorization failed" in json.loads(answer.read())["message"]
+
+
+def test_bodies_are_bounded_together_and_given_back_when_their_clients_are_gone(operated: Operated) -> None:
+    # Three of them announce 2.7 MiB, and 2 may be held; what is announced counts, sent or not.
+    size = 900 * 1024
+    with opened(operated) as first, opened(operated) as second, opened(operated) as third:
+        for stream in (first, second):
+            send_head(stream, operated, QUICK, size)
+            stream.sendall(b"\xff" * 1000)
+        time.sleep(0.3)
+        send_head(third, operated, QUICK, size)
+        answer = http.client.HTTPResponse(third)
+        answer.begin()
+        assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
+        assert "hold all the memory" in json.loads(answer.read())["message"]
+        assert operated.post(QUICK, jpeg(1)).status_code == 200, "small ones still fit"
+    # They have gone in the middle of their bodies. Now some that go after them, while TorchServe holds them.
+    gone = []
+    for _ in range(2):
+        stream = opened(operated)
+        send_head(stream, operated, SLOW, size)
+        stream.sendall(jpeg(1).ljust(size, b"\0"))
+        gone.append(stream)
+    time.sleep(0.3)
+    for stream in gone:
+        stream.close()
+    eventually(lambda: operated.post(QUICK, jpeg(1).ljust(size, b"\0")).status_code == 200)
+    eventually(lambda: operated.post(QUICK, jpeg(1).ljust(MIB, b"\0")).status_code == 200)
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: operated.post(SLOW, jpeg(1).ljust(size, b"\0")).status_code, range(2)))
+    assert answers == [200, 200]
+
+
+def test_many_large_bodies_at_once_are_answered_or_told_to_try_again(operated: Operated) -> None:
+    body = jpeg(1).ljust(MIB - 1, b"\0")
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: operated.post(QUICK, body).status_code, range(64)))
+    assert set(answers) <= {200, 503}
+    assert answers.count(200) >= 2
+    assert operated.post(QUICK, jpeg(1)).status_code == 200
+
+
+def test_a_full_queue_says_so(operated: Operated) -> None:
+    answers = all_at_once(operated, QUICK, 150)
+    refused = [(status, retry, text) for status, retry, text in answers if status != 200]
+    assert len(refused) < len(answers)
+    assert refused, "the queue holds 24"
+    message = f"the queue of {QUICK} is full: try again"
+    assert {(status, retry, json.loads(text)["message"]) for status, retry, text in refused} == {(503, "1", message)}
+
+
+# --- health
+
+
+def test_health_is_asked_without_a_token_and_counts_workers_that_have_loaded(operated: Operated) -> None:
+    health = httpx.get(operated.url("/ping"))
+    assert (health.status_code, health.json()) == (200, {"status": "Healthy"})
+    with operated.running.client(operated.store) as client:
+        (worker,) = client.workers(QUICK)
+        psutil.Process(worker["pid"]).kill()
+        eventually(lambda: httpx.get(operated.url("/ping")).status_code == 503, within_s=5)
+        assert client.ping() == "Unhealthy"
+        eventually(lambda: httpx.get(operated.url("/ping")).status_code == 200, within_s=120)
+        assert client.ping() == "Healthy"
+        eventually(lambda: operated.post(QUICK, jpeg(1)).status_code == 200)
+
+
+# --- odd clients
+
+
+def test_a_client_that_shuts_its_sending_side_is_answered(operated: Operated) -> None:
+    image = jpeg(1)
+    with opened(operated) as stream:
+        send_head(stream, operated, SLOW, len(image))
+        stream.sendall(image)
+        stream.shutdown(socket.SHUT_WR)
+        answer = http.client.HTTPResponse(stream)
+        answer.begin()
+        assert answer.status == 200
+        assert json.loads(answer.read())[0]["label"]
+        assert stream.recv(1) == b"", "and the connection is closed"
+
+
+@pytest.mark.parametrize("sent", ["nothing", "half a header", "half a body"])
+def test_a_client_that_does_not_go_on_is_let_go(operated: Operated, sent: str) -> None:
+    with opened(operated) as stream:
+        if sent == "half a header":
+            stream.sendall(b"POST /predictions/x HTTP/1.1\r\nHost:")
+        if sent == "half a body":
+            send_head(stream, operated, QUICK, 1000)
+            stream.sendall(b"\xff" * 500)
+        stream.settimeout(LIMITS.receive_s + 10)
+        begun = time.monotonic()
+        assert stream.recv(1) == b""
+        assert time.monotonic() - begun > LIMITS.receive_s - 1
+
+
+def test_a_client_that_sends_slowly_is_answered(operated: Operated) -> None:
+    image = jpeg(1)
+    with opened(operated) as stream:
+        send_head(stream, operated, QUICK, len(image))
+        for piece in (image[:10], image[10:200], image[200:]):
+            time.sleep(0.4)
+            stream.sendall(piece)
+        answer = http.client.HTTPResponse(stream)
+        answer.begin()
+        assert answer.status == 200
+
+
+# --- what clients send
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "status", "said"),
+    [
+        ("application/x-www-form-urlencoded", "image", 400, "Content-Type: image/jpeg"),
+        ("application/x-www-form-urlencoded; charset=utf-8", "image", 400, "Content-Type: image/jpeg"),
+        ("multipart/form-data", "image", 200, ""),
+        ("multipart/form-data; boundary=b", "image", 400, "data"),
+        ("multipart/form-data; boundary=b", "part of another name", 400, "data"),
+        ("text/plain", "image", 200, ""),
+        ("application/octet-stream", "image", 200, ""),
+        ("image/jpeg", "image", 200, ""),
+        ("no content type at all", "image", 200, ""),
+        ("application/json", "image", 400, "JSON"),
+    ],
+)
+def test_what_a_content_type_makes_of_an_image_is_said(
+    operated: Operated, content_type: str, body: str, status: int, said: str
+) -> None:
+    sent = jpeg(1)
+    if body == "part of another name":
+        disposition = b'--b\r\nContent-Disposition: form-data; name="picture"; filename="a.jpg"\r\n\r\n'
+        sent = disposition + sent + b"\r\n--b--\r\n"
+    answer = operated.post(QUICK, sent, **{"Content-Type": content_type})
+    told = answer.json()
+    assert answer.status_code == status, told
+    if status == 200:
+        assert told[0]["label"]
+    else:
+        assert said in (told.get("error") or told["message"])
+
+
+EXAMPLES = {
+    "httpx": """
+import httpx
+answer = httpx.post(URL, content=open(IMAGE, "rb").read(), headers={"Authorization": TOKEN})
+print(answer.json())
+""",
+    "requests": """
+import requests
+answer = requests.post(URL, data=open(IMAGE, "rb").read(), headers={"Authorization": TOKEN})
+print(answer.json())
+""",
+    "urllib": """
+import json, urllib.request
+headers = {"Authorization": TOKEN, "Content-Type": "image/jpeg"}  # or urllib says that it is a form
+request = urllib.request.Request(URL, data=open(IMAGE, "rb").read(), headers=headers)
+print(json.load(urllib.request.urlopen(request)))
+""",
+}
+
+
+@pytest.mark.parametrize("library", EXAMPLES)
+def test_the_example_of_a_python_library_works(operated: Operated, library: str, tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    image = tmp_path / "image.jpg"
+    image.write_bytes(jpeg(1))
+    known = {"URL": operated.url(f"/predictions/{QUICK}"), "IMAGE": str(image)}
+    head = "".join(f"{name} = {value!r}\n" for name, value in known.items())
+    head += (
+        f"TOKEN = open({str(server.state_folder(operated.store) / 'authorization')!r}).read().split(': ')[1].strip()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", head + EXAMPLES[library]], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "'label'" in ended.stdout
+
+
+def test_the_examples_of_curl_work(operated: Operated, tmp_path: Path) -> None:
+    image = tmp_path / "image.jpg"
+    image.write_bytes(jpeg(1))
+    header = f"@{server.state_folder(operated.store) / 'authorization'}"
+    url = operated.url(f"/predictions/{QUICK}")
+    ways = (
+        ["-T", str(image)],
+        ["--data-binary", f"@{image}", "-H", "Content-Type: image/jpeg"],
+        ["-F", f"data=@{image}"],
+    )
+    for way in ways:
+        ended = subprocess.run(["curl", "-sS", "-H", header, *way, url], capture_output=True, check=True, timeout=60)
+        assert json.loads(ended.stdout)[0]["label"], way
+    ended = subprocess.run(
+        ["curl", "-sS", "-H", header, "--data-binary", f"@{image}", url], capture_output=True, check=True, timeout=60
+    )
+    assert "-T FILE" in ended.stdout.decode()
+
+
+# --- stop and restart
+
+
+def test_stop_answers_what_was_accepted_and_a_restart_keeps_the_keys(tmp_path: Path) -> None:
+    archives = archives_of(tmp_path)
+    with operating(tmp_path, archives) as first:
+        header = first.header
+        keys = (server.state_folder(tmp_path) / "key_file.json").read_text()
+        lost: list[str] = []
+        statuses: list[int] = []
+
+        def ask_again_and_again() -> None:
+            # On one connection: what was sent on it is answered, and the last answer says that it closes.
+            kept = http.client.HTTPConnection(HOST, first.running.ports.inference, timeout=60)
+            headers = {**first.headers, "Content-Type": "image/jpeg"}
+            with contextlib.closing(kept):
+                while True:
+                    try:
+                        kept.request("POST", f"/predictions/{QUICK}", jpeg(1), headers)
+                        answer = kept.getresponse()
+                        answer.read()
+                    except ConnectionRefusedError:
+                        return
+                    except (http.client.HTTPException, OSError) as error:
+                        lost.append(repr(error))
+                        return
+                    statuses.append(answer.status)
+                    if answer.status != 200:
+                        return
+
+        asking = [threading.Thread(target=ask_again_and_again) for _ in range(4)]
+        for thread in asking:
+            thread.start()
+        answers: list[tuple[int, str | None, bytes]] = []
+        sent = threading.Event()
+        slow = threading.Thread(target=lambda: answers.extend(all_at_once(first, SLOW, 12, sent.set)))
+        slow.start()
+        assert sent.wait(30)
+        time.sleep(SLOWNESS_S / 4)
+        assert not answers
+        begun = time.monotonic()
+        server.stop(tmp_path)
+        took = time.monotonic() - begun
+        for thread in (slow, *asking):
+            thread.join(60)
+        assert [status for status, *_ in answers] == [200] * 12
+        assert not lost
+        assert 200 in statuses
+        assert set(statuses) <= {200, 503}
+        assert took < LIMITS.drain_s
+    console = (server.state_folder(tmp_path) / "logs.previous" / "console.log").read_text()
+    assert "all that was accepted is answered" in console
+    with operating(tmp_path, archives) as second:
+        assert second.header == header
+        written = (server.state_folder(tmp_path) / "key_file.json").read_text()
+        old, new = ({kind: entry["key"] for kind, entry in json.loads(text).items()} for text in (keys, written))
+        assert new == old
+        assert {len(key) for key in new.values()} == {32}
+        name, _, value = header.partition(": ")
+        answer = httpx.post(second.url(f"/predictions/{QUICK}"), content=jpeg(1), headers={name: value}, timeout=60)
+        assert answer.status_code == 200
+        assert re.search(r"State change \S+ -> WORKER_MODEL_LOADED", (second.logs / "ts_log.log").read_text())
+
+
+# ---
+
+
+def opened(operated: Operated) -> socket.socket:
+    return socket.create_connection((HOST, operated.running.ports.inference), timeout=30)
+
+
+def send_head(stream: socket.socket, operated: Operated, model: str, length: int, body: bytes = b"") -> None:
+    head = f"POST /predictions/{model} HTTP/1.1\r\nHost: x\r\n{operated.header}\r\nContent-Type: image/jpeg\r\n"
+    stream.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
+
+
+def all_at_once(
+    operated: Operated, model: str, count: int, then: Callable[[], object] = lambda: None
+) -> list[tuple[int, str | None, bytes]]:
+    """Send so many requests on connections that are open already, and only then read: status, Retry-After, body."""
+    image = jpeg(1)
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(opened(operated)) for _ in range(count)]
+        for stream in streams:
+            send_head(stream, operated, model, len(image), image)
+        then()
+        answers = []
+        for stream in streams:
+            answer = http.client.HTTPResponse(stream)
+            answer.begin()
+            answers.append((answer.status, answer.getheader("Retry-After"), answer.read()))
+        return answers
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 20.0) -> None:
+    until = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.1)
