@@ -152,8 +152,8 @@ def test_a_lock_lives_as_long_as_who_has_inherited_it(standing: Standing) -> Non
 
 
 def test_stop_waits_for_a_start_that_is_under_way(standing: Standing) -> None:
-    starting = "from serve.torchserve.server import _lock; from pathlib import Path; import sys\n"
-    starting += "with _lock(Path(sys.argv[1])): print(flush=True); input()"
+    starting = "from serve.torchserve.state import locked; from pathlib import Path; import sys\n"
+    starting += "with locked(Path(sys.argv[1])): print(flush=True); input()"
     process = subprocess.Popen(
         [sys.executable, "-c", starting, str(standing.store)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

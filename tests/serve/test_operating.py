@@ -84,7 +84,7 @@ def archives_of(store: Path) -> dict[str, Path]:
 
 @contextmanager
 def operating(store: Path, archives: dict[str, Path], limits: Limits = LIMITS) -> Iterator[Operated]:
-    running = server.start(store, "small", archives, ports=free_ports(), limits=limits, gpus=0, deadline_s=200)
+    running = server.start(store, archives, ports=free_ports(), limits=limits, gpus=0, deadline_s=200)
     try:
         yield Operated(store, running)
     finally:
