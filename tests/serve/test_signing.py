@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import stat
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner
 
+from serve import layout
 from serve.cli import app
 from serve.runtime.card import CARD_FILE, Card, load_card, parse_card, write_card
-from serve.runtime.errors import CardError, UserError
+from serve.runtime.errors import CardError, PipelineError, UserError
 from serve.signing import SignatureError, sign, signature_path, verify
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive, check_archive
 from serve.verified import Policy, policy_of, verified_copy
 from tests.serve import artifacts
+from tests.serve.conftest import free_ports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,6 +346,35 @@ def test_the_server_is_not_started_with_what_the_policy_refuses(archive: Path, k
     forged(archive, lambda files: {**files, "handler.py": EVIL})
     with pytest.raises(SignatureError, match="--foreign-code"):
         server.start(store, {"small-script": archive})
+
+
+@pytest.mark.slow
+def test_a_signed_archive_is_served_and_what_happens_to_the_stores_own_file_then_is_nothing_to_the_server(
+    original: Path, keys: Keys, tmp_path: Path
+) -> None:
+    folder = layout.artifact_folder(tmp_path, "small", "script")
+    shutil.copytree(original, folder)
+    archive = build_archive(folder, layout.archive_path(tmp_path, "small", "script"), model_name="small-script")
+    sign(archive, keys.private)
+    policy = Policy((keys.public,))
+    image = artifacts.jpeg(2)
+    running = server.start(tmp_path, {"small-script": archive}, ports=free_ports(), policy=policy, deadline_s=200)
+    try:
+        with running.client(tmp_path) as client:
+            before = client.predict("small-script", image)
+            archive.write_bytes(b"something else")
+            (worker,) = client.workers("small-script")
+            psutil.Process(int(worker["pid"])).kill()  # the next one loads the model again
+            deadline = time.monotonic() + 90
+            while time.monotonic() < deadline:
+                with contextlib.suppress(PipelineError):
+                    assert client.predict("small-script", image) == before
+                    break
+                time.sleep(0.5)
+            else:
+                pytest.fail("the worker was not restarted")
+    finally:
+        server.stop(tmp_path)
 
 
 def test_the_commands_sign_and_verify(archive: Path, keys: Keys, others: Keys) -> None:
