@@ -1,7 +1,8 @@
-"""Finds the files that an ONNX graph keeps tensors in, without the ``onnx`` library, which no archive needs.
+"""Finds what an ONNX graph reaches beyond itself, without the ``onnx`` library, which no archive needs.
 
 ONNX Runtime 1.31 reads such files wherever they lie in the model's folder (older ones anywhere), and a file that
-the card does not name has not been checked by anybody.
+the card does not name has not been checked by anybody. Its ``EPContext`` nodes hold, or name, what a provider has
+compiled before (a TensorRT engine), which is loaded as it is: native code by another name.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _FIELDS = {
 }
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _DEPTH = 200  # graphs in nodes in graphs
+_OPERATOR = 4  # the number of a Node's op_type
+_COMPILED = b"EPContext"
 
 #: A graph of one negation of one float, as ``onnx`` 1.23 writes it: to see whether an engine opens anything at all.
 TINY_GRAPH = (
@@ -36,13 +39,18 @@ TINY_GRAPH = (
 
 
 def check_graph(path: Path, card: Card) -> None:
-    """Refuse an ONNX file that reads what its card does not name.
+    """Refuse an ONNX file that reads what its card does not name, or brings what was compiled elsewhere.
 
     Raises:
-        EngineError: a tensor lies in another file, or the file is not an ONNX graph.
+        EngineError: a tensor lies in another file, a node is compiled code, or the file is not an ONNX graph.
     """
     try:
-        for location in external_files(path):
+        for location in _findings(path):
+            if location is None:
+                raise EngineError(
+                    f"{path}: refused before it was loaded, because it has a node {_COMPILED.decode()}, whose compiled "
+                    f"code a provider would load as it is"
+                )
             if location not in card.files:
                 raise EngineError(
                     f"{path}: refused before it was loaded, because a tensor of it lies in {location[:200]!r}, "
@@ -58,12 +66,17 @@ def external_files(path: Path) -> Iterator[str]:
     Raises:
         ValueError: the file is not a protocol buffer of an ONNX model.
     """
+    return (location for location in _findings(path) if location is not None)
+
+
+def _findings(path: Path) -> Iterator[str | None]:
+    """As `external_files`; and None for each node that is compiled code."""
     # Mapped: of the weights only the lengths are touched.
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        yield from _locations(data, 0, len(data), "Model", 0)
+        yield from _found(data, 0, len(data), "Model", 0)
 
 
-def _locations(data: mmap.mmap, start: int, end: int, message: str, depth: int) -> Iterator[str]:
+def _found(data: mmap.mmap, start: int, end: int, message: str, depth: int) -> Iterator[str | None]:
     if depth > _DEPTH:
         raise ValueError("nested too deeply")
     key = value = b""
@@ -71,7 +84,9 @@ def _locations(data: mmap.mmap, start: int, end: int, message: str, depth: int) 
         if message == "Entry":
             key, value = (data[low:high], value) if number == 1 else (key, data[low:high] if number == 2 else value)
         elif (inner := _FIELDS[message].get(number)) is not None:
-            yield from _locations(data, low, high, inner, depth + 1)
+            yield from _found(data, low, high, inner, depth + 1)
+        elif message == "Node" and number == _OPERATOR and data[low:high] == _COMPILED:
+            yield None
     if message == "Entry" and key == b"location":
         yield value.decode("utf-8")
 

@@ -424,6 +424,21 @@ def test_a_graph_that_reads_what_its_card_does_not_name_is_refused(location: str
         open_engine(folder, load_card(folder), Execution("onnxruntime"))
 
 
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_graph_that_brings_compiled_code_is_refused(inner: bool, engine: str, tmp_path: Path) -> None:
+    """A TensorRT engine within a node is loaded as it is; also where the node stands in a branch."""
+    node = helper.make_node("EPContext", [], ["y"], domain="com.microsoft", ep_cache_context=b"engine", embed_mode=1)
+    if inner:
+        branch = helper.make_graph([node], "b", [], [])
+        node = helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
+    folder = artifacts.onnx(tmp_path / "onnx")
+    onnx.save(model_of(helper.make_graph([node], "g", [], [])), folder / "model.onnx")
+    card = load_card(artifacts.write_artifact(folder, "onnx", "onnx", "model.onnx"))
+    with pytest.raises(EngineError, match="compiled code"):
+        open_engine(folder, card, Execution(engine))
+
+
 def test_a_graph_may_keep_tensors_in_a_file_that_the_card_names(tmp_path: Path) -> None:
     folder = tmp_path / "artifact"
     folder.mkdir()
