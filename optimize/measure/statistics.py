@@ -122,6 +122,24 @@ def smallest_loss(n: int, confidence: float = 0.95) -> float:
     return -_tango(0, 0, n, confidence)[0]
 
 
+def wilson_interval(part: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """The interval of a fraction that was seen n times, such as an accuracy.
+
+    Args:
+        part: the fraction, 0 to 1.
+        n: how often it was looked at, from 1.
+        confidence: of the interval.
+
+    Returns:
+        Its ends. Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
+    """
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    centre = (part + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(part * (1 - part) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    # At 0 and 1 the ends are those, but for rounding; and never inside of what was seen.
+    return max(0.0, min(part, centre - half)), min(1.0, max(part, centre + half))
+
+
 def _tango(gained: float, lost: float, n: int, confidence: float) -> tuple[float, float]:
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     delta = (gained - lost) / n

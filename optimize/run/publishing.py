@@ -12,6 +12,7 @@ from typing import Any
 
 from optimize.measure.accuracy import load_answers
 from optimize.measure.rows import Archive, Machine, Measured, Pair, Row
+from optimize.measure.statistics import wilson_interval
 from optimize.store.artifact import Artifact
 from optimize.store.files import TEMPORARY, write_atomically, write_json
 from optimize.store.keys import ArchiveKey
@@ -21,6 +22,7 @@ from serve import layout
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, Card
 from serve.runtime.engines.base import chain_for, execution_id
+from serve.runtime.evidence import Evidence
 from serve.runtime.execution import Execution
 from serve.runtime.known import KNOWN_FILE, KnownAnswer
 from serve.runtime.serving import SERVING_FILE, Serving
@@ -78,7 +80,8 @@ def publish(
             published.append(row)
             continue
         target = layout.artifact_folder(folder.parent, folder.name, artifact.name)
-        serving = options.over(Serving(preferred_executions(row, artifact.card, recommended)), artifact.card)
+        executions = preferred_executions(row, artifact.card, recommended)
+        serving = options.over(Serving(executions, evidence=evidence_of(row)), artifact.card)
         beside = {SERVING_FILE: serving.text}
         if (known := known_answer(store, row, recommended, sample)) is not None:
             beside[KNOWN_FILE] = known.text
@@ -136,6 +139,18 @@ def known_answer(store: Store, row: Row, recommended: str | None, sample: bytes)
             logits = tuple(round(logit, 6) for logit in answers.logits[0].tolist())
             return KnownAnswer(sample, logits, execution_id(pair.execution))
     return None
+
+
+def evidence_of(row: Row) -> tuple[Evidence, ...]:
+    """The measured accuracy of each execution of an artifact, with its interval."""
+    found = []
+    for pair in row.pairs:
+        if pair.measured is not None:
+            accuracy = pair.measured.accuracy
+            low, high = wilson_interval(accuracy.top1, accuracy.images)
+            execution = dataclasses.replace(pair.execution, device=pair.execution.device_type)
+            found.append(Evidence(execution, accuracy.top1, low, high, accuracy.images))
+    return tuple(found)
 
 
 def _publish_artifact(

@@ -13,6 +13,7 @@ from .card import read_card
 from .decoders.base import CPU, open_decoder
 from .engines.base import execution_id, find_engine, unavailable
 from .errors import CardError, EngineError, PipelineError, UserError, one_line
+from .evidence import evidence_for
 from .execution import Execution, settle
 from .predictor import PassedOver, Predictor
 from .serving import SERVING_FILE, Serving, read_serving
@@ -84,6 +85,7 @@ def _open(
     # Before anything runs: the threads of an engine that was tried before would otherwise be this one's.
     settle(execution, computes_with_torch=find_engine(execution.engine).computes_with_torch)
     predictor = Predictor(folder, execution, max_batch=serving.batch_size, budget=serving.allowance, passed_over=passed)
+    predictor.accuracy = evidence_for(serving.evidence, execution)
     predictor.warm_up(warm_sizes(execution.buckets, serving.batch_size), repeats=2)
     return predictor
 

@@ -89,6 +89,7 @@ class Predictor:
     Attributes:
         timings: of the `predict` that ended last, in whichever thread.
         seconds: what the last call of `warm_up` took for a batch, by its size.
+        accuracy: what is known of it, for `describe`; see `evidence`.
 
     Args:
         folder: the artifact's folder; its files are checked against the card.
@@ -119,6 +120,7 @@ class Predictor:
         self.budget = budget or Budget()
         self.passed_over = passed_over
         self.decoder = decoder
+        self.accuracy: dict[str, Any] | None = None
         self.execution = execution or preferred(self.card, "cpu")
         self.engine: Engine = open_engine(folder, self.card, self.execution)
         self.device = self.engine.device
@@ -279,4 +281,11 @@ class Predictor:
             "input": {"shape": list(card.preprocessing.shape), "dtype": card.input_dtype},
             "classes": len(card.classes),
             "content": card.content,
+            # It was measured with the runtime's own decoder; others give other pixels.
+            "accuracy": self.accuracy if self.decoder is None else None,
+            "data": dict(card.data),
+            "target": card.target,
+            "lineage": [{"name": entry.name, "operation": entry.operation} for entry in card.lineage],
+            "versions": dict(card.versions),
+            "notes": list(card.notes),
         }

@@ -13,6 +13,7 @@ from typing import Any, Final
 from . import fields
 from .budget import SERVING, Budget
 from .errors import CardError, UserError, did_you_mean
+from .evidence import Evidence
 from .execution import Execution
 
 SCHEMA: Final = 1
@@ -44,6 +45,7 @@ class Serving:
         k: classes in an answer where the request does not say.
         instance_limit: most images in one JSON request.
         budget: what decoding may cost.
+        evidence: what was measured of executions, of those above and perhaps others; it changes nothing.
     """
 
     executions: tuple[Execution, ...]
@@ -59,6 +61,7 @@ class Serving:
     k: int = 5
     instance_limit: int = 64
     budget: Budget = SERVING
+    evidence: tuple[Evidence, ...] = ()
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -85,6 +88,9 @@ class Serving:
             raise CardError(f"serving: decoder must be a word of a-z, 0-9 and '-', found {fields.shown(self.decoder)}")
         if not isinstance(self.budget, Budget):
             raise CardError(f"serving: budget must be a JSON object, found {fields.shown(self.budget)}")
+        for entry in fields.sequence("serving: evidence", self.evidence):
+            if not isinstance(entry, Evidence):
+                raise CardError(f"serving: evidence must be of JSON objects, found {fields.shown(entry)}")
         fields.whole("serving: schema", self.schema, SCHEMA, SCHEMA)
 
     @property
@@ -103,6 +109,7 @@ class Serving:
         body = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         body["executions"] = [execution.to_json() for execution in self.executions]
         body["budget"] = dataclasses.asdict(self.budget)
+        body["evidence"] = [entry.to_json() for entry in self.evidence]
         return json.dumps(body, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
@@ -123,6 +130,10 @@ def parse_serving(document: str, path: Path) -> Serving:
         if not isinstance(values.get("executions"), list):
             raise CardError("serving: executions must be a list")
         values["executions"] = tuple(Execution.from_json(entry) for entry in values["executions"])
+        if "evidence" in values:
+            if not isinstance(values["evidence"], list):
+                raise CardError("serving: evidence must be a list")
+            values["evidence"] = tuple(Evidence.from_json(entry) for entry in values["evidence"])
         if "budget" in values:
             values["budget"] = Budget(**_known(values["budget"], Budget, "serving: budget"))
         return Serving(**values)

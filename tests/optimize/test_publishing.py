@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from optimize.measure.rows import Row
-from optimize.run.publishing import preferred_executions
+from optimize.run.publishing import evidence_of, preferred_executions
 from serve.options import ServingOptions
 from serve.runs import package_run
 from serve.runtime.card import Card, Preprocessing
@@ -81,6 +81,20 @@ def test_an_execution_keeps_the_threads_that_it_was_measured_with() -> None:
     measured = row(("openvino", "cpu", 1, 3.0), ("openvino", "cpu", None, 4.0))
     found = [entry for entry in preferred_executions(measured, ONNX) if entry.engine == "openvino"]
     assert found == [Execution("openvino", threads=1), Execution("openvino")]
+
+
+def test_an_archive_carries_the_accuracy_of_what_was_measured_with_its_interval() -> None:
+    measured = row(
+        ("openvino", "cpu", 1, 3.0), ("onnxruntime-cuda", "cuda:1", None, 0.5), ("onnxruntime", "cpu", None, None)
+    )
+    found = evidence_of(measured)
+    assert [entry.execution for entry in found] == [
+        Execution("openvino", threads=1),
+        Execution("onnxruntime-cuda", "cuda"),
+    ]
+    accuracy = measured.pairs[0].measured.accuracy  # type: ignore[union-attr]
+    assert (found[0].top1, found[0].images) == (accuracy.top1, accuracy.images)
+    assert 0 < found[0].low < accuracy.top1 < found[0].high < 1
 
 
 def test_the_recommended_pair_is_served_first_though_a_less_accurate_one_is_faster() -> None:

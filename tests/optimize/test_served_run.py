@@ -44,7 +44,14 @@ def test_served_answers_equal_those_of_the_artifacts_in_process(tiny_run: TinyRu
             for name in kinds:
                 serving = read_serving(tiny_run.folder / "artifacts" / name)
                 assert serving is not None
-                assert client.describe(f"tiny-{name}")["execution"] == execution_id(serving.executions[0])
+                described = client.describe(f"tiny-{name}")
+                assert described["execution"] == execution_id(serving.executions[0])
+                measured = [
+                    pair.measured for pair in tiny_run.row(name).pairs if pair.runs_on == described["execution"]
+                ]
+                assert measured[0] is not None
+                assert described["accuracy"]["top1"] == measured[0].accuracy.top1
+                assert described["accuracy"]["images"] == measured[0].accuracy.images
                 predictor = Predictor(tiny_run.folder / "artifacts" / name, serving.executions[0])
                 for image in images:
                     # One at a time, as it is sent: dynamic quantization takes its scale from the batch.

@@ -17,6 +17,7 @@ from optimize.measure.statistics import (
     ratio_interval,
     smallest_loss,
     sqnr_db,
+    wilson_interval,
 )
 
 Z = 1.959963984540054
@@ -257,3 +258,13 @@ def test_half_precision_values_do_not_overflow_the_sum() -> None:
 def test_a_ratio_that_does_not_exist_is_refused(reference: list[float], other: list[float], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         sqnr_db(reference, other)
+
+
+@given(st.integers(1, 5000), st.data(), st.sampled_from([0.8, 0.95, 0.99]))
+def test_the_interval_of_a_fraction_is_scipys(n: int, data: st.DataObject, confidence: float) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    seen = data.draw(st.integers(0, n))
+    expected = stats.binomtest(seen, n).proportion_ci(confidence, method="wilson")
+    low, high = wilson_interval(seen / n, n, confidence)
+    assert [low, high] == pytest.approx([expected.low, expected.high], abs=1e-12)
+    assert low <= seen / n <= high

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from serve.options import ServingOptions
 from serve.runtime.budget import Budget
+from serve.runtime.chain import open_served
 from serve.runtime.errors import CardError, UserError
+from serve.runtime.evidence import Evidence, evidence_for
 from serve.runtime.execution import Execution
-from serve.runtime.serving import Serving, parse_serving, read_serving
+from serve.runtime.serving import SERVING_FILE, Serving, parse_serving, read_serving
 from tests.serve import artifacts
 
 WHERE = Path("x/serving.json")
@@ -39,10 +41,17 @@ EXECUTIONS = st.builds(
             "decode_threads": st.none() | st.integers(1, 1024),
             "budget": st.builds(Budget, request_seconds=st.none() | st.floats(0.1, 1e6)),
             "decoder": st.sampled_from(["cpu", "reduced", "some-other"]),
+            "evidence": st.lists(
+                st.builds(
+                    Evidence, EXECUTIONS, st.just(0.5), st.floats(0, 0.5), st.floats(0.5, 1), st.integers(1, 10**6)
+                ),
+                max_size=2,
+            ).map(tuple),
         }
     ),
 )
 def test_what_is_written_is_read_back(
+    *,
     executions: tuple[Execution, ...],
     strict: bool,
     numbers: tuple[int, ...],
@@ -56,6 +65,9 @@ def test_what_is_written_is_read_back(
     record = Serving(executions, strict, **given, **others)
     assert parse_serving(record.text, WHERE) == record
     assert parse_serving(json.dumps(dict(reversed(json.loads(record.text).items()))), WHERE).text == record.text
+
+
+EVIDENCE = Evidence(Execution("openvino"), 0.9, 0.8, 0.95, 100).to_json()
 
 
 def changed(**fields: Any) -> str:
@@ -88,6 +100,11 @@ def changed(**fields: Any) -> str:
         (changed(budget={"pixels": 1}), "budget: unknown field 'pixels'"),
         (changed(budget={"image_pixels": "many"}), "image_pixels must be above 0 and finite, got 'many'"),
         (changed(budget={"image_pixels": None}), "image_pixels must be above 0"),
+        (changed(evidence={}), "evidence must be a list"),
+        (changed(evidence=[{}]), "evidence must have the fields execution, high, images, low, top1"),
+        (changed(evidence=[EVIDENCE | {"top1": 1.5}]), "top1 must be a number from 0 to 1"),
+        (changed(evidence=[EVIDENCE | {"low": 0.95}]), "top1 must lie in its interval"),
+        (changed(evidence=[EVIDENCE | {"execution": "openvino"}]), "must be a mapping"),
         (changed(response_timeout_s=float("nan")), "response_timeout_s must be a whole number"),
     ],
 )
@@ -122,7 +139,7 @@ def test_a_batch_is_given_less_time_than_the_server_gives_its_worker(
 def test_the_usual_settings_are_said_once() -> None:
     usual, record = ServingOptions(), Serving((Execution("openvino"),))
     shared = {entry.name for entry in dataclasses.fields(Serving)} & set(ServingOptions.model_fields)
-    assert shared == {entry.name for entry in dataclasses.fields(Serving)} - {"executions", "schema"}
+    assert shared == {entry.name for entry in dataclasses.fields(Serving)} - {"executions", "evidence", "schema"}
     assert {name: getattr(usual, name) for name in shared} == {name: getattr(record, name) for name in shared}
 
 
@@ -159,3 +176,33 @@ def test_what_is_set_changes_a_record_and_the_rest_of_it_stays(tmp_path: Path) -
 def test_an_option_that_means_nothing_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         ServingOptions(**settings)
+
+
+def test_evidence_holds_for_whatever_computes_the_same() -> None:
+    evidence = (
+        Evidence(Execution("openvino", threads=2), 0.9, 0.8, 0.95, 100),
+        Evidence(Execution("exported", "cuda", options={"compile": True}), 0.7, 0.6, 0.75, 100),
+    )
+    assert evidence_for(evidence, Execution("openvino", threads=1, buckets=(1, 8))) == {
+        "top1": 0.9,
+        "low": 0.8,
+        "high": 0.95,
+        "images": 100,
+    }
+    found = evidence_for(evidence, Execution("exported", "cuda:1", options={"compile": True}))
+    assert found is not None
+    assert found["top1"] == 0.7
+    assert evidence_for(evidence, Execution("exported", "cuda:1")) is None
+    assert evidence_for(evidence, Execution("onnxruntime")) is None
+
+
+def test_what_is_served_tells_its_accuracy_where_it_was_measured_as_it_runs(tmp_path: Path) -> None:
+    folder = artifacts.onnx(tmp_path / "artifact")
+    measured = Evidence(Execution("onnxruntime"), 0.9, 0.8, 0.95, 100)
+    for engine, told in (("onnxruntime", {"top1": 0.9, "low": 0.8, "high": 0.95, "images": 100}), ("openvino", None)):
+        serving = Serving((Execution(engine, threads=1),), batch_size=1, evidence=(measured,))
+        (folder / SERVING_FILE).write_text(serving.text)
+        predictor, _ = open_served(folder, None)
+        described = predictor.describe()
+        assert described["accuracy"] == told
+        json.dumps(described, allow_nan=False)
