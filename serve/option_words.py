@@ -123,6 +123,8 @@ def _option(name: str, field: FieldInfo) -> Any:
     words["show_default"] = "one per core" if field.default is None else str(field.default).lower()
     if isinstance(field.default, bool):
         return Annotated[bool | None, typer.Option(f"{flag}/--no{flag[1:]}", **words)]
+    if isinstance(field.default, str):
+        return Annotated[str | None, typer.Option(flag, metavar="NAME", **words)]
     words["min"] = next((entry.ge for entry in field.metadata if isinstance(entry, Ge)), None)
     words["max"] = next((entry.le for entry in field.metadata if isinstance(entry, Le)), None)
     return Annotated[int | None, typer.Option(flag, metavar="N", **words)]

@@ -51,8 +51,9 @@ class ServingOptions(Config):
     )
     decoder: str = Field(
         default=Serving.decoder,
-        description="What decodes images: cpu (as accuracy was measured), reduced (large JPEGs at a smaller scale), "
-        "nvimgcodec or torchcodec (on the GPU). Where it does not work, cpu does.",
+        description="What decodes images: cpu, reduced, nvimgcodec or torchcodec. Accuracy was measured with cpu, "
+        "which also does where another one does not work; reduced decodes large JPEGs at a smaller scale; the others "
+        "are for GPUs.",
     )
     buckets: tuple[int, ...] = Field(
         default=(),

@@ -222,7 +222,7 @@ def test_what_is_given_to_package_is_in_every_archive_that_it_concerns(tmp_path:
     artifacts.torchscript(store / "small" / "artifacts" / "script")
     words = ["--workers", "2", "--threads", "1", "--batch-size", "4", "--max-batch-delay-ms", "9", "--buckets", "1,4"]
     words += ["--engine", "onnxruntime", "--option", "openvino.precision=bf16", "--strict", "--k", "2"]
-    words += ["--budget", "image_pixels=1000", "--budget", "batch_seconds=2.5"]
+    words += ["--budget", "image_pixels=1000", "--budget", "batch_seconds=2.5", "--decoder", "reduced"]
     ended = command("package", "small", "--store", store, *words)
     assert ended.returncode == 0, ended.stderr
     found = {}
@@ -232,7 +232,7 @@ def test_what_is_given_to_package_is_in_every_archive_that_it_concerns(tmp_path:
             config = yaml.safe_load(archive.read("model-config.yaml"))
             assert (config["minWorkers"], config["batchSize"], config["maxBatchDelay"]) == (2, 4, 9)
     for served in found.values():
-        assert (served["workers"], served["k"], served["strict"]) == (2, 2, True)
+        assert (served["workers"], served["k"], served["strict"], served["decoder"]) == (2, 2, True, "reduced")
         assert (served["budget"]["image_pixels"], served["budget"]["batch_seconds"]) == (1000, 2.5)
     first, second = (entry for entry in found["onnx"]["executions"] if entry["device"] == "cpu")
     assert found["onnx"]["executions"][0] == first
