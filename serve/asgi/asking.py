@@ -23,6 +23,8 @@ class ClientGoneError(Exception):
 class Asking:
     """A request on its way through a service. Used in the event loop, once.
 
+    It has until its deadline, and no longer than ``response_timeout_s`` of how the model is served.
+
     Args:
         served: who answers.
         request: what is asked.
@@ -32,7 +34,9 @@ class Asking:
     def __init__(self, served: Served, request: Request, deadline: float | None = None) -> None:
         self._served = served
         self._request = request
-        self._deadline = deadline
+        limit = time.monotonic() + served.serving.response_timeout_s
+        self._late = _late() if deadline is not None and deadline <= limit else _unanswered(served)
+        self._deadline = limit if deadline is None else min(deadline, limit)
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[Answered] = self._loop.create_future()
 
@@ -43,21 +47,18 @@ class Asking:
             RefusedError: 503 (queue full, or closed), 504 (deadline), 500 (the engine failed).
             ClientGoneError: it was abandoned.
         """
-        timer = None
         with self._served.held():
-            if self._deadline is not None:
-                left = self._deadline - time.monotonic()
-                if left <= 0:
-                    raise _late()
-                timer = self._loop.call_later(left, self._fail, _late())
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise self._late
+            timer = self._loop.call_later(left, self._fail, self._late)
             computing = self._submit()
             computing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._settle, done))
             try:
                 return await self._outcome
             finally:
                 computing.cancel()
-                if timer is not None:
-                    timer.cancel()
+                timer.cancel()
 
     def abandon(self) -> None:
         """Say that the client has gone."""
@@ -72,12 +73,13 @@ class Asking:
             raise try_again(f"{self._served.name}: {error}", "queue-full") from None
 
     def _settle(self, computing: Future[Answered]) -> None:
+        self._served.progressed = time.monotonic()
         if self._outcome.done():
             return
         try:
             self._outcome.set_result(computing.result())
         except (TimeoutError, CancelledError):
-            self._fail(_late())
+            self._fail(self._late)
         except Exception as error:  # noqa: BLE001 - an engine's library may fail in any way
             self._fail(RefusedError(500, f"the model failed: {one_line(error)}", "engine"))
 
@@ -93,3 +95,8 @@ def refused_items(answered: Answered) -> tuple[str, ...]:
 
 def _late() -> RefusedError:
     return RefusedError(504, "the deadline that came with the request is over: nothing more is computed", "deadline")
+
+
+def _unanswered(served: Served) -> RefusedError:
+    seconds = served.serving.response_timeout_s
+    return RefusedError(504, f"{served.name} did not answer within {seconds} s: nothing more is computed", "timeout")

@@ -40,6 +40,8 @@ from serve.verified import Policy
 
 _LOG = logging.getLogger(__name__)
 _LOOK_FOR_BROKEN_S = 1.0
+# Requests are given up at the limit; what hangs in an engine is told from what is slow a little later.
+_GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class _Process:
         self._say = say
         self._ending = asyncio.Event()
         self._failure: PipelineError | None = None
+        self._hangs = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, opened: socket.socket, first: Sequence[Wanted]) -> int:
@@ -198,6 +201,10 @@ class _Process:
             await server.stop(opened)
         server.should_exit = True
         await serving
+        if self._hangs:  # its thread cannot be ended
+            _LOG.error("%s", self._failure)
+            logging.shutdown()
+            os._exit(1)
         watching.cancel()
         ending.cancel()
         # A thread that opens a model cannot be stopped: what it opens is closed when it has done so.
@@ -254,13 +261,20 @@ class _Process:
         notify("READY=1")
 
     async def _watch(self) -> None:
-        """End the process when a device is lost to it: a new one may have it back."""
+        """End the process when a device is lost to it, or an engine hangs: a new process may do better."""
         while True:
             await asyncio.sleep(_LOOK_FOR_BROKEN_S)
+            now = time.monotonic()
             for served in self._models:
-                if served.service.broken is not None:
+                reason = served.service.broken
+                if served.service.waiting == 0:
+                    served.progressed = now
+                elif reason is None and now - served.progressed > served.serving.response_timeout_s + _GRACE_S:
+                    reason = f"nothing was answered for {now - served.progressed:.0f} s, and requests wait"
+                    self._hangs = True
+                if reason is not None:
                     served.ready = False
-                    self._fail(EngineError(f"{served.name}: {served.service.broken}: the server ends, to be restarted"))
+                    self._fail(EngineError(f"{served.name}: {reason}: the server ends, to be restarted"))
                     return
 
     def _fail(self, error: PipelineError) -> None:

@@ -52,9 +52,9 @@ async def send(
         "type": "http",
         "method": method,
         "path": target,
-        "raw_path": target.encode(),
+        "raw_path": target.encode("utf-8"),
         "query_string": query.encode(),
-        "headers": [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()],
+        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in (headers or {}).items()],
     }
     await application(scope, receive, take)
     if not sent:

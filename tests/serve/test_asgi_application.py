@@ -8,11 +8,14 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serve.asgi import predictions
 from serve.asgi.application import CLIENT_GONE, Application
@@ -359,3 +362,37 @@ def test_a_fault_of_a_route_is_a_500_that_names_the_request_and_no_more(
     assert "id-7" in answer.json()["error"]
     assert "secret" not in answer.json()["error"]
     assert "id-7" in caplog.text
+
+
+WORDS = st.sampled_from(["predictions", "models", "tiny", "1.0", "v1", "v2", "health", "ready", "%2F", "", "é"])
+NAMES = ["content-type", "x-top-k", "x-request-deadline-ms", "content-length", "x-request-id", "accept"]
+VALUES = st.text(max_size=20) | st.sampled_from(["application/json", "multipart/form-data; boundary=b", "0", "5"])
+BODIES = st.binary(max_size=200) | st.sampled_from(
+    [artifacts.jpeg(1), b'{"instances": [', b"{}", b'{"instances": [{}]}', b"[]"]
+)
+
+
+@dataclass(frozen=True)
+class Sent:
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@given(
+    sent=st.builds(
+        Sent,
+        st.sampled_from(["GET", "POST", "PUT", "HEAD", "DELETE", "PATCH", "X"]),
+        st.lists(WORDS, max_size=5).map("/".join),
+        st.text(max_size=20).map(lambda text: text.replace("?", "")),
+        st.dictionaries(st.sampled_from(NAMES), VALUES.map(lambda text: text.encode().decode("latin-1"))),
+        BODIES,
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_sent_is_no_fault_of_the_server_and_its_answer_is_json(sent: Sent, served: Served) -> None:
+    answer = ask(application(served), sent.method, f"/{sent.path}?{sent.query}", sent.body, sent.headers)
+    assert answer.status != 500
+    answer.json()

@@ -6,12 +6,14 @@ import asyncio
 import functools
 import ssl
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from serve.asgi import process
@@ -22,6 +24,7 @@ from serve.asgi.loading import Wanted
 from serve.asgi.models import Models, Served
 from serve.asgi.process import Settings
 from serve.runtime.errors import EngineError
+from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -33,7 +36,6 @@ class Stuck:
     """A service that takes requests and answers none."""
 
     broken: str | None = None
-    waiting = 0
 
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []
@@ -41,6 +43,10 @@ class Stuck:
     def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
         self.futures.append(Future())
         return self.futures[-1]
+
+    @property
+    def waiting(self) -> int:
+        return sum(not future.done() for future in self.futures)
 
     def drain(self, timeout_s: float) -> bool:
         return True
@@ -51,7 +57,7 @@ class Stuck:
 
 def stuck_model(service: Any) -> Served:
     predictor: Any = None
-    serving: Any = type("Rules", (), {"k": 5, "instance_limit": Serving.instance_limit})
+    serving = Serving((Execution("openvino"),), response_timeout_s=1)
     return Served("stuck", "1.0", predictor, serving, service)
 
 
@@ -244,3 +250,39 @@ def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch:
     with pytest.raises(EngineError, match="the test is over"):
         process.run(Settings(listening=Listening(port=0), drain_s=1, leave_out=True), lambda: wanted, say)
     assert "left out: gpu-only 1.0: gpu-only: it runs on a GPU, and none was assigned here" in lines
+
+
+def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Hanging(Stuck):
+        def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
+            future = super().submit(request, deadline=deadline)
+            future.set_running_or_notify_cancel()  # it cannot be cancelled any more
+            return future
+
+    class ExitedError(Exception):
+        pass
+
+    def leave(status: int) -> None:
+        raise ExitedError(status)
+
+    service = Hanging()
+    monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
+    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr(process, "_GRACE_S", 0.5)
+    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
+    answers: list[httpx.Response] = []
+    asking: list[threading.Thread] = []
+
+    def say(line: str) -> None:
+        if line.startswith("ready: "):
+            url = f"{line.removeprefix('ready: ')}/predictions/stuck"
+            asking.append(threading.Thread(target=lambda: answers.append(httpx.post(url, content=b"x", timeout=20))))
+            asking[0].start()
+
+    with pytest.raises(ExitedError, match="1"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
+    asking[0].join()
+    assert answers[0].status_code == 504
+    assert "did not answer within 1 s" in answers[0].json()["error"]

@@ -26,8 +26,10 @@ from serve.asgi.observing import Observation
 from serve.asgi.plan import Plan
 from serve.asgi.router import Router
 from serve.asgi.tokens import Tokens, make_token_file
+from serve.runs import package_run
 from serve.runtime.errors import RequestError, UserError
 from serve.runtime.service import Stages
+from tests.serve import artifacts
 
 A, B, C = "a" * 20, "b" * 20, "c" * 20
 
@@ -348,3 +350,22 @@ def test_an_archive_is_served_by_its_files_name_or_another(tmp_path: Path) -> No
     assert [(entry.name, entry.archive.name) for entry in wanted] == [("a", "a.mar"), ("cat", "b.mar")]
     with pytest.raises(UserError, match="a is to be served twice"):
         Plan((f"{tmp_path}/a.mar", f"a={tmp_path}/b.mar"), None, tmp_path).read()
+
+
+def test_a_run_is_served_by_its_recommended_artifact_or_by_another(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        artifacts.torchscript(tmp_path / "small" / "artifacts" / name, name=name)
+    package_run(tmp_path, "small")
+    rows: list[dict[str, object]] = [{"name": name, "archive": {}} for name in ("one", "two")]
+    (tmp_path / "small" / "report.json").write_text(json.dumps({"rows": rows, "recommended": "two"}))
+    wanted = Plan(("small", "small/one", "cat=small/one"), None, tmp_path).read()
+    assert [(entry.name, entry.version, entry.archive.stem) for entry in wanted] == [
+        ("small-two", "1.0", "small-two"),
+        ("small-one", "1.0", "small-one"),
+        ("cat", "1.0", "small-one"),
+    ]
+    (tmp_path / "models.yaml").write_text("models: {cat: [{archive: small}, {archive: small/one, version: b}]}")
+    wanted = Plan((), tmp_path / "models.yaml", tmp_path).read()
+    assert [(entry.version, entry.archive.stem) for entry in wanted] == [("1.0", "small-two"), ("b", "small-one")]
+    with pytest.raises(UserError, match=r"there is no run 'smal' \(did you mean small"):
+        Plan(("smal",), None, tmp_path).read()
