@@ -101,6 +101,10 @@ bench-serve: $(VENV)/.installed-peers ## our servers, the stock one and none at 
 	$(BIN)/python -m benchmarks.serve --store '$(STORE)' $(if $(RUN),--run '$(RUN)') $(if $(PHOTOS),--photos '$(PHOTOS)') \
 		--write docs/bench-serve.md
 
+soak: $(VENV)/.installed-dev ## half an hour of mixed load and faults for each server; writes docs/reliability.md
+	$(BIN)/python -m benchmarks.soak --store '$(STORE)' $(if $(RUN),--run '$(RUN)') $(if $(PHOTOS),--photos '$(PHOTOS)') \
+		$(if $(MINUTES),--minutes '$(MINUTES)') --write docs/reliability.md
+
 bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/bench-data.md
 	$(BIN)/python benchmarks/imagenet_scale.py --write docs/bench-data.md
 

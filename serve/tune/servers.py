@@ -26,6 +26,7 @@ from serve.runtime.serving import SERVING_FILE, Serving
 from serve.torchserve import server as torchserve_process
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST, Ports
+from serve.torchserve.limits import Limits
 
 ServerKind = Literal["own", "torchserve"]
 KINDS: Final[tuple[ServerKind, ...]] = ("own", "torchserve")
@@ -98,21 +99,28 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def serving(kind: ServerKind, archives: Mapping[str, Path], scratch: Path) -> Iterator[Live]:
+def serving(kind: ServerKind, archives: Mapping[str, Path], scratch: Path, queue: int | None = None) -> Iterator[Live]:
     """Serve archives by model name from ``scratch`` until the block ends; yields when all of them answer.
+
+    Args:
+        kind: which server.
+        archives: the ``.mar`` files by model name.
+        scratch: a private folder for state and logs.
+        queue: requests of a model that may wait; None: as the server has it.
 
     Raises:
         PipelineError: the server does not come up; the message has its last line.
     """
-    with _own(archives, scratch) if kind == "own" else _torchserve(archives, scratch) as live:
+    with _own(archives, scratch, queue) if kind == "own" else _torchserve(archives, scratch, queue) as live:
         yield live
 
 
 @contextmanager
-def _own(archives: Mapping[str, Path], scratch: Path) -> Iterator[Live]:
+def _own(archives: Mapping[str, Path], scratch: Path, queue: int | None) -> Iterator[Live]:
     (port,) = free_ports(1)
     log = scratch / "own.log"
     words = ["run", *map(str, archives.values()), "--port", str(port), "--no-token", "--store", str(scratch)]
+    words += [] if queue is None else ["--queue", str(queue)]
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "serve", *words],
@@ -156,9 +164,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
 
 
 @contextmanager
-def _torchserve(archives: Mapping[str, Path], scratch: Path) -> Iterator[Live]:
+def _torchserve(archives: Mapping[str, Path], scratch: Path, queue: int | None) -> Iterator[Live]:
     ports = Ports(*free_ports(5))
-    running = torchserve_process.start(scratch, archives, ports=ports, gpus=0)
+    limits = None if queue is None else Limits(queue=queue)
+    running = torchserve_process.start(scratch, archives, ports=ports, limits=limits, gpus=0)
     try:
         with running.client(scratch) as client:
             name, _, value = client.write_header_file().read_text(encoding="utf-8").strip().partition(": ")

@@ -1,0 +1,237 @@
+"""A campaign against our servers: mixed load with faults and killed workers, memory watched, then overload.
+
+Every answer is compared with the image's known one. It fails on a leak, on a lost, wrong or swapped answer, on a 5xx
+that an item caused, and where overload costs answers: ``make soak``. It takes ``--minutes`` for each server (30), and
+some 2 minutes to start; ``--short`` takes 3. Needs a run, such as that of ``make bench-serve``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.soak_phases import LEAK_MB_A_MINUTE, SHARE, Phases, Soaked, course
+from optimize.measure.machine import machine, versions
+from serve import layout, runs
+from serve.load import known
+from serve.load.checking import VERDICTS
+from serve.load.pictures import make_picture, make_pictures, read_pictures
+from serve.load.workload import Item, Workload, instances, tell_apart
+from serve.runtime.card import load_card
+from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.serving import Serving
+from serve.torchserve.archive import serving_of
+from serve.tune.servers import KINDS, pack, serving
+from serve.tune.space import told
+from tests.serve.mutations import mutated
+
+TITLES = {"own": "Our own server", "torchserve": "Our archive behind TorchServe"}
+_DAMAGED = 400
+_GOODPUT = 0.9
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Something that must hold, in words with its figures, and whether it did."""
+
+    words: str
+    holds: bool
+
+    @property
+    def line(self) -> str:
+        """As a line of a list."""
+        return f"- {'pass' if self.holds else '**fail**'}: {self.words}"
+
+
+def workloads(artifact: Path, way: Serving, photos: Path | None) -> tuple[Workload, Workload]:
+    """Good single images that answer differently from each other; and those with all else that is mixed in."""
+    predictor = known.opened(artifact, way)
+    tolerance = known.tolerance(way.executions)
+    pictures = make_pictures(40) if photos is None else read_pictures(photos)
+    good = known.items(predictor, pictures)
+    single = tell_apart(good, tolerance)
+    # What begins as JSON does is read as a request of instances.
+    damaged = [(f"damaged-{seed}", mutated(seed)) for seed in range(_DAMAGED)]
+    damaged = [(name, data) for name, data in damaged if data and not data[:64].lstrip().startswith(b"{")]
+    bad = known.items(predictor, damaged, weight=0.05)
+    large = known.items(predictor, [("large", make_picture(7, (4000, 3000)))], weight=0.2)
+    several = tuple(
+        instances(f"several-{start}", (*good[start : start + 3], _bad(bad)), weight=0.3) for start in range(0, 12, 3)
+    )
+    return Workload(single, tolerance), Workload((*good, *bad, *large, *several), tolerance)
+
+
+def _bad(items: tuple[Item, ...]) -> Item:
+    return next(item for item in items if item.known[0].status != 200)
+
+
+def verdicts(found: Soaked, queue: int) -> list[Verdict]:
+    """What must hold, and whether it did."""
+    assert found.mixed is not None
+    counts = found.mixed.counts
+    clients = found.bad_clients
+    caused = sum(count for (_, outcome), count in clients.items() if outcome.startswith("status 5"))
+    # A request is accepted when at most the queue and two batches are before it, on a machine that also refuses.
+    bound = 2e3 * queue / found.capacity + 500 if found.capacity else 0.0
+    killed = [kill.counts for kill in found.kills]
+    result = [
+        Verdict(f"{counts.get('wrong', 0)} wrong or swapped answers", not counts.get("wrong")),
+        Verdict(f"{counts.get('lost', 0)} lost answers", not counts.get("lost")),
+        Verdict(f"{counts.get('failed', 0)} 5xx caused by an item", not counts.get("failed")),
+        Verdict(f"{counts.get('rejected', 0)} requests told to try again, below capacity", not counts.get("rejected")),
+        Verdict(f"{caused} 5xx caused by a client that behaves badly", not caused),
+        Verdict(
+            f"{len(found.bad_client_faults)} wrong answers to clients that are slow or half-closed",
+            not found.bad_client_faults,
+        ),
+        Verdict(
+            f"memory grew by {found.growth:.2f} MB a minute over {len(found.memory)} samples "
+            f"(a leak: above {LEAK_MB_A_MINUTE:g}, and above 5 % in all)",
+            not found.leaks,
+        ),
+    ]
+    if killed:
+        slowest = max(kill.recovery_s for kill in found.kills)
+        wrong = sum(one.get("wrong", 0) for one in killed)
+        result.append(
+            Verdict(
+                f"{len(killed)} workers killed: answered again after at most {slowest:.0f} s, {wrong} wrong answers",
+                slowest < 60 and not wrong,
+            )
+        )
+    for factor, over in found.overload.items():
+        if factor > 1:
+            share = over.throughput / found.capacity if found.capacity else 0.0
+            result.append(
+                Verdict(
+                    f"at {factor:g} times capacity: goodput {share:.0%} of capacity (at least {_GOODPUT:.0%}), "
+                    f"p99 of the accepted {over.latency.percentile(99):.0f} ms (at most {bound:.0f}), "
+                    f"{over.bad} wrong, failed or lost",
+                    share >= _GOODPUT and over.latency.percentile(99) <= bound and not over.bad,
+                )
+            )
+    after = found.afterwards
+    result.append(Verdict("it answers as known afterwards", after is not None and after.good > 0 and not after.bad))
+    return result
+
+
+def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
+    """The Markdown of one server."""
+    assert found.mixed is not None
+    mixed = found.mixed
+    body = [f"## {TITLES[found.kind]}", "", f"Served as {told(way)}.", "", *(verdict.line for verdict in judged), ""]
+    body += [
+        f"Mixed load at {SHARE:.0%} of its capacity of {found.mixed_capacity:.0f} requests/s, {mixed.seconds:.0f} s: "
+        + ", ".join(f"{mixed.counts.get(name, 0):,} {name}" for name in VERDICTS)
+        + f"; p50 {mixed.latency.percentile(50):.1f} ms, p99 {mixed.latency.percentile(99):.0f} ms.",
+        "",
+    ]
+    if mixed.faults or found.bad_client_faults:
+        body += [*(f"- {fault}" for fault in (*mixed.faults, *found.bad_client_faults[:5])), ""]
+    body += ["| clients that behave badly | outcomes |", "|---|---|"]
+    kinds = sorted({kind for kind, _ in found.bad_clients})
+    for kind in kinds:
+        outcomes = {outcome: count for (one, outcome), count in found.bad_clients.items() if one == kind}
+        shown = ", ".join(f"{outcome}: {count:,}" for outcome, count in sorted(outcomes.items()))
+        body.append(f"| {kind} | {shown} |")
+    body.append("")
+    if found.kills:
+        body += ["| worker killed | answered again after | of the requests in those 10 s |", "|---|---:|---|"]
+        for number, kill in enumerate(found.kills, 1):
+            shown = ", ".join(f"{count} {name}" for name, count in sorted(kill.counts.items()))
+            body.append(f"| {number} | {kill.recovery_s:.0f} s | {shown} |")
+        body.append("")
+    body += [
+        f"Overload, photographs, capacity {found.capacity:.0f} requests/s:",
+        "",
+        "| arrivals | answered a second | of capacity | p50 | p99 | told to try again | p99 of that | bad |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for factor, over in found.overload.items():
+        share = over.throughput / found.capacity if found.capacity else 0.0
+        refused = f"{over.rejection.percentile(99):.0f} ms" if len(over.rejection) else "–"
+        body.append(
+            f"| {factor:g}× | {over.throughput:.0f} | {share:.0%} | {over.latency.percentile(50):.0f} ms | "
+            f"{over.latency.percentile(99):.0f} ms | {over.counts.get('rejected', 0):,} | {refused} | {over.bad} |"
+        )
+    return [*body, ""]
+
+
+def head(options: argparse.Namespace, began: str, distinct: int) -> list[str]:
+    """The page's beginning."""
+    here, known_versions = machine(torch.device("cpu")), versions()
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    libraries = ", ".join(f"{name} {known_versions[name]}" for name in ("torch", "openvino") if name in known_versions)
+    return [
+        "# Reliability",
+        "",
+        f"Made by `{shlex.join(['python', '-m', 'benchmarks.soak', *words])}` on {began}: {here['cpu']}, "
+        f"{here['cores']} cores, Python {platform.python_version()}, {libraries}; {options.artifact} of {options.run}, "
+        f"{options.minutes:g} minutes a server, at most {options.queue} requests waiting.",
+        "",
+        f"Every answer is compared with what the runtime answers in process to the same bytes. {distinct} photographs "
+        "whose answers differ from each other by more than twice the tolerance, so that a swapped answer is seen; "
+        f"requests of several instances, one of them bad; an image of 12 megapixels; {_DAMAGED} damaged images; beside "
+        "them clients that are slow, half-closed, cut off, gone, oversized, idle, or speak no HTTP. Poisson arrivals; "
+        "a latency counts from when its request was due. Our own server is one process, which a supervisor restarts: "
+        "its death is not part of this; TorchServe's workers are killed (SIGKILL) under load.",
+        "",
+    ]
+
+
+def main() -> int:
+    """Run the campaign, write the page; the exit code is 1 where something did not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", choices=[*KINDS, "both"], default="both")
+    parser.add_argument("--minutes", type=float, default=30.0, help="for each server")
+    parser.add_argument("--run", default="resnet18-224", help="of the store")
+    parser.add_argument("--artifact", default=None, help="by default the recommended one")
+    parser.add_argument("--store", type=Path, default=Path("model_store"))
+    parser.add_argument("--photos", type=Path, default=None, help="a folder of photographs; by default they are made")
+    parser.add_argument("--queue", type=int, default=128, help="requests that may wait")
+    parser.add_argument("--short", action="store_true", help="3 minutes, to see that it works")
+    parser.add_argument("--write", type=Path, default=None, help="the Markdown file to write")
+    options = parser.parse_args()
+    if options.short:
+        options.minutes = 3.0
+    began = f"{datetime.date.today().isoformat()}, with {os.getloadavg()[0]:.1f} processes running when it began"
+    try:
+        if options.minutes < 0.5:
+            raise UserError(f"--minutes must be at least 0.5, got {options.minutes:g}")
+        options.artifact = options.artifact or runs.recommended(options.store, options.run)
+        artifact = layout.artifact_folder(options.store, options.run, options.artifact)
+        way = serving_of(artifact, load_card(artifact))
+        photos, mixed = workloads(artifact, way, options.photos)
+        body = head(options, began, len(photos.items))
+        held = True
+        for kind in KINDS if options.server == "both" else (options.server,):
+            print(f"{TITLES[kind]}: about {options.minutes + 1:.0f} minutes", flush=True)
+            with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+                scratch = Path(folder)
+                archive = pack(artifact, way, scratch, "soaked")
+                with serving(kind, {"soaked": archive}, scratch, options.queue) as live:
+                    phases = Phases(kind, live, photos, mixed, scratch=scratch)
+                    found = phases.run(course(options.minutes))
+            judged = verdicts(found, options.queue)
+            held = held and all(verdict.holds for verdict in judged)
+            print("\n".join(section(found, judged, way)), flush=True)
+            body += section(found, judged, way)
+            if options.write is not None:  # each server's as soon as it is there
+                options.write.write_text("\n".join(body) + "\n", encoding="utf-8")
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""The phases of `benchmarks.soak`: capacity, mixed load with faults, the same while memory is watched, overload."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+import psutil
+
+from benchmarks.soak_faults import Badly
+from serve.load.plan import Plan, Result, together
+from serve.load.running import finished, measure, started
+from serve.load.workload import Workload
+from serve.tune.servers import Live
+
+#: Of the mixed load's capacity, the part that is sent while faults are mixed in.
+SHARE = 0.6
+_CHUNK_S = 10.0
+_WORKER = "model_service_worker"
+_RECOVERY_S = 90.0
+#: Memory that grows by more in a minute, and by more than a twentieth in all, is a leak.
+LEAK_MB_A_MINUTE = 1.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A worker that was killed: how long until the server answered again, and what became of the requests meanwhile."""
+
+    recovery_s: float
+    counts: Mapping[str, int]
+
+
+@dataclass
+class Soaked:
+    """What one server did under all of it."""
+
+    kind: str
+    capacity: float = 0.0
+    mixed_capacity: float = 0.0
+    mixed: Result | None = None
+    kills: list[Kill] = field(default_factory=list)
+    bad_clients: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bad_client_faults: list[str] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)  # seconds, MB
+    overload: dict[float, Result] = field(default_factory=dict)
+    afterwards: Result | None = None
+
+    @property
+    def growth(self) -> float:
+        """MB a minute: the median of the slopes between all pairs of samples (Theil and Sen)."""
+        slopes = [(b - a) / (t - s) for (s, a), (t, b) in combinations(self.memory, 2) if t > s]
+        return statistics.median(slopes) * 60 if slopes else 0.0
+
+    @property
+    def leaks(self) -> bool:
+        """Whether memory grows for as long as it is watched."""
+        if len(self.memory) < 3:
+            return False
+        minutes = (self.memory[-1][0] - self.memory[0][0]) / 60
+        usual = statistics.median(megabytes for _, megabytes in self.memory)
+        return self.growth > LEAK_MB_A_MINUTE and self.growth * minutes > usual / 20
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long the phases are, in seconds; and how often a worker is killed."""
+
+    capacity_s: float
+    faults_s: float
+    steady_s: float
+    overload_s: float
+    kill_every_s: float
+
+
+def course(minutes: float) -> Course:
+    """The phases of a campaign of so many minutes."""
+    whole = minutes * 60
+    overload = min(30.0, whole * 0.05)
+    capacity = min(15.0, whole * 0.03)
+    rest = whole - 3 * overload - 2 * capacity
+    return Course(capacity, rest * 0.4, rest * 0.6, overload, max(20.0, rest * 0.4 / 5))
+
+
+class Phases:
+    """One server's campaign.
+
+    Args:
+        kind: which server.
+        live: it.
+        photos: the workload of good single images.
+        mixed: that with everything else among them.
+        scratch: where workloads are kept for the generator.
+        say: told where it is.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        live: Live,
+        photos: Workload,
+        mixed: Workload,
+        *,
+        scratch: Path,
+        say: Callable[[str], None] = lambda line: print(f"  {line}", flush=True),
+    ) -> None:
+        self._live, self._say, self._photos_items = live, say, photos
+        self._photos = photos.save(scratch / "photos")
+        self._mixed = mixed.save(scratch / "mixed")
+        self.found = Soaked(kind)
+
+    def run(self, times: Course) -> Soaked:
+        """All phases, in order."""
+        found = self.found
+        self._measure(self._mixed, None, min(5.0, times.capacity_s))  # what is first used is loaded now
+        found.mixed_capacity = self._measure(self._mixed, None, times.capacity_s).throughput
+        self._say(f"mixed load: {found.mixed_capacity:.0f} requests/s at saturation")
+        badly = Badly(self._live.target, self._photos_items.items, self._photos_items.tolerance)
+        with badly.running():
+            quiet = self._mix("faults and kills", times.faults_s, times.kill_every_s)
+            quiet += self._mix("faults, memory watched", times.steady_s, None)
+        found.mixed = together(quiet)
+        found.bad_clients, found.bad_client_faults = badly.outcomes, badly.faults
+        found.capacity = self._measure(self._photos, None, times.capacity_s).throughput
+        self._say(f"photographs: {found.capacity:.0f} requests/s at saturation")
+        for factor in (1.0, 2.0, 4.0):
+            found.overload[factor] = self._measure(self._photos, found.capacity * factor, times.overload_s)
+            result = found.overload[factor]
+            self._say(f"{factor:g} times capacity: {result.throughput:.0f} answered a second, {result.counts}")
+        time.sleep(2)
+        found.afterwards = self._measure(self._photos, None, 3.0, clients=2)
+        return found
+
+    def _measure(self, workload: Path, rate: float | None, seconds: float, clients: int = 16) -> Result:
+        most = clients if rate is None else 1024
+        return measure(Plan(self._live.target, most, rate, seconds, warm_s=1.0 if rate is None else 0.0), workload)
+
+    def _mix(self, name: str, seconds: float, kill_every_s: float | None) -> list[Result]:
+        """Chunks of mixed load; those in which a worker was killed are told apart."""
+        quiet: list[Result] = []
+        began = last_kill = time.monotonic()
+        rate = self.found.mixed_capacity * SHARE
+        number = 0
+        while (spent := time.monotonic() - began) < seconds:
+            number += 1
+            plan = Plan(self._live.target, 512, rate, min(_CHUNK_S, seconds), warm_s=0.0, seed=number, timeout_s=60)
+            if kill_every_s is not None and time.monotonic() - last_kill > kill_every_s and self._workers():
+                last_kill = time.monotonic()
+                self.found.kills.append(self._killed(plan))
+                continue
+            quiet.append(measure(plan, self._mixed))
+            if kill_every_s is None:
+                self.found.memory.append((time.monotonic() - began, self._live.memory_bytes() / 1e6))
+            if number % 6 == 1:
+                counts = together(quiet).counts
+                self._say(f"{name}: {max(0.0, seconds - spent):.0f} s left, {dict(counts)}")
+        return quiet
+
+    def _workers(self) -> list[psutil.Process]:
+        """Worker processes that may be killed because somebody starts them again: TorchServe's."""
+        found = []
+        for process in self._live.processes():
+            with contextlib.suppress(psutil.Error):
+                if any(_WORKER in word for word in process.cmdline()):
+                    found.append(process)
+        return found
+
+    def _killed(self, plan: Plan) -> Kill:
+        """Kill a worker under load, and wait until the server answers again."""
+        with started(plan, self._mixed) as process:
+            time.sleep(2)
+            began = time.monotonic()
+            for worker in self._workers()[:1]:
+                with contextlib.suppress(psutil.Error):
+                    worker.kill()
+            result = finished(process, plan)
+        while time.monotonic() - began < _RECOVERY_S:
+            if self._measure(self._photos, None, 0.5, clients=1).good:
+                break
+        kill = Kill(time.monotonic() - began, result.counts)
+        self._say(f"a worker was killed: answered again after {kill.recovery_s:.0f} s, {dict(kill.counts)}")
+        return kill

@@ -1,0 +1,118 @@
+"""The soak: its verdicts are those of its figures, and its campaign runs against a real server."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak import section, verdicts, workloads
+from benchmarks.soak_phases import Course, Kill, Phases, Soaked, course
+from serve.load.histogram import Histogram
+from serve.load.plan import Result
+from serve.runtime.card import load_card
+from serve.torchserve.archive import serving_of
+from serve.tune.servers import pack, serving
+from tests.serve import artifacts
+
+
+def result(milliseconds: float = 5.0, seconds: float = 10.0, **counts: int) -> Result:
+    latency = Histogram()
+    for _ in range(counts.get("answered", 0)):
+        latency.add(milliseconds)
+    return Result(seconds, counts, latency, Histogram(), 0.1)
+
+
+def sound() -> Soaked:
+    return Soaked(
+        "own",
+        capacity=100.0,
+        mixed_capacity=80.0,
+        mixed=result(answered=480, refused=20),
+        memory=[(10.0 * step, 500.0 + (step % 3)) for step in range(60)],
+        overload={1.0: result(answered=990), 2.0: result(answered=950), 4.0: result(answered=920, rejected=3000)},
+        afterwards=result(answered=10),
+        bad_clients=Counter({("no HTTP", "status 400"): 5}),
+    )
+
+
+def failing(found: Soaked) -> list[str]:
+    return [verdict.words for verdict in verdicts(found, queue=100) if not verdict.holds]
+
+
+def test_a_sound_server_passes() -> None:
+    assert failing(sound()) == []
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [("wrong", "1 wrong"), ("lost", "1 lost"), ("failed", "1 5xx"), ("rejected", "1 requests told")],
+)
+def test_one_bad_answer_fails(verdict: str, said: str) -> None:
+    found = sound()
+    found.mixed = result(answered=480, **{verdict: 1})
+    assert [words.startswith(said) for words in failing(found)] == [True]
+
+
+def test_an_error_that_a_bad_client_caused_fails() -> None:
+    found = sound()
+    found.bad_clients["oversized body", "status 500"] += 1
+    assert "behaves badly" in failing(found)[0]
+
+
+def test_steady_growth_is_a_leak_and_noise_or_one_step_is_none() -> None:
+    found = sound()
+    found.memory = [(10.0 * step, 500.0 + 2.0 * step) for step in range(60)]  # 12 MB a minute
+    assert found.growth == pytest.approx(12)
+    assert "memory grew by 12.00 MB a minute" in failing(found)[0]
+    found.memory = [(10.0 * step, 500.0 + 40 * (step > 10)) for step in range(60)]
+    assert not found.leaks
+
+
+def test_overload_that_costs_answers_or_keeps_them_waiting_fails() -> None:
+    found = sound()
+    found.overload[4.0] = result(answered=890)
+    assert "goodput 89%" in failing(found)[0]
+    found.overload[4.0] = result(milliseconds=2600, answered=950)
+    assert failing(found)[0].startswith("at 4 times capacity")
+
+
+def test_a_worker_that_comes_back_late_fails() -> None:
+    found = sound()
+    found.kills = [Kill(5.0, {"answered": 1, "rejected": 9}), Kill(61.0, {"answered": 1})]
+    assert "2 workers killed" in failing(found)[0]
+
+
+def test_a_campaign_takes_the_minutes_it_is_given() -> None:
+    times = course(30)
+    assert times.capacity_s * 2 + times.faults_s + times.steady_s + 3 * times.overload_s == pytest.approx(1800)
+    assert times.steady_s > 600
+
+
+@pytest.mark.slow
+def test_a_campaign_against_a_real_server_compares_every_answer(tmp_path: Path) -> None:
+    artifact = artifacts.onnx(tmp_path / "artifact")
+    way = serving_of(artifact, load_card(artifact))
+    photos, mixed = workloads(artifact, way, None)
+    assert not photos.confusable()
+    assert {known.status for item in mixed.items for known in item.known} >= {200, 400, 415}
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(mode=0o700)
+    said: list[str] = []
+    with serving("own", {"soaked": pack(artifact, way, scratch, "soaked")}, scratch, 64) as live:
+        phases = Phases("own", live, photos, mixed, scratch=scratch, say=said.append)
+        found = phases.run(Course(1, 3, 3, 1.5, 100))
+    assert found.mixed is not None
+    assert found.mixed.bad == 0, found.mixed.faults
+    assert found.mixed.counts["refused"] > 0
+    assert found.bad_client_faults == []
+    assert not any(outcome.startswith("status 5") for _, outcome in found.bad_clients)
+    assert {kind for kind, _ in found.bad_clients} >= {"half-closed", "no HTTP", "gone before the answer"}
+    assert all(over.bad == 0 for over in found.overload.values())
+    assert found.afterwards is not None
+    assert found.afterwards.good > 0
+    page = "\n".join(section(found, verdicts(found, 64), way))
+    assert "pass: 0 wrong or swapped answers" in page
+    assert not math.isnan(found.capacity)
