@@ -14,11 +14,13 @@ import httpx
 import promql_parser
 import pytest
 import tritonclient.grpc as triton
+import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from examples import grafana_dashboard
 from serve.asgi.metrics import STAGES
+from serve.torchserve.configuration import metrics_yaml
 from tests.serve import artifacts
 from tests.serve.own_server import PASSED_OVER, Running, bearer
 
@@ -197,3 +199,44 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
         apart = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
         assert apart or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
     assert all(place["x"] + place["w"] <= 24 for place in places)
+
+
+def table(part: str) -> dict[str, list[str]]:
+    """The cells of a table of the documentation by its first column."""
+    text = (ROOT / "docs" / "observability.md").read_text()
+    section = text.partition(f"<!-- {part}: begin -->")[2].partition(f"<!-- {part}: end -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.strip().splitlines()[2:]]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def test_the_documentation_names_every_metric_with_its_type_and_labels(client: httpx.Client) -> None:
+    assert ask(client, [b"no image"]).status_code == 415
+    assert ask(client, [artifacts.jpeg()]).status_code == 200
+    found = {}
+    for family in scrape(client).families:
+        if family.name.startswith("serve_"):
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            found[name] = (family.type, labels)
+    told = {name: (cells[0], set(re.findall(r"`(\w+)`", cells[1]))) for name, cells in table("own server").items()}
+    assert told == found
+
+
+def test_the_documentation_names_every_metric_of_the_handler_with_its_type() -> None:
+    configured = yaml.safe_load(metrics_yaml())["model_metrics"]
+    ours = {
+        entry["name"]: kind
+        for kind, entries in configured.items()
+        for entry in entries
+        if "Execution" in entry["dimensions"]
+    }
+    assert {name: cells[0] for name, cells in table("torchserve").items()} == ours
+
+
+def test_every_query_of_the_documentation_is_promql_over_metrics_that_there_are(client: httpx.Client) -> None:
+    names = {sample.name for sample in scrape(client).samples}
+    text = (ROOT / "docs" / "observability.md").read_text().partition("## Queries")[2].partition("##")[0]
+    found = [match[1] for match in re.finditer(r"\| `(.+)` \|$", text, re.MULTILINE)]
+    assert len(found) == 7
+    for query in found:
+        assert {selector.name for selector in selectors(query)} <= names, query
