@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import socket
 import stat
 from collections import Counter
@@ -14,18 +15,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.main import get_command
 
 from serve.asgi.forms import parts_of
 from serve.asgi.listening import Listening
 from serve.asgi.logs import JsonLines, RequestLog
 from serve.asgi.messages import RefusedError, Response
 from serve.asgi.models import Models, Served
+from serve.asgi.notify import notify
 from serve.asgi.observing import Observation
-from serve.asgi.plan import Plan
+from serve.asgi.plan import Plan, versions_of
 from serve.asgi.router import Router
 from serve.asgi.tokens import Tokens, make_token_file
+from serve.cli import app
 from serve.runs import package_run
 from serve.runtime.errors import RequestError, UserError
 from serve.runtime.service import Stages
@@ -369,3 +374,27 @@ def test_a_run_is_served_by_its_recommended_artifact_or_by_another(tmp_path: Pat
     assert [(entry.version, entry.archive.stem) for entry in wanted] == [("1.0", "small-two"), ("b", "small-one")]
     with pytest.raises(UserError, match=r"there is no run 'smal' \(did you mean small"):
         Plan(("smal",), None, tmp_path).read()
+
+
+def test_what_is_documented_is_there() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "own-server.md").read_text()
+    options = {option for entry in get_command(app).commands["run"].params for option in entry.opts}  # type: ignore[attr-defined]
+    documented = set(re.findall(r"--[a-z]+(?:-[a-z]+)*", text)) - {"--workers"}
+    assert documented - options == set()
+    assert len(documented) > 15
+    example = text.split("```yaml\n")[1].split("```")[0]
+    assert [entry.weight for entry in versions_of(yaml.safe_load(example))["resnet18"]] == [9, 1]
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_is_told_where_it_asks(abstract: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"@serve-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind("\0" + name[1:] if abstract else name)
+        systemd.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", name)
+        notify("READY=1")
+        assert systemd.recv(100) == b"READY=1"
+    notify("READY=1")  # nobody is there: no fault
+    monkeypatch.delenv("NOTIFY_SOCKET")
+    notify("READY=1")
