@@ -22,6 +22,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from serve.jars import torchserve_jars
 from serve.layout import SBOM_ENDING
 from serve.runtime.card import CARD_FILE, Card, sha256_file
+from serve.runtime.decoders.base import decoders
 from serve.runtime.engines.base import engines
 from serve.runtime.errors import UserError
 from serve.runtime.serving import SERVING_FILE, parse_serving
@@ -178,13 +179,15 @@ def _java() -> Component:
 
 
 def _libraries(archive: Path, card: Card) -> Iterable[str]:
-    """The distributions of the engines that may run the archive."""
+    """The distributions of the engines that may run the archive, and of the decoder that it names."""
     with zipfile.ZipFile(archive) as opened:
         serving = parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
     known = engines()
     for execution in serving.executions:
         if execution.engine in known and card.format in known[execution.engine].formats:
             yield from known[execution.engine].libraries
+    if serving.decoder in decoders():
+        yield from decoders()[serving.decoder].libraries
 
 
 def _installed(names: Iterable[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import re
 import time
 import zipfile
 from collections.abc import Callable
@@ -16,10 +17,14 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
+from typer.main import get_command
 
 from serve.asgi.loading import Wanted, load
+from serve.cli import app
+from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, read_card, sha256_file, write_card
-from serve.runtime.errors import CardError, EngineError
+from serve.runtime.errors import CardError, EngineError, Refusal
+from serve.runtime.protocol import Request
 from serve.signing import sign
 from serve.torchserve.archive import build_archive, check_archive
 from serve.verified import Policy
@@ -155,6 +160,22 @@ def test_the_own_server_does_not_run_the_python_of_an_archive(tmp_path: Path) ->
     assert not marker.exists()
 
 
+def test_no_bomb_costs_more_where_a_decoder_lies_beside_the_engine(tmp_path: Path) -> None:
+    folder = artifacts.torchscript(tmp_path / "script")
+    options = ServingOptions(decoder="reduced", batch_size=4)
+    archive = build_archive(folder, tmp_path / "tiny.mar", model_name="tiny", options=options)
+    served = load(Wanted("tiny", "1.0", archive), gpu=None, queue=None, policy=Policy())
+    with served.service as service:
+        for name, bomb in bombs.BOMBS.items():
+            begun = time.perf_counter()
+            answered = service.submit(Request((bomb, GOOD), k=1, listed=True)).result(timeout=30)
+            refused, label = answered.outcomes
+            assert isinstance(refused, Refusal), name
+            assert 400 <= refused.status < 500, (name, refused)
+            assert not isinstance(label, Refusal), name
+            assert time.perf_counter() - begun < 3, name
+
+
 @pytest.mark.parametrize("kind", ["deflated", "overlapping"])
 def test_an_archive_that_unpacks_to_more_than_it_has_is_refused_before_it_is_read(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "bomb.mar"
@@ -178,3 +199,15 @@ def test_an_archive_that_unpacks_to_more_than_it_has_is_refused_before_it_is_rea
     with pytest.raises(CardError, match="unpacks to more than it has"):
         check_archive(path)
     assert time.perf_counter() - begun < 1
+
+
+def test_the_page_on_security_names_only_what_is_there() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "security.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)`", page)
+    assert named
+    assert [name for name in named if not (root / name).is_file()] == []
+    known = {
+        option for command in get_command(app).commands.values() for entry in command.params for option in entry.opts
+    }
+    assert {word for word in re.findall(r"--[a-z][a-z-]+", page)} <= known
