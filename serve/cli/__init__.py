@@ -8,6 +8,7 @@ import typer
 
 from serve.cli.archives import audit, package
 from serve.cli.asking import predict
+from serve.cli.exporting import export
 from serve.cli.running import run
 from serve.cli.server import add, remove, replace, start, status, stop
 from serve.cli.signatures import sign, verify
@@ -28,7 +29,7 @@ app = typer.Typer(
 
 #: In the order of the help, under the title of each group.
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Archives": (package, sign, verify, audit),
+    "Archives": (package, sign, verify, audit, export),
     "TorchServe": (start, status, stop, add, replace, remove),
     "Our own server": (run,),
     "Requests": (predict,),

@@ -1,0 +1,112 @@
+"""What a target of an export is, what it is given, and the registry of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from serve.config import Config
+from serve.runtime.card import Card
+from serve.runtime.registry import Registry
+
+
+class ExportSettings(Config):
+    """How the exported artifact is to be run."""
+
+    image: str = Field(
+        default="optimize-and-serve:latest",
+        min_length=1,
+        description="The own server's image, as the cluster pulls it; name it by digest for a deployment.",
+    )
+    namespace: str = Field(
+        default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", description="Kubernetes namespace."
+    )
+    cpus: int = Field(default=2, ge=1, le=256, description="Cores of a replica, which its engine is given threads for.")
+    memory_mb: int = Field(default=4096, ge=256, description="Most memory of a replica, in MiB.")
+    gpus: int = Field(default=0, ge=0, le=1, description="GPUs of a replica; a worker uses one.")
+    replicas: int = Field(default=1, ge=1, le=1000, description="Fewest replicas.")
+    max_replicas: int = Field(default=8, ge=1, le=1000, description="Most replicas.")
+    queue_ms: int = Field(
+        default=20, ge=1, description="Mean time that requests wait for the engine, above which replicas are added."
+    )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is exported.
+
+    Attributes:
+        name: what it is served as, ``<run>-<artifact>``.
+        folder: the artifact's.
+        card: its card.
+        settings: how it is to be run.
+        key: signs the archive that is packed; None: it is not signed.
+        public_key: what it is verified with there; None where ``key`` is.
+        password: the key's, if it has one.
+    """
+
+    name: str
+    folder: Path
+    card: Card
+    settings: ExportSettings
+    key: Path | None = None
+    public_key: Path | None = None
+    password: str | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that serves elsewhere.
+
+    Attributes:
+        name: the word for it on the command line.
+        write: writes its files for a subject into an empty folder, and returns what whoever has them does next,
+            a line each.
+        format: the only format of model files that it opens; None: any, as the own server does.
+    """
+
+    name: str
+    write: Callable[[Subject, Path], Sequence[str]]
+    format: str | None = None
+
+
+_REGISTRY: Registry[Target] = Registry("export target", package=__package__, group="serve.exports")
+
+
+def register(target: Target) -> Target:
+    """Add a target to the registry.
+
+    Raises:
+        ValueError: its name is taken.
+    """
+    return _REGISTRY.register(target)
+
+
+def find_target(name: str) -> Target:
+    """The target of a name.
+
+    Raises:
+        UserError: there is none; the message names those that there are.
+    """
+    return _REGISTRY.find(name)
+
+
+def targets() -> dict[str, Target]:
+    """Every target by name."""
+    return _REGISTRY.all()
+
+
+def dns_name(name: str) -> str:
+    """A name as Kubernetes takes it (RFC 1123): ``resnet18-onnx_int8`` is ``resnet18-onnx-int8``."""
+    legal = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name.lower())
+    return legal.strip("-")[:52].rstrip("-") or "model"
+
+
+def write_yaml(path: Path, documents: Sequence[Mapping[str, Any]]) -> None:
+    """Write documents as one YAML file, keys in the order that they are given."""
+    path.write_text(yaml.safe_dump_all(documents, sort_keys=False, width=120), encoding="utf-8")

@@ -1,0 +1,126 @@
+"""``triton``: a model repository of an ONNX artifact for NVIDIA's Triton Inference Server.
+
+Triton runs the network and nothing else of the card: whoever asks it decodes, resizes and crops as `README.md` of the
+repository says, and normalises, unless the artifact's graph does so itself (its input is ``uint8``).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from serve.export.base import Subject, Target, register
+from serve.export.pbtxt import Word, text
+from serve.runtime.card import load_card
+from serve.runtime.engines.base import chain_for, engines_for
+from serve.runtime.errors import UserError
+from serve.runtime.serving import Serving, read_serving
+
+_TYPES = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
+#: ONNX's own numbers of them (TensorProto.DataType).
+_OF_ONNX = {1: "TYPE_FP32", 2: "TYPE_UINT8", 10: "TYPE_FP16", 16: "TYPE_BF16"}
+_QUEUE_US = 100_000
+
+
+def write(subject: Subject, folder: Path) -> Sequence[str]:
+    """Write ``<name>/config.pbtxt``, ``<name>/labels.txt``, ``<name>/1/model.onnx``, ``README.md``; see `base.Target`.
+
+    Raises:
+        UserError: the artifact is no ONNX file.
+        CardError: it is not whole.
+    """
+    card = load_card(subject.folder)
+    model = folder / subject.name
+    (model / "1").mkdir(parents=True)
+    companions = [f"{card.file}{ending}" for entry in engines_for(card) for ending in entry.companions]
+    for name in dict.fromkeys([card.file, *(name for name in companions if name in card.files)]):
+        # Weights beside the graph are named in it, so that they keep their names.
+        shutil.copy(subject.folder / name, model / "1" / ("model.onnx" if name == card.file else name))
+    (model / "labels.txt").write_text("".join(f"{label}\n" for label in card.classes), encoding="utf-8")
+    serving = read_serving(subject.folder) or Serving(chain_for(card))
+    (model / "config.pbtxt").write_text(text(config(subject, model / "1" / "model.onnx", serving)), encoding="ascii")
+    (folder / "README.md").write_text(readme(subject), encoding="utf-8")
+    return [f"serve it: tritonserver --model-repository=FOLDER (the model {subject.name}); how to ask is in README.md"]
+
+
+def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]:
+    """The model's configuration, as Triton's ``model_config.proto`` has it.
+
+    Args:
+        subject: what is exported.
+        graph: its ONNX file, whose inputs and outputs are read.
+        serving: how it is served otherwise: the batch size and how long a batch is waited for.
+    """
+    import onnx
+
+    model = onnx.load(graph, load_external_data=False).graph
+    weights = {entry.name for entry in model.initializer}
+    inputs = [entry for entry in model.input if entry.name not in weights]
+    if len(inputs) != 1 or len(model.output) != 1:
+        raise UserError(f"{graph}: has {len(inputs)} inputs and {len(model.output)} outputs, and one of each is served")
+    if not inputs[0].type.tensor_type.shape.dim[0].dim_param:
+        raise UserError(f"{graph}: takes batches of one size only, and Triton makes them of any")
+    buckets = serving.executions[0].buckets
+    gpus = subject.settings.gpus
+    return {
+        "name": subject.name,
+        "backend": "onnxruntime",
+        "max_batch_size": serving.batch_size,
+        "input": {
+            "name": inputs[0].name,
+            "data_type": Word(_TYPES[subject.card.input_dtype]),
+            "dims": list(subject.card.preprocessing.shape),
+        },
+        "output": {
+            "name": model.output[0].name,
+            "data_type": Word(_OF_ONNX[model.output[0].type.tensor_type.elem_type]),
+            "dims": len(subject.card.classes),
+            "label_filename": "labels.txt",
+        },
+        "instance_group": {"count": 1, "kind": Word("KIND_GPU" if gpus else "KIND_CPU")},
+        "dynamic_batching": {
+            **({"preferred_batch_size": list(buckets)} if buckets else {}),
+            "max_queue_delay_microseconds": serving.max_batch_delay_ms * 1000,
+            "default_queue_policy": {
+                "timeout_action": Word("REJECT"),
+                "default_timeout_microseconds": _QUEUE_US,
+                "max_queue_size": 16 * serving.batch_size,
+            },
+        },
+        "parameters": {"key": "intra_op_thread_count", "value": {"string_value": str(subject.settings.cpus)}},
+        "version_policy": {"latest": {"num_versions": 1}},
+    }
+
+
+def readme(subject: Subject) -> str:
+    """What a client of the repository must do with an image, in the card's own numbers."""
+    own = subject.card.preprocessing
+    normalises = subject.card.input_dtype == "uint8"
+    steps = [
+        "decode it, turn it as its EXIF orientation says, and convert it to "
+        + ("RGB" if own.channels == 3 else "grey"),
+        f"resize it so that the shorter side has {own.resize} pixels ({own.interpolation}, antialiased)",
+        f"cut {own.crop[0]} x {own.crop[1]} pixels (height x width) from its centre",
+        f"order it as (channels, height, width) = {tuple(own.shape)}",
+        "send the pixels as they are (uint8): the graph normalises them"
+        if normalises
+        else f"divide by 255, subtract the mean {list(own.mean)} and divide by {list(own.std)}, each channel its own, "
+        f"and send it as {subject.card.input_dtype}",
+    ]
+    lines = [
+        f"# {subject.name}",
+        "",
+        f"{subject.card.model}, {subject.card.precision}. Triton runs the network; whoever asks prepares each image:",
+        "",
+        *(f"{number}. {step}" for number, step in enumerate(steps, 1)),
+        "",
+        "The answer has a logit for each class in the order of `labels.txt`; softmax gives probabilities. Pixels, time",
+        "and files are not limited here as by the project's own servers: whoever prepares the images limits them.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+TRITON = register(Target("triton", write, format="onnx"))

@@ -1,0 +1,95 @@
+"""Exports a run's artifact for another engine or a cluster; what is written there is each target's own affair."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve import layout
+from serve.export.base import ExportSettings, Subject, find_target
+from serve.hints import command
+from serve.runs import model_name
+from serve.runtime.card import CARD_FILE, Card, load_card, read_card
+from serve.runtime.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The files that were written, and what whoever has them does next."""
+
+    files: tuple[Path, ...]
+    next_steps: tuple[str, ...]
+
+
+def export_run(
+    store: Path,
+    run: str,
+    target: str,
+    settings: ExportSettings,
+    *,
+    folder: Path | None = None,
+    artifact: str | None = None,
+    key: Path | None = None,
+    public_key: Path | None = None,
+    password: str | None = None,
+) -> Exported:
+    """Write what ``target`` needs to serve an artifact of a run.
+
+    Args:
+        store: holds the run.
+        run: its name.
+        target: the word for it.
+        settings: how it is to be run.
+        folder: where to; empty or not there yet. None: in the run's own folder.
+        artifact: which; None: the recommended one, or the best that the target opens.
+        key: signs the archive that is packed for it.
+        public_key: what it is verified with there.
+        password: the key's.
+
+    Raises:
+        UserError: the target, the run or the artifact is unknown, or something lies in the folder.
+        CardError: the artifact is not whole.
+    """
+    chosen = find_target(target)
+    cards = {
+        path.parent.name: read_card(path.parent)
+        for path in sorted((store / run / layout.ARTIFACTS).glob(f"*/{CARD_FILE}"))
+    }
+    if not cards:
+        raise UserError(
+            f"{store / run}: there are no artifacts; make them with `{command(f'optimize run {run}', store)}`"
+        )
+    if artifact is not None and artifact not in cards:
+        raise UserError(f"{run} has no artifact {artifact!r}{did_you_mean(artifact, cards)}; it has {', '.join(cards)}")
+    name = artifact or _best(store, run, cards, chosen.format)
+    if chosen.format not in (None, cards[name].format):
+        raise UserError(f"{name} is a {cards[name].format} file, and {target} is given {chosen.format} files only")
+    source = layout.artifact_folder(store, run, name)
+    folder = folder or store / run / "export" / target
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"{folder}: is not empty; remove it, or name another with --out")
+        folder.mkdir(parents=True, exist_ok=True)
+        subject = Subject(model_name(run, name), source, load_card(source), settings, key, public_key, password)
+        steps = [line.replace("FOLDER", str(folder)) for line in chosen.write(subject, folder)]
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: cannot be written ({error.strerror or error})") from None
+    files = tuple(sorted(path for path in folder.rglob("*") if path.is_file()))
+    return Exported(files, tuple(steps))
+
+
+def _best(store: Path, run: str, cards: dict[str, Card], model_format: str | None) -> str:
+    """The recommended artifact; where the target opens another format only, the one of it that comes first."""
+    try:
+        recommended = str(json.loads(layout.report_path(store, run).read_text(encoding="utf-8"))["recommended"])
+    except (OSError, ValueError, KeyError, TypeError):
+        recommended = ""
+    possible = [name for name, card in cards.items() if model_format in (None, card.format)]
+    if not possible:
+        raise UserError(f"{run} has no {model_format} artifact; it has {', '.join(cards)}")
+    if recommended in possible:
+        return recommended
+    if len(possible) > 1:
+        raise UserError(f"{run} has several artifacts for this: say --artifact {' or '.join(possible)}")
+    return possible[0]

@@ -1,0 +1,358 @@
+"""What is written for other engines and clusters is what their published schemas say, and serves what it is of."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import types
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import yaml
+from google.protobuf import text_format
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import model_config_pb2
+from typer.testing import CliRunner
+
+from serve.cli import app
+from serve.export.base import dns_name, targets
+from serve.export.pbtxt import text
+from serve.runtime.predictor import Predictor
+from serve.torchserve.archive import check_archive
+from tests.serve import artifacts
+from tests.serve.test_signing import make_keys
+
+KUBERNETES = "1.37"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("exports")
+    artifacts.onnx(root / "small" / "artifacts" / "onnx")
+    artifacts.torchscript(root / "small" / "artifacts" / "script")
+    return root
+
+
+def export(store: Path, out: Path, *words: str) -> str:
+    result = CliRunner().invoke(app, ["export", "small", "--store", str(store), "--out", str(out), *words])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def kubernetes(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("kubernetes") / "out"
+    keys = make_keys(out.parent, "release")
+    words = (
+        "--artifact",
+        "onnx",
+        "--cpus",
+        "3",
+        "--replicas",
+        "2",
+        "--queue-ms",
+        "15",
+        "--image",
+        "registry/own@sha256:0",
+    )
+    export(store, out, "--to", "kubernetes", *words, "--sign", str(keys.private), "--public-key", str(keys.public))
+    return out
+
+
+@pytest.fixture(scope="module")
+def manifests(kubernetes: Path) -> dict[str, dict[str, Any]]:
+    documents = yaml.safe_load_all((kubernetes / "manifests.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+def test_every_target_is_found_by_being_there() -> None:
+    assert set(targets()) == {"kubernetes", "kserve", "triton"}
+
+
+def test_every_manifest_is_what_kubernetes_says(manifests: dict[str, dict[str, Any]]) -> None:
+    assert set(manifests) == {
+        *("ServiceAccount", "ConfigMap", "Deployment", "Service"),
+        *("HorizontalPodAutoscaler", "PodDisruptionBudget", "NetworkPolicy"),
+    }
+    for document in manifests.values():
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+        assert document["metadata"]["namespace"] == "default"
+
+
+def test_the_schemas_would_refuse_a_slip(manifests: dict[str, dict[str, Any]]) -> None:
+    slip = yaml.safe_load(yaml.safe_dump(manifests["Deployment"]))
+    slip["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(slip, KUBERNETES, strict=True)
+
+
+def pod_of(manifests: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return dict(manifests["Deployment"]["spec"]["template"]["spec"])
+
+
+def test_the_pod_may_do_nothing_that_it_need_not(manifests: dict[str, dict[str, Any]]) -> None:
+    pod = pod_of(manifests)
+    (container,) = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    mounted = {mount["name"]: mount for mount in container["volumeMounts"]}
+    assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
+    writable = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
+    assert {name for name, mount in mounted.items() if not mount.get("readOnly")} == writable
+    assert manifests["NetworkPolicy"]["spec"]["egress"] == []
+    assert container["image"] == "registry/own@sha256:0"
+
+
+def test_the_probes_ask_what_the_server_answers_without_a_token(manifests: dict[str, dict[str, Any]]) -> None:
+    (container,) = pod_of(manifests)["containers"]
+    asked = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert asked == {
+        "startupProbe": "/health/ready",
+        "livenessProbe": "/health/live",
+        "readinessProbe": "/health/ready",
+    }
+
+
+def test_what_is_accepted_is_answered_before_the_kill(manifests: dict[str, dict[str, Any]]) -> None:
+    pod = pod_of(manifests)
+    arguments = pod["containers"][0]["args"]
+    drain = sum(float(arguments[arguments.index(word) + 1]) for word in ("--drain-delay", "--drain-timeout"))
+    assert pod["terminationGracePeriodSeconds"] > drain
+
+
+def test_the_arguments_are_options_of_the_own_server(manifests: dict[str, dict[str, Any]]) -> None:
+    shown = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"})
+    if shown.exit_code != 0:
+        pytest.skip("there is no own server yet")
+    known = set(re.findall(r"--[a-z][a-z-]+", shown.output))
+    arguments = pod_of(manifests)["containers"][0]["args"]
+    assert {word for word in arguments if word.startswith("--")} <= known
+
+
+def test_the_archive_is_packed_for_the_replicas_cores_and_signed(
+    kubernetes: Path, manifests: dict[str, dict[str, Any]]
+) -> None:
+    archive = kubernetes / "image" / "models" / "small-onnx.mar"
+    check_archive(archive)
+    arguments = pod_of(manifests)["containers"][0]["args"]
+    assert arguments[0] == "/models/small-onnx.mar"
+    with zipfile.ZipFile(archive) as opened:
+        serving = yaml.safe_load(opened.read("serving.json"))
+    assert {entry["threads"] for entry in serving["executions"] if entry["device"] == "cpu"} == {3}
+    key = kubernetes.parent / "release.pub"
+    verified = CliRunner().invoke(app, ["verify", str(archive), "--key", str(key)])
+    assert verified.exit_code == 0, verified.output
+    required = arguments[arguments.index("--require-signed") + 1]
+    mounted = {mount["name"]: mount["mountPath"] for mount in pod_of(manifests)["containers"][0]["volumeMounts"]}
+    assert required == f"{mounted['keys']}/release.pub"
+    assert manifests["ConfigMap"]["data"]["release.pub"] == key.read_text()
+
+
+def test_it_scales_on_the_time_that_requests_wait(kubernetes: Path, manifests: dict[str, dict[str, Any]]) -> None:
+    spec = manifests["HorizontalPodAutoscaler"]["spec"]
+    (metric,) = spec["metrics"]
+    assert metric["pods"]["target"] == {"type": "AverageValue", "averageValue": "15m"}  # thousandths of a second
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 8)
+    (rule,) = yaml.safe_load((kubernetes / "prometheus-adapter.yaml").read_text())["rules"]
+    assert rule["name"]["as"] == metric["pods"]["metric"]["name"]
+    assert 'serve_stage_seconds_sum{<<.LabelMatchers>>,stage="queue"}' in rule["metricsQuery"]
+    assert "replicas" not in manifests["Deployment"]["spec"]
+
+
+def test_no_file_of_an_export_holds_a_secret_or_this_machines_paths(kubernetes: Path, store: Path) -> None:
+    for path in kubernetes.rglob("*"):
+        if path.is_file() and path.suffix in (".yaml", ""):
+            content = path.read_text()
+            assert "PRIVATE KEY" not in content
+            assert str(store) not in content
+            assert str(kubernetes) not in content
+
+
+class Kserve:
+    """KServe's own models of its resources, read from its SDK without what that runs with."""
+
+    def __init__(self) -> None:
+        spec = importlib.util.find_spec("kserve")
+        if spec is None or not spec.submodule_search_locations:
+            pytest.skip("KServe's SDK is not installed")
+        self._folder = Path(next(iter(spec.submodule_search_locations)))
+
+    def faults(self, kind: str, value: Any, where: str = "") -> Iterator[str]:
+        """Fields of a value that a type of the SDK does not have, and values of another type."""
+        if found := re.fullmatch(r"list\[(.+)\]", kind):
+            if not isinstance(value, list):
+                yield f"{where}: no list"
+                return
+            for entry in value:
+                yield from self.faults(found[1], entry, f"{where}[]")
+        elif kind in ("str", "bool", "int"):
+            if type(value).__name__ != kind:
+                yield f"{where}: {value!r} is no {kind}"
+        elif kind.startswith(("V1alpha1", "V1beta1")):
+            model = self._model(kind)
+            by_key = {key: name for name, key in model.attribute_map.items()}
+            for key, entry in value.items():
+                if key not in by_key:
+                    yield f"{where}.{key}: unknown"
+                else:
+                    yield from self.faults(model.openapi_types[by_key[key]], entry, f"{where}.{key}")
+
+    def _model(self, kind: str) -> Any:
+        snake = re.sub(r"(?<!^)(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])", "_", kind).lower()
+        path = self._folder / "models" / f"{snake}.py"
+        assert path.is_file(), f"the SDK has no {kind}"
+        (body,) = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        tables = {
+            target.id: ast.literal_eval(node.value)
+            for node in body.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name) and target.id in ("openapi_types", "attribute_map")
+        }
+        return types.SimpleNamespace(**tables)
+
+
+@pytest.fixture(scope="module")
+def kserve(store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("kserve") / "out"
+    export(store, out, "--to", "kserve", "--artifact", "onnx")
+    return {entry["kind"]: entry for entry in yaml.safe_load_all((out / "inferenceservice.yaml").read_text())}
+
+
+def test_the_resources_are_what_kserves_sdk_says(kserve: dict[str, dict[str, Any]]) -> None:
+    sdk = Kserve()
+    assert list(sdk.faults("V1alpha1ServingRuntime", kserve["ServingRuntime"])) == []
+    assert list(sdk.faults("V1beta1InferenceService", kserve["InferenceService"])) == []
+    slip = {**kserve["InferenceService"], "spec": {"predictor": {"minReplica": 1, "maxReplicas": "8"}}}
+    assert list(sdk.faults("V1beta1InferenceService", slip)) == [
+        ".spec.predictor.minReplica: unknown",
+        ".spec.predictor.maxReplicas: '8' is no int",
+    ]
+
+
+def test_the_pod_that_kserve_makes_of_them_is_what_kubernetes_says(kserve: dict[str, dict[str, Any]]) -> None:
+    runtime = kserve["ServingRuntime"]["spec"]
+    predictor = kserve["InferenceService"]["spec"]["predictor"]
+    spec = {"containers": runtime["containers"], "volumes": runtime["volumes"]}
+    spec |= {
+        name: predictor[name]
+        for name in ("securityContext", "terminationGracePeriodSeconds", "automountServiceAccountToken")
+    }
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    assert runtime["containers"][0]["name"] == "kserve-container"
+    (model_format,) = runtime["supportedModelFormats"]
+    assert predictor["model"]["modelFormat"] == {name: model_format[name] for name in ("name", "version")}
+    assert predictor["model"]["runtime"] == kserve["ServingRuntime"]["metadata"]["name"]
+    assert predictor["model"]["protocolVersion"] in runtime["protocolVersions"]
+
+
+@pytest.fixture(scope="module")
+def triton(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("triton") / "out"
+    export(store, out, "--to", "triton")
+    return out
+
+
+def test_tritons_configuration_is_what_its_proto_says(triton: Path) -> None:
+    config = text_format.Parse((triton / "small-onnx" / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    session = onnxruntime.InferenceSession(str(triton / "small-onnx" / "1" / "model.onnx"))
+    assert config.name == "small-onnx"
+    assert config.backend == "onnxruntime"
+    assert config.max_batch_size == 8
+    assert [(entry.name, list(entry.dims)) for entry in config.input] == [(session.get_inputs()[0].name, [3, 32, 32])]
+    assert config.input[0].data_type == model_config_pb2.TYPE_FP32
+    assert [(entry.name, list(entry.dims)) for entry in config.output] == [(session.get_outputs()[0].name, [5])]
+    assert config.HasField("dynamic_batching")
+    assert config.dynamic_batching.max_queue_delay_microseconds == 1000
+    assert config.instance_group[0].kind == model_config_pb2.ModelInstanceGroup.KIND_CPU
+    assert (triton / "small-onnx" / config.output[0].label_filename).read_text().split() == list(artifacts.CLASSES)
+
+
+def test_an_image_prepared_as_the_readme_says_gets_the_logits_of_the_artifact(triton: Path, store: Path) -> None:
+    readme = (triton / "README.md").read_text()
+    resize = int(re.search(r"shorter side has (\d+) pixels", readme)[1])  # type: ignore[index]
+    crop = int(re.search(r"cut (\d+) x", readme)[1])  # type: ignore[index]
+    mean, std = (
+        np.array(yaml.safe_load(re.search(rf"{word} (\[[^]]+\])", readme)[1]))  # type: ignore[index]
+        for word in ("mean", "divide by")
+    )
+    from torchvision.transforms import v2
+
+    picture = v2.functional.pil_to_tensor(artifacts.picture(3))
+    small = v2.CenterCrop(crop)(v2.Resize(resize, antialias=True)(picture)).numpy()
+    inputs = ((small / 255 - mean[:, None, None]) / std[:, None, None]).astype("float32")[None]
+    session = onnxruntime.InferenceSession(str(triton / "small-onnx" / "1" / "model.onnx"))
+    (logits,) = session.run(None, {session.get_inputs()[0].name: inputs})
+    predictor = Predictor(store / "small" / "artifacts" / "onnx")
+    probabilities = torch.softmax(torch.from_numpy(logits[0]), 0)
+    (answer,) = predictor.predict([artifacts.encoded(artifacts.picture(3), "PNG")])
+    expected = {entry.index: entry.probability for entry in answer}  # type: ignore[union-attr]
+    for index, probability in expected.items():
+        assert probabilities[index].item() == pytest.approx(probability, abs=2e-3)
+
+
+def test_what_a_target_cannot_open_is_refused(store: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    base = ["export", "small", "--store", str(store), "--out", str(tmp_path / "out")]
+    for words, message in {
+        ("--to", "triton", "--artifact", "script"): "script is a torchscript file, and triton is given onnx files only",
+        ("--to", "nomad"): "unknown export target 'nomad'",
+        ("--to", "kubernetes"): "several artifacts for this: say --artifact onnx or script",
+        ("--to", "kubernetes", "--artifact", "onyx"): "did you mean onnx",
+        ("--to", "kubernetes", "--artifact", "onnx", "--gpus", "3"): "gpus",
+        ("--to", "kserve", "--artifact", "onnx", "--public-key", "x.pub"): "needs both keys",
+    }.items():
+        result = run(app, [*base, *words])
+        assert (result.exit_code, result.output.count("\n")) == (2, 1), result.output
+        assert message in result.output
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("")
+    result = run(app, [*base[:-1], str(tmp_path / "full"), "--to", "triton"])
+    assert (result.exit_code, "is not empty" in result.output) == (2, True)
+
+
+@given(st.text(max_size=80))
+def test_any_name_becomes_one_that_kubernetes_takes(name: str) -> None:
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", dns_name(name))
+    assert len(dns_name(name)) + len("-tokens") <= 63
+
+
+@given(st.dictionaries(st.sampled_from(["name", "backend", "default_model_filename"]), st.text(max_size=40)))
+def test_any_text_is_read_back_from_pbtxt(message: Mapping[str, str]) -> None:
+    try:
+        for value in message.values():
+            value.encode()
+    except UnicodeEncodeError:
+        return  # no text of a protocol buffer
+    parsed = text_format.Parse(text(message), model_config_pb2.ModelConfig())
+    assert {field.name: value for field, value in parsed.ListFields()} == {k: v for k, v in message.items() if v}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_dockerfiles_pin_their_base_and_end_as_nobody(kind: str) -> None:
+    import serve.export
+
+    path = Path(serve.export.__file__).parent / "docker" / f"Dockerfile.{kind}"
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    (base,) = [line for line in lines if line.startswith("ARG BASE=")]
+    assert re.search(r":[0-9]+\.[0-9]+\.[0-9]+-", base), "a version, and not latest"
+    assert [line for line in lines if line.startswith("USER ")] == ["USER 10001:10001"]
+    assert lines[-1] == 'ENTRYPOINT ["python", "-m", "serve", "run"]'
+    assert any("-c constraints.txt" in line for line in lines)
+    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
+    for name in [name for names in copied for name in names]:
+        assert (Path(__file__).parents[2] / name).exists(), name
