@@ -83,6 +83,7 @@ class Limits:
             f"-XX:MaxDirectMemorySize={self.direct_mb}m",
             # Netty counts its own buffers, by this.
             f"-Dio.netty.maxDirectMemory={self.direct_mb * MIB}",
+            f"-Dio.grpc.netty.shaded.io.netty.maxDirectMemory={self.direct_mb * MIB}",
             # Or each thread keeps one as large as the largest batch that it has ever written.
             f"-Djdk.nio.maxCachedBufferSize={MIB}",
             f"-Dserve.body_bytes={self.body_mb * MIB}",

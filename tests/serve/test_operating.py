@@ -223,6 +223,41 @@ def test_bodies_are_bounded_together_and_given_back_when_their_clients_are_gone(
     assert answers == [200, 200]
 
 
+def test_grpc_is_bounded_with_the_rest(operated: Operated) -> None:
+    grpc = pytest.importorskip("grpc")
+
+    def field(number: int, content: bytes) -> bytes:
+        length, size = b"", len(content)
+        while size > 127:
+            length, size = length + bytes([size & 127 | 128]), size >> 7
+        return bytes([number << 3 | 2]) + length + bytes([size]) + content
+
+    def message(image: bytes) -> bytes:  # PredictionsRequest of TorchServe's inference.proto
+        return field(1, QUICK.encode()) + field(3, field(1, b"data") + field(2, image))
+
+    name, _, token = operated.header.partition(": ")
+    size = 900 * 1024
+    with grpc.insecure_channel(f"{HOST}:{operated.running.ports.grpc_inference}") as channel:
+        call = channel.unary_unary("/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions")
+
+        def predict(image: bytes) -> bytes:
+            answer: bytes = call(message(image), metadata=((name.lower(), token),), timeout=60)
+            return answer
+
+        assert b'"label"' in predict(jpeg(1))
+        with opened(operated) as first, opened(operated) as second:
+            for stream in (first, second):
+                send_head(stream, operated, QUICK, size)
+            time.sleep(0.3)
+            with pytest.raises(grpc.RpcError) as caught:
+                predict(jpeg(1).ljust(size, b"\0"))
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert b'"label"' in predict(jpeg(1))
+        eventually(lambda: b'"label"' in predict(jpeg(1).ljust(size, b"\0")))
+        for _ in range(4):
+            assert b'"label"' in predict(jpeg(1).ljust(size, b"\0")), "what was answered is given back"
+
+
 def test_many_large_bodies_at_once_are_answered_or_told_to_try_again(operated: Operated) -> None:
     body = jpeg(1).ljust(MIB - 1, b"\0")
     with ThreadPoolExecutor(16) as pool:

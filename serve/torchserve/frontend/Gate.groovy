@@ -143,7 +143,7 @@ class Gate extends ChannelDuplexHandler {
         return word
     }
 
-    private static final String NO_ROOM = 'the requests that wait hold all the memory there is for them: try again'
+    static final String NO_ROOM = 'the requests that wait hold all the memory there is for them: try again'
 
     private boolean authorized(HttpRequest request) {
         if (!TokenAuthorization.isEnabled()) {

@@ -38,7 +38,7 @@ try {
     List<ChannelFuture> ports = server.startRESTserver()
     // In this order: inference, management, metrics.
     ports.eachWithIndex { port, place -> port.channel().pipeline().addFirst(new Door(admission, place == 0)) }
-    server.startGRPCServers()
+    Calls.start(server, admission)
     println 'Model server started.'
     ports[0].sync()
 } catch (Throwable fault) {
