@@ -23,8 +23,8 @@ HeldMb = Annotated[
     int,
     typer.Option(
         help="Most MiB of all bodies that wait or are answered, of all models together; what comes then is refused "
-        "unread (503, 'try again'). Java's heap is 192 MiB and four times this, its other buffers 64 MiB and twice "
-        "this, at most.",
+        "unread (503, 'try again'). Java's heap is 192 MiB and four times this, its other buffers 64 MiB and three "
+        "times this, at most.",
         rich_help_panel=_PANEL,
     ),
 ]

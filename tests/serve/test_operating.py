@@ -159,7 +159,7 @@ def test_logs_are_put_aside_when_they_are_large_and_forgotten_when_they_are_many
 def test_java_has_the_heap_that_is_stated(operated: Operated) -> None:
     words = psutil.Process(operated.running.pid).cmdline()
     assert f"-Xmx{192 + 4 * LIMITS.held_mb}m" in words
-    assert f"-XX:MaxDirectMemorySize={64 + 2 * LIMITS.held_mb}m" in words
+    assert f"-XX:MaxDirectMemorySize={64 + 3 * LIMITS.held_mb}m" in words
 
 
 @pytest.mark.parametrize(
@@ -290,6 +290,63 @@ def test_health_is_asked_without_a_token_and_counts_workers_that_have_loaded(ope
         eventually(lambda: httpx.get(operated.url("/ping")).status_code == 200, within_s=120)
         assert client.ping() == "Healthy"
         eventually(lambda: operated.post(QUICK, jpeg(1)).status_code == 200)
+
+
+# --- faults
+
+
+def test_a_worker_that_is_killed_under_load_costs_what_it_had_and_nothing_hangs(operated: Operated) -> None:
+    statuses: list[int] = []
+    messages: set[str] = set()
+    over = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(headers=operated.headers, timeout=120) as client:
+            while not over.is_set():
+                answer = client.post(operated.url(f"/predictions/{QUICK}"), content=jpeg(1))
+                statuses.append(answer.status_code)
+                if answer.status_code != 200:
+                    messages.add(answer.json()["message"])
+                    time.sleep(0.2)
+
+    asking = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    with operated.running.client(operated.store) as client:
+        (worker,) = client.workers(QUICK)
+        eventually(lambda: 200 in statuses)
+        psutil.Process(worker["pid"]).kill()
+        eventually(lambda: any(status != 200 for status in statuses))
+        eventually(lambda: httpx.get(operated.url("/ping")).status_code == 200, within_s=120)
+        since = len(statuses)
+        eventually(lambda: 200 in statuses[since:])
+    over.set()
+    for thread in asking:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert set(statuses) == {200, 503}
+    died = "the worker that had this request has died, and another is being started: try again later"
+    assert died in messages
+    assert messages <= {
+        died,
+        f"no worker of {QUICK} is running: try again later",
+        f"the queue of {QUICK} is full: try again",
+    }
+
+
+def test_requests_are_answered_when_nothing_can_be_written_any_more(operated: Operated) -> None:
+    # As on a full disk: a write that would make a file longer than one byte fails.
+    java = psutil.Process(operated.running.pid)
+    before = java.rlimit(psutil.RLIMIT_FSIZE)
+    java.rlimit(psutil.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        assert [operated.post(QUICK, jpeg(1)).status_code for _ in range(10)] == [200] * 10
+        assert operated.post(QUICK, b"no image").status_code == 415
+        assert operated.post("nobody", jpeg(1)).status_code == 404
+        assert httpx.get(operated.url("/ping")).status_code == 200
+    finally:
+        java.rlimit(psutil.RLIMIT_FSIZE, before)
+    assert operated.post(QUICK, jpeg(1)).status_code == 200
 
 
 # --- odd clients

@@ -252,7 +252,12 @@ class Gate extends ChannelDuplexHandler {
                         ? "the queue of $name is full: try again" : "no worker of $name is running: try again later")
             }
         }
-        if (status == 500 && answer.content().toString(StandardCharsets.UTF_8).contains('ErrorDataDecoderException')) {
+        if ((status == 500 || status == 507) && says(answer, '"Worker died."')) {
+            // 0.12 takes SIGKILL for want of memory, and says 507.
+            return instead(answer, 503, 'ServiceUnavailableException',
+                    'the worker that had this request has died, and another is being started: try again later')
+        }
+        if (status == 500 && says(answer, 'ErrorDataDecoderException')) {
             return instead(answer, 400, 'BadRequestException', 'the body is not the form that its content type, '
                     + "'$contentType', announces: send an image with the header 'Content-Type: image/jpeg' "
                     + "(with curl, -T FILE instead of --data-binary), or multipart/form-data with a part named data")
@@ -271,6 +276,10 @@ class Gate extends ChannelDuplexHandler {
         }
         answer.release()
         return other
+    }
+
+    private static boolean says(FullHttpResponse answer, String words) {
+        return answer.content().toString(StandardCharsets.UTF_8).contains(words)
     }
 
     private static boolean hasWorkers(String name) {
