@@ -12,11 +12,12 @@ import contextlib
 import functools
 import logging
 import os
+import resource
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -42,6 +43,8 @@ _LOG = logging.getLogger(__name__)
 _LOOK_FOR_BROKEN_S = 1.0
 # Requests are given up at the limit; what hangs in an engine is told from what is slow a little later.
 _GRACE_S = 2.0
+# What is open beside connections: archives, libraries, devices.
+_OTHER_FILES = 256
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
         PipelineError: a model cannot be served.
     """
     first = wanted()
+    settings = replace(settings, limits=_with_files(settings.limits))
     opened = settings.listening.open()
     with opened, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
@@ -119,6 +123,23 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
         finally:
             if settings.listening.path is not None:
                 settings.listening.path.unlink(missing_ok=True)
+
+
+def _with_files(limits: Limits) -> Limits:
+    """Let this process open a file for each connection; where it may not, fewer connections are taken.
+
+    At its limit of open files a server accepts nobody and tells nobody.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = limits.connections + _OTHER_FILES
+    if soft < needed:
+        soft = min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft >= needed:
+        return limits
+    most = max(1, soft - _OTHER_FILES)
+    _LOG.warning("%d connections are taken, not %d: this process may open %d files", most, limits.connections, soft)
+    return replace(limits, connections=most)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -212,6 +233,10 @@ class _Process:
         await asyncio.gather(watching, ending, return_exceptions=True)
         for stop in reversed(self._application.on_stop):
             await stop()
+        if not loading.done():
+            _LOG.warning("ended while a model was being opened")
+            logging.shutdown()
+            os._exit(0 if self._failure is None else 1)
         answered = await self._changing.end()
         if self._failure is not None:
             raise self._failure

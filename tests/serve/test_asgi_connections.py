@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import signal
 import ssl
 import subprocess
 import threading
@@ -286,3 +288,39 @@ def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_end
     asking[0].join()
     assert answers[0].status_code == 504
     assert "did not answer within 1 s" in answers[0].json()["error"]
+
+
+def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ExitedError(Exception):
+        pass
+
+    def leave(status: int) -> None:
+        raise ExitedError(status)
+
+    opening = threading.Event()
+
+    def load(*_: Any, **__: Any) -> Served:
+        opening.wait(30)
+        return stuck_model(Stuck())
+
+    def say(line: str) -> None:
+        if line.startswith("serving"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if line.startswith("SIGTERM"):
+            threading.Timer(4, opening.set).start()  # so that the test's own thread ends
+
+    monkeypatch.setattr("serve.asgi.changing.load", load)
+    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
+    with pytest.raises(ExitedError, match="0"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
+
+
+@pytest.mark.parametrize(("files", "connections"), [((300, 5000), 2000), ((300, 1256), 1000), ((300, 300), 44)])
+def test_as_many_connections_are_taken_as_files_can_be_opened(
+    files: tuple[int, int], connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [files]
+    monkeypatch.setattr("serve.asgi.process.resource.getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr("serve.asgi.process.resource.setrlimit", lambda _, pair: limits.append(pair))
+    assert process._with_files(Limits(connections=2000)).connections == connections
+    assert limits[-1] == (min(2256, files[1]), files[1])
