@@ -11,6 +11,7 @@ from typing import Any
 from serve.export.base import Subject
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
+from serve.sbom import write_sbom
 from serve.signing import sign
 from serve.torchserve.archive import build_archive
 
@@ -46,6 +47,7 @@ def write_image(subject: Subject, folder: Path) -> None:
     # One core per thread there, whatever the node has: a container's share of the node's cores is not seen in it.
     options = ServingOptions(threads=subject.settings.cpus)
     archive = build_archive(subject.folder, models / f"{subject.name}.mar", model_name=subject.name, options=options)
+    write_sbom(archive)
     if subject.key is not None:
         sign(archive, subject.key, password=subject.password)
     kind = "cuda" if subject.settings.gpus else "cpu"

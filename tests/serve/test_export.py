@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import types
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import kubernetes_validate
 import numpy as np
 import onnxruntime
@@ -29,6 +31,7 @@ from serve.export.pbtxt import text
 from serve.runtime.predictor import Predictor
 from serve.torchserve.archive import check_archive
 from tests.serve import artifacts
+from tests.serve.test_asgi_process import running
 from tests.serve.test_signing import make_keys
 
 KUBERNETES = "1.37"
@@ -140,6 +143,37 @@ def test_the_arguments_are_options_of_the_own_server(manifests: dict[str, dict[s
     known = set(re.findall(r"--[a-z][a-z-]+", shown.output))
     arguments = pod_of(manifests)["containers"][0]["args"]
     assert {word for word in arguments if word.startswith("--")} <= known
+
+
+@pytest.mark.slow
+def test_the_own_server_starts_as_the_pod_says_and_its_probes_are_answered(
+    kubernetes: Path, manifests: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Everything but the container around it: the same arguments, with what is mounted there lying here."""
+    pod = pod_of(manifests)
+    (container,) = pod["containers"]
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    (tmp_path / "tokens").write_text("a-token-of-24-characters\n")
+    (tmp_path / "tokens").chmod(0o600)
+    (tmp_path / "release.pub").write_text(manifests["ConfigMap"]["data"]["release.pub"])
+    there = {
+        "/models": kubernetes / "image" / "models",
+        mounted["tokens"]: tmp_path,
+        mounted["keys"]: tmp_path,
+    }
+    arguments = list(container["args"])
+    arguments[arguments.index("--host") + 1] = "127.0.0.1"  # nobody else is let in here
+    arguments[arguments.index("--port") + 1] = "0"
+    for place, folder in there.items():
+        arguments = [re.sub(f"^{place}/", f"{folder}/", word) for word in arguments]
+    with running(tmp_path / "store", *arguments) as server:
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert httpx.get(server.url + container[probe]["httpGet"]["path"], trust_env=False).status_code == 200
+        ask = functools.partial(
+            httpx.post, f"{server.url}/predictions/small-onnx", content=artifacts.jpeg(1), trust_env=False
+        )
+        assert ask().status_code == 401
+        assert ask(headers={"authorization": "Bearer a-token-of-24-characters"}).status_code == 200
 
 
 def test_the_archive_is_packed_for_the_replicas_cores_and_signed(
@@ -351,7 +385,7 @@ def test_the_dockerfiles_pin_their_base_and_end_as_nobody(kind: str) -> None:
     (base,) = [line for line in lines if line.startswith("ARG BASE=")]
     assert re.search(r":[0-9]+\.[0-9]+\.[0-9]+-", base), "a version, and not latest"
     assert [line for line in lines if line.startswith("USER ")] == ["USER 10001:10001"]
-    assert lines[-1] == 'ENTRYPOINT ["python", "-m", "serve", "run"]'
+    assert lines[-1] == 'ENTRYPOINT ["python", "-P", "-m", "serve", "run"]'
     assert any("-c constraints.txt" in line for line in lines)
     copied = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
     for name in [name for names in copied for name in names]:
