@@ -37,6 +37,7 @@ def bearer() -> dict[str, str]:
 
 
 BODY_LIMIT = 4 * 1024 * 1024
+BODY_SECONDS = 4.0
 PASSED_OVER = PassedOver("openvino", 'it "does not" run here')
 
 
@@ -73,7 +74,9 @@ def run_server(root: Path) -> Iterator[Running]:
     models = Models()
     small = [served("small", "1.0", 64), served("small", "2.0", 64)]
     models.replace({"small": small, "narrow": [served("narrow", "1.0", 1, PASSED_OVER)]})
-    application = Application(models, limits=Limits(body_bytes=BODY_LIMIT), tokens=Tokens(token_file))
+    application = Application(
+        models, limits=Limits(body_bytes=BODY_LIMIT, body_s=BODY_SECONDS), tokens=Tokens(token_file)
+    )
     kserve_routes.add_routes(application)
     oip_routes.add_routes(application)
     Metrics(application)

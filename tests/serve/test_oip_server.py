@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from serve.asgi.observing import Observation
 from serve.asgi.oip_messages import SERVICE, message
 from serve.runtime.errors import UserError
 from tests.serve import artifacts
-from tests.serve.own_server import BODY_LIMIT, Running, bearer
+from tests.serve.own_server import BODY_LIMIT, BODY_SECONDS, Running, bearer
 
 JPEGS = [artifacts.jpeg(seed) for seed in range(3)]
 
@@ -236,6 +237,29 @@ def test_what_is_no_message_is_refused_and_the_server_lives(own_server: Running,
             channel.unary_unary(f"/{SERVICE}/ModelStatistics")(b"", metadata=tuple(bearer().items()))
         assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
     assert remote.is_server_live()
+
+
+def test_a_message_that_does_not_come_is_not_waited_for_and_of_a_stranger_not_at_all(own_server: Running) -> None:
+    ended = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        ended.wait(60)
+        yield from ()
+
+    try:
+        with grpc.insecure_channel(own_server.grpc) as channel:
+            infer = channel.stream_unary(f"/{SERVICE}/ModelInfer")
+            started = time.monotonic()
+            with pytest.raises(grpc.RpcError) as caught:
+                infer(never())
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+            assert time.monotonic() - started < BODY_SECONDS
+            with pytest.raises(grpc.RpcError) as caught:
+                infer(never(), metadata=tuple(bearer().items()))
+            assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "did not arrive within 4 s" in caught.value.details()
+    finally:
+        ended.set()
 
 
 def test_a_request_that_its_client_gives_up_is_not_waited_for(own_server: Running) -> None:
