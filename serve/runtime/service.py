@@ -523,6 +523,7 @@ class Service:
             self._works.clear()
             self._ready.clear()
             self._to_decode.notify_all()
+            self._to_infer.notify_all()
             lost = [*self._accepted.values()]
         for work in lost:
             _resolve(work.future, error)

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +148,32 @@ def test_the_best_classes_come_first_and_equal_ones_by_index(artifact: Path, row
         assert [label.index for label in labels] == expected
         assert [label.label for label in labels] == [artifacts.CLASSES[index] for index in expected]
         assert [label.probability for label in labels] == pytest.approx([math.exp(row[i]) / total for i in expected])
+
+
+def test_threads_that_share_a_predictor_take_turns_at_its_engine_and_get_their_own_answers(artifact: Path) -> None:
+    predictor = Predictor(artifact, max_batch=2)
+    images = [jpeg(seed, (40 + seed, 45)) for seed in range(8)]
+    expected = predictor.predict(images, 2)
+    engine, inside, most = predictor.engine, [0], [0]
+
+    class Watched:
+        device, provider = engine.device, engine.provider
+
+        def run(self, batch: torch.Tensor) -> torch.Tensor:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.001)
+            inside[0] -= 1
+            return engine.run(batch)
+
+    predictor.engine = Watched()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda image: predictor.predict([image], 2)[0], images * 5))
+    assert most == [1]
+    for mine, wanted in zip(found, expected * 5, strict=True):
+        assert isinstance(mine, list)
+        assert isinstance(wanted, list)
+        assert [label.index for label in mine] == [label.index for label in wanted]
 
 
 @functools.cache
