@@ -16,6 +16,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.serve import artifacts
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -151,3 +153,12 @@ def test_a_format_that_no_engine_opens_is_named_with_those_that_are_opened(tmp_p
         "no engine here opens 'echo' files; there are engines for exported_program, onnx, openvino, torchscript"
         in complaint
     )
+
+
+def test_a_foreign_export_target_is_found(tmp_path: Path) -> None:
+    there = install(tmp_path, "notes_target", "serve.exports", code_of("How to add an export target"))
+    artifacts.torchscript(tmp_path / "store" / "small" / "artifacts" / "script")
+    words = ("-m", "serve", "export", "small", "--store", tmp_path / "store", "--to", "notes")
+    assert "read it: " in run(there, *words)
+    written = tmp_path / "store" / "small" / "export" / "notes" / "notes.txt"
+    assert written.read_text(encoding="utf-8") == "small-script: float32\n"

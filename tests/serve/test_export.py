@@ -339,6 +339,23 @@ def test_an_image_prepared_as_the_readme_says_gets_the_logits_of_the_artifact(tr
         assert probabilities[index].item() == pytest.approx(probability, abs=2e-3)
 
 
+@pytest.mark.parametrize("target", ["kubernetes", "kserve"])
+def test_a_gpu_is_asked_for_where_one_is_wanted(target: str, store: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(store, out, "--to", target, "--artifact", "onnx", "--gpus", "1", "--namespace", "vision")
+    (path,) = [path for path in out.glob("*.yaml") if path.name != "prometheus-adapter.yaml"]
+    documents = {entry["kind"]: entry for entry in yaml.safe_load_all(path.read_text())}
+    assert {entry["metadata"]["namespace"] for entry in documents.values()} == {"vision"}
+    assert "ConfigMap" not in documents, "nothing is signed"
+    (container,) = (
+        documents["ServingRuntime"]["spec"]["containers"] if target == "kserve" else pod_of(documents)["containers"]
+    )
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert container["args"][container["args"].index("--device") + 1] == "cuda"
+    assert "--require-signed" not in container["args"]
+    assert "nvidia/cuda" in (out / "image" / "Dockerfile").read_text()
+
+
 def test_what_a_target_cannot_open_is_refused(store: Path, tmp_path: Path) -> None:
     run = CliRunner().invoke
     base = ["export", "small", "--store", str(store), "--out", str(tmp_path / "out")]

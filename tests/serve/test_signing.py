@@ -12,13 +12,16 @@ import shutil
 import stat
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from serve import layout
@@ -335,6 +338,48 @@ def test_the_stores_settings_say_whose_signature_is_required(tmp_path: Path, key
         settings.write_text(text)
         with pytest.raises(UserError, match=message):
             policy_of(tmp_path)
+
+
+@given(st.one_of(st.text(max_size=200), st.text(max_size=60).map(lambda text: f"[signing]\nrequire = {text}\n")))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_settings_are_a_policy_or_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "serve.toml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        policy = policy_of(tmp_path)
+    except UserError as error:
+        assert str(error).startswith(str(tmp_path))  # noqa: PT017 - either is right
+    else:
+        assert policy == Policy(), "no key is there"
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+def test_a_signature_that_was_changed_anywhere_does_not_hold_or_says_the_same(
+    archive: Path, keys: Keys, data: st.DataObject
+) -> None:
+    bundle = json.loads(sign(archive, keys.private).read_text())
+    places = list(leaves(bundle))
+    place = data.draw(st.sampled_from(places))
+    value: Any = data.draw(st.one_of(st.none(), st.integers(), st.text(max_size=20), st.just([]), st.just({})))
+    where = bundle
+    for step in place[:-1]:
+        where = where[step]
+    before, where[place[-1]] = where[place[-1]], value
+    signature_path(archive).write_text(json.dumps(bundle))
+    try:
+        verify(archive, [keys.public])
+    except SignatureError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+    else:
+        # With a key of one's own nothing depends on what the bundle says of it; that is not signed.
+        assert place[0] == "verificationMaterial" or place[-1] in ("mediaType", "keyid") or value == before
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield (*path, name)
+            yield from leaves(item, (*path, name))
 
 
 def test_the_server_is_not_started_with_what_the_policy_refuses(archive: Path, keys: Keys, tmp_path: Path) -> None:
