@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import threading
@@ -65,6 +66,15 @@ def stuck_model(service: Any) -> Served:
 
 @asynccontextmanager
 async def listening(settings: Settings, *models: Served) -> AsyncIterator[tuple[Connect, Application]]:
+    async with started(settings, *models) as (server, opened, application):
+        del server
+        yield functools.partial(asyncio.open_connection, *opened.getsockname()[:2]), application
+
+
+@asynccontextmanager
+async def started(
+    settings: Settings, *models: Served
+) -> AsyncIterator[tuple[process._Uvicorn, socket.socket, Application]]:
     served = Models()
     served.replace({entry.name: [entry] for entry in models})
     application = process.build(settings, served)
@@ -74,7 +84,7 @@ async def listening(settings: Settings, *models: Served) -> AsyncIterator[tuple[
     while not server.started:
         await asyncio.sleep(0.01)
     try:
-        yield functools.partial(asyncio.open_connection, *opened.getsockname()[:2]), application
+        yield server, opened, application
     finally:
         server.should_exit = True
         await asyncio.wait_for(running, 20)
@@ -324,3 +334,16 @@ def test_as_many_connections_are_taken_as_files_can_be_opened(
     monkeypatch.setattr("serve.asgi.process.resource.setrlimit", lambda _, pair: limits.append(pair))
     assert process._with_files(Limits(connections=2000)).connections == connections
     assert limits[-1] == (min(2256, files[1]), files[1])
+
+
+def test_a_connection_that_waits_to_be_accepted_when_the_server_ends_is_answered() -> None:
+    async def end() -> bytes:
+        async with started(settings()) as (server, opened, _):
+            # The kernel accepts it; while this runs, the server's loop does not.
+            with socket.create_connection(opened.getsockname()) as client:
+                client.sendall(PING)
+                await server.stop(opened)
+                client.settimeout(5)
+                return await asyncio.to_thread(client.recv, 4096)
+
+    assert asyncio.run(end()).startswith(b"HTTP/1.1 200 ")
