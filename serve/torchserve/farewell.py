@@ -8,6 +8,7 @@ from pathlib import Path
 
 _HANDLER = """\
 import json
+import os
 
 
 class Gone:
@@ -15,10 +16,14 @@ class Gone:
         pass
 
     def handle(self, data, context):
+        answers = []
         for index in range(len(data)):
-            context.set_response_status(404, "Not Found", idx=index)
+            asked = context.get_request_header(index, "describe") == "True"
+            if not asked:
+                context.set_response_status(404, "Not Found", idx=index)
             context.set_response_content_type(index, "application/json")
-        return [json.dumps({"error": %(message)r}).encode()] * len(data)
+            answers.append(json.dumps({"pid": os.getpid()} if asked else {"error": %(message)r}).encode())
+        return answers
 """
 
 
@@ -39,5 +44,5 @@ def build(destination: Path, model: str, version: str) -> Path:
     with zipfile.ZipFile(destination, "w") as archive:
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
         archive.writestr("gone.py", _HANDLER % {"message": f"Model not found: {model} has been removed"})
-        archive.writestr("model-config.yaml", "batchSize: 64\nmaxBatchDelay: 1\ndeviceType: cpu\n")
+        archive.writestr("model-config.yaml", "batchSize: 64\nmaxBatchDelay: 1\ndeviceType: cpu\nresponseTimeout: 30\n")
     return destination

@@ -172,6 +172,8 @@ def start(
                 default = server.default_model if server.default_model not in dead else up[0].name
                 server = replace(server, served=up, default_model=default, left_out=server.left_out | dead)
                 write_state(store, server)
+                for model in set(served) - set(up):
+                    (archives_folder(store) / model.file).unlink(missing_ok=True)
         except BaseException:
             # Whatever ended the wait, Ctrl-C as well: half a server is worse than none.
             if (half := read_state(store)) is not None:

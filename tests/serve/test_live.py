@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +17,17 @@ import pytest
 
 from serve import layout
 from serve.options import ServingOptions
-from serve.torchserve import server
+from serve.torchserve import live, server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, read_state
 from tests.serve import artifacts
 from tests.serve.conftest import free_ports
-from tests.serve.test_server import command
+from tests.serve.test_server import broken_script, command
 
 pytestmark = pytest.mark.slow
 
-SENDERS = 4
+SENDERS = 3
 
 
 def packed(store: Path, run: str, name: str, seed: int = 0) -> Path:
@@ -68,18 +71,25 @@ class Senders:
                         self.bodies.add(json.dumps(answer.json()))
                     else:
                         self.errors.append(answer.text)
+                    time.sleep(0.01)  # or nothing else would get these cores
                 except httpx.HTTPError as error:
                     self.statuses[type(error).__name__] += 1
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A store with two runs, and a server of one artifact of the first."""
+    """A store with two runs, and a server that was asked for two models of the first, of which one cannot be loaded."""
     store = tmp_path_factory.mktemp("fleet")
     first = packed(store, "one", "script")
     packed(store, "two", "script")
-    server.start(store, {"one-script": first}, ports=free_ports(), gpus=0)
+    broken = layout.archive_path(store, "one", "broken")
+    build_archive(broken_script(layout.artifact_folder(store, "one", "broken")), broken, model_name="one-broken")
+    told: dict[str, str] = {}
+    archives = {"one-broken": broken, "one-script": first}
+    running = server.start(store, archives, ports=free_ports(), gpus=0, on_left_out=told.__setitem__)
     try:
+        assert running.models == ("one-script",)
+        assert told == running.left_out
         yield store
     finally:
         server.stop(store)
@@ -91,6 +101,30 @@ def the(store: Path) -> server.RunningServer:
     return running
 
 
+def children_of(running: server.RunningServer, expected: int) -> set[int]:
+    """Its workers' processes, when there are as many as expected, or 20 s later."""
+    until = time.monotonic() + 20
+    while True:
+        found = {child.pid for child in psutil.Process(running.pid).children()}
+        if len(found) == expected or time.monotonic() > until:
+            return found
+        time.sleep(0.2)
+
+
+def test_a_model_that_cannot_be_loaded_is_left_out_and_named_and_the_others_are_served(store: Path) -> None:
+    running = the(store)
+    assert running.default_model == "one-script", "not the one that was named first"
+    reason = running.left_out["one-broken"]
+    assert reason.startswith("the worker of one-broken died while it loaded (")
+    assert "is not a whole zip file" in reason
+    with running.client(store) as client:
+        assert client.models() == ["one-script"]
+        assert client.ping() == "Healthy"
+    told = command("status", "--store", store)
+    assert told.returncode == 0, told.stderr
+    assert f"  left out: one-broken ({reason})" in told.stdout.splitlines()
+
+
 def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_on(store: Path) -> None:
     before = the(store)
     with Senders(store, before, "one-script") as senders:
@@ -100,8 +134,7 @@ def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_
         replaced = command("replace", "one-script", "two/script", "--k", "2", "--store", store)
         assert replaced.returncode == 0, replaced.stderr
         assert replaced.stdout == "replaced: one-script is two/script, version 2.0\n"
-        again = command("replace", "one-script", "one/script", "--store", store)
-        assert again.returncode == 0, again.stderr
+        live.replace(store, "one-script", layout.archive_path(store, "one", "script"))
     assert set(senders.statuses) == {200}, (senders.statuses, senders.errors[:3])
     assert {len(json.loads(body)) for body in senders.bodies} == {2, 5}, "both of them have answered"
     running = the(store)
@@ -114,6 +147,79 @@ def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_
     with running.client(store) as client:
         assert client.versions("one-script") == ["3.0"], "the old ones are gone"
         assert len(client.workers("one-script")) == 2
-    children = [child for child in psutil.Process(running.pid).children() if "python" in child.name()]
-    assert len(children) == 2 + 2
+    assert len(children_of(running, 2 + 2)) == 2 + 2
     assert sorted(path.name for path in archives_folder(store).iterdir()) == ["one-script@3.0.mar", "second@1.0.mar"]
+
+
+def test_what_a_removed_model_had_accepted_is_answered_and_the_server_goes_on(store: Path) -> None:
+    second = layout.archive_path(store, "two", "script")
+    if "second" not in the(store).models:
+        live.add(store, {"second": second})
+    before = children_of(the(store), 2 + 2)
+    with Senders(store, the(store), "second") as senders:
+        time.sleep(1)
+        removed = command("remove", "second", "--store", store)
+        assert removed.returncode == 0, removed.stderr
+        assert removed.stdout == "removed: second\n"
+    assert set(senders.statuses) == {200, 404}, (senders.statuses, senders.errors[:3])
+    assert the(store).models == ("one-script",)
+    with the(store).client(store) as client:
+        assert client.models() == ["one-script"]
+        assert len(client.predict("one-script", artifacts.jpeg(1))) == 5
+    assert {path.name.partition("@")[0] for path in archives_folder(store).iterdir()} == {"one-script"}
+    assert children_of(the(store), 2) < before
+    last = command("remove", "one-script", "--store", store)
+    assert last.returncode == 2
+    assert "no model would be left: stop the server instead" in last.stderr
+
+
+def test_a_model_that_does_not_come_up_changes_nothing(store: Path) -> None:
+    before = the(store)
+    for words in (["add", "one/broken"], ["replace", "one-script", "one/broken"]):
+        ended = command(*words, "--store", store)
+        assert ended.returncode == 1
+        assert "died while it loaded" in ended.stderr
+        assert "is not a whole zip file" in ended.stderr
+        assert the(store) == before
+    with before.client(store) as client:
+        assert client.models() == ["one-script"]
+        assert len(client.versions("one-script")) == 1
+        assert len(client.predict("one-script", artifacts.jpeg(1))) == 5
+    assert {path.name.partition("@")[0] for path in archives_folder(store).iterdir()} == {"one-script"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("add", "one-script=two/script"), "a model is served as one-script already: replace it with"),
+        (("replace", "third"), "no model 'third' is served; there are one-script"),
+        (("remove", "third"), "no model 'third' is served; there are one-script"),
+        (("add", "two/scrip"), "there is no such archive; two has script"),
+    ],
+)
+def test_a_mistake_is_one_line_and_changes_nothing(words: tuple[str, ...], message: str, store: Path) -> None:
+    before = the(store)
+    ended = command(*words, "--store", store)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert the(store) == before
+
+
+def test_status_fails_and_does_not_say_healthy_while_a_model_has_no_ready_worker(store: Path) -> None:
+    running = the(store)
+    with running.client(store) as client:
+        for worker in client.workers("one-script"):
+            os.kill(worker["pid"], signal.SIGKILL)
+    told = command("status", "--json", "--store", store)
+    assert told.returncode == 1
+    body = json.loads(told.stdout)
+    assert body["status"] == "Unhealthy"
+    (model,) = body["models"]
+    assert model["workers"]["ready"] == 0
+    assert (model["name"], model["run"], model["artifact"]) == ("one-script", "one", "script")
+    deadline = time.monotonic() + 90
+    while (again := command("status", "--store", store)).returncode != 0:
+        assert again.stdout.startswith("Unhealthy: run one, pid ")
+        assert time.monotonic() < deadline, "the workers did not come back"
+    assert again.stdout.startswith(("Healthy: ", "Partial Healthy: "))
