@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,13 +42,24 @@ _POLL_S = 0.05
 _ON_ITS_WAY_S = 0.25
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Change:
     """A running server that is held by its lock, and what is needed to change it."""
 
     store: Path
     server: RunningServer
     client: Client
+
+    def record(self, **changes: Any) -> None:
+        """Write down what is so from now on."""
+        self.server = with_changes(self.server, **changes)
+        write_state(self.store, self.server)
+
+    def next_version(self, name: str) -> str:
+        """A version that the name has never had in this server."""
+        number = self.server.last_version(name) + 1
+        self.record(versions={**self.server.versions, name: number})
+        return f"{number}.0"
 
 
 def add(
@@ -83,7 +95,7 @@ def add(
                 )
         for name in set(change.client.models()) & archives.keys():  # an add before was killed
             change.client.unregister(name)
-        added = [ServedModel.of(name, path) for name, path in archives.items()]
+        added = [ServedModel.of(name, path, change.next_version(name)) for name, path in archives.items()]
         _load(
             change,
             {model: archives[model.name] for model in added},
@@ -93,9 +105,8 @@ def add(
             on_ready=on_ready,
         )
         left_out = {name: why for name, why in change.server.left_out.items() if name not in archives}
-        server = with_changes(change.server, served=(*change.server.served, *added), left_out=left_out)
-        write_state(store, server)
-        return server
+        change.record(served=(*change.server.served, *added), left_out=left_out)
+        return change.server
 
 
 def replace(
@@ -127,14 +138,13 @@ def replace(
     """
     with _changing(store) as change:
         old = change.server.model(name)
-        new = ServedModel.of(name, archive, _next(change.client, name))
+        new = ServedModel.of(name, archive, change.next_version(name))
         _load(change, {new: archive}, pack=pack, policy=policy, deadline_s=deadline_s)
         change.client.set_default(name, new.version)
         served = tuple(new if model == old else model for model in change.server.served)
-        server = with_changes(change.server, served=served)
-        write_state(store, server)
+        change.record(served=served)
         _retire(change, old)
-        return server
+        return change.server
 
 
 def remove(store: Path, names: list[str]) -> RunningServer:
@@ -145,25 +155,25 @@ def remove(store: Path, names: list[str]) -> RunningServer:
         PipelineError: no server is running.
     """
     with _changing(store) as change:
-        server = change.server
-        gone = [server.model(name) for name in dict.fromkeys(names)]
-        left = tuple(model for model in server.served if model not in gone)
+        gone = [change.server.model(name) for name in dict.fromkeys(names)]
+        left = tuple(model for model in change.server.served if model not in gone)
         if not left:
             raise UserError(f"no model would be left: stop the server instead, with `{command('serve stop', store)}`")
         for model in gone:
             # Its place is taken by one that refuses, so that nobody is added to a queue that is about to go.
-            refusing = with_changes(model, version=_next(change.client, model.name))
+            refusing = with_changes(model, version=change.next_version(model.name))
             folder = archives_folder(store)
             farewell.build(folder / refusing.file, model.name, refusing.version)
             _start(change, [refusing], {refusing: 1}, _DEADLINE_S, lambda name: None, answers=False)
             change.client.set_default(model.name, refusing.version)
-            default = server.default_model if server.default_model != model.name else left[0].name
-            served = tuple(entry for entry in server.served if entry != model)
-            server = with_changes(server, served=served, default_model=default)
-            write_state(store, server)
+            default = change.server.default_model
+            change.record(
+                served=tuple(entry for entry in change.server.served if entry != model),
+                default_model=default if default != model.name else left[0].name,
+            )
             _retire(change, model)
             _retire(change, refusing)
-        return server
+        return change.server
 
 
 @contextmanager
@@ -222,11 +232,6 @@ def _start(
         on_ready=on_ready,
         answers=answers,
     )
-
-
-def _next(client: Client, name: str) -> str:
-    """A version that the model does not have; one that was left when a change was killed is still there."""
-    return f"{1 + max(int(float(version)) for version in client.versions(name))}.0"
 
 
 def _retire(change: _Change, model: ServedModel) -> None:

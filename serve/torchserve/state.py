@@ -60,7 +60,8 @@ class RunningServer:
 
     ``identity`` tells its Java process from every other; ``temporary`` holds its sockets and the unpacked archives;
     ``left_out`` has the reason for each model that was asked for and is not served; ``host`` is the address that
-    predictions over HTTP are answered on, all else being on loopback.
+    predictions over HTTP are answered on, all else being on loopback; ``versions`` has the last number that a live
+    change gave to a version of a name.
     """
 
     identity: Identity
@@ -71,6 +72,16 @@ class RunningServer:
     limits: Limits = field(default_factory=Limits)
     left_out: dict[str, str] = field(default_factory=dict)
     host: str = HOST
+    versions: dict[str, int] = field(default_factory=dict)
+
+    def last_version(self, name: str) -> int:
+        """The number of the last version that a name has had in this server, whether it is served or not; 0: none.
+
+        A number is given once: TorchServe (0.12) starts the worker of a version that died once more after it was told
+        to forget it, and what that one writes must not be taken for another's.
+        """
+        served = [int(float(model.version)) for model in self.served if model.name == name]
+        return max(*served, int(name in self.left_out), self.versions.get(name, 0), 0)
 
     @property
     def address(self) -> str:
