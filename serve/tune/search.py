@@ -13,10 +13,15 @@ from serve.tune.space import Stage
 
 Objective = Literal["throughput", "latency"]
 
-#: A rate is raised by this much as long as it is held.
+#: The highest rate that is held is found to within this factor, and what is to win must be better by it.
 STEP = 1.06
 #: What a short measurement of the saturation may be too low by.
 _NOISE = 1.05
+#: Where nothing is held yet, a rate that is not held is followed by this part of it, down to `_LEAST` of saturation.
+_BACK = 0.5
+_LEAST = 0.05
+#: A rate that misses the p99 by more than this is not asked for a second time.
+_NEAR = 1.5
 #: Of what was due, the share that must have been answered.
 _ANSWERED = 0.97
 
@@ -182,22 +187,33 @@ class Search:
             trial.outcome = f"cannot win: {saturated.throughput:.0f}/s at saturation"
             return
         rate = to_beat * STEP if to_beat else saturated.throughput * 0.6
+        ceiling = saturated.throughput * _NOISE
         if not self._holds(trial, rate):
             if to_beat:
                 trial.outcome = f"does not hold {rate:.0f}/s"
                 return
-            while not self._holds(trial, rate := rate / STEP**3):
-                if rate < saturated.throughput * 0.05:
-                    trial.outcome = "does not hold the p99 at any rate"
+            ceiling, rate = rate, rate * _BACK
+            while not self._holds(trial, rate):
+                if rate < saturated.throughput * _LEAST:
+                    trial.outcome = f"does not hold the p99 even at {rate:.0f}/s"
                     return
-        while rate * STEP <= saturated.throughput * _NOISE and self._holds(trial, rate * STEP):
-            rate *= STEP
+                ceiling, rate = rate, rate * _BACK
+        while ceiling / rate > STEP:
+            between = math.sqrt(rate * ceiling)
+            if self._holds(trial, between):
+                rate = between
+            else:
+                ceiling = between
         trial.outcome = f"holds {self._held(trial):.0f}/s"
         self._best = trial
 
     def _holds(self, trial: Trial, rate: float) -> bool:
-        """Whether a rate is held, at the second attempt if not at the first: a neighbour may have disturbed it."""
-        return any(self._point(trial, rate).holds(self._goal.p99_ms) for _ in range(2))
+        """Whether a rate is held; at the second attempt if the first missed it by little: neighbours disturb."""
+        first = self._point(trial, rate)
+        if first.holds(self._goal.p99_ms):
+            return True
+        near = not first.gave_up and first.p99 <= _NEAR * self._goal.p99_ms
+        return near and self._point(trial, rate).holds(self._goal.p99_ms)
 
     def _held(self, trial: Trial | None) -> float:
         point = trial.best(self._goal) if trial is not None else None

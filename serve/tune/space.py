@@ -38,6 +38,9 @@ def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> t
     limit = most_cores or cores()
     counts = sorted({*(1 << power for power in range(limit.bit_length()) if 1 << power <= limit), limit})
 
+    def all_of(count: int) -> int | None:
+        return None if count == limit else count  # as it is said elsewhere: one for each core
+
     def engines(base: Serving) -> list[Serving]:
         tried = []
         for execution in usual.executions:
@@ -46,18 +49,18 @@ def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> t
                 tried.append(dataclasses.replace(base, executions=(execution, *others)))
                 continue
             for threads in counts:
-                first = dataclasses.replace(execution, threads=threads)
+                first = dataclasses.replace(execution, threads=all_of(threads))
                 tried.append(dataclasses.replace(base, executions=(first, *others)))
         return tried
 
-    def field(name: str, values: Iterable[int]) -> Callable[[Serving], list[Serving]]:
+    def field(name: str, values: Iterable[int | None]) -> Callable[[Serving], list[Serving]]:
         return lambda base: [_with(base, name, value) for value in values]
 
     found = [Stage("engine and its threads", engines)]
     if kind == "torchserve":
         found.append(Stage("workers", field("workers", counts)))
     found += [
-        Stage("decode threads", field("decode_threads", counts)),
+        Stage("decode threads", field("decode_threads", [*map(all_of, counts)])),
         Stage("batch size", field("batch_size", (1, 4, 8, 16, 32))),
         Stage("batch delay", field("max_batch_delay_ms", (1, 2, 5))),
     ]
