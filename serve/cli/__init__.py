@@ -9,6 +9,7 @@ import typer
 from serve.cli.archives import audit, package
 from serve.cli.asking import predict
 from serve.cli.exporting import export
+from serve.cli.keys import renew_keys
 from serve.cli.running import run
 from serve.cli.server import add, remove, replace, start, status, stop
 from serve.cli.signatures import sign, verify
@@ -30,7 +31,7 @@ app = typer.Typer(
 #: In the order of the help, under the title of each group.
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Archives": (package, sign, verify, audit, export),
-    "TorchServe": (start, status, stop, add, replace, remove),
+    "TorchServe": (start, status, stop, add, replace, remove, renew_keys),
     "Our own server": (run,),
     "Requests": (predict,),
     "Measuring": (tune,),

@@ -44,12 +44,12 @@ class Gate extends ChannelDuplexHandler {
     private int waiting = 0  // requests of this connection that are not answered
     private long bytes = 0  // of their bodies
     private long announced = 0  // bytes of the present body that were taken when its header came
-    private boolean receiving = false
+    private boolean receiving = true  // the first request is awaited
+    private long since = System.nanoTime()
     private boolean refusing = false
     private boolean closeWhenAnswered = false
     private String path = ''
     private String contentType = ''
-    private io.netty.util.concurrent.ScheduledFuture<?> deadline = null
 
     Gate(Admission admission, boolean inference) {
         this.admission = admission
@@ -58,7 +58,7 @@ class Gate extends ChannelDuplexHandler {
 
     @Override
     void handlerAdded(ChannelHandlerContext context) {
-        expect(context)
+        lookAgain(context, admission.receiveMs)
     }
 
     @Override
@@ -70,7 +70,7 @@ class Gate extends ChannelDuplexHandler {
         if (message instanceof HttpContent) {
             boolean last = message instanceof LastHttpContent
             if (last) {
-                arrived()
+                receiving = false
             }
             if (refusing) {
                 refusing = !last
@@ -87,8 +87,10 @@ class Gate extends ChannelDuplexHandler {
 
     /** Whether the request may go on; where not, it is answered, and what follows of it is thrown away. */
     private boolean accept(ChannelHandlerContext context, HttpRequest request) {
-        expect(context)
-        path = request.uri().takeWhile { it != '?' }
+        receiving = true
+        since = System.nanoTime()
+        int query = request.uri().indexOf('?')
+        path = query < 0 ? request.uri() : request.uri().substring(0, query)
         contentType = request.headers().get(HttpHeaderNames.CONTENT_TYPE) ?: ''
         long length = HttpUtil.getContentLength(request, 0L)
         boolean body = length > 0 || HttpUtil.isTransferEncodingChunked(request)
@@ -291,28 +293,22 @@ class Gate extends ChannelDuplexHandler {
         }
     }
 
-    /** A request is to come, or to go on coming: whole, within the time there is for one. */
-    private void expect(ChannelHandlerContext context) {
-        receiving = true
-        if (deadline == null) {
-            deadline = context.executor().schedule({ late(context) } as Runnable, admission.receiveMs,
-                    TimeUnit.MILLISECONDS)
-        }
-    }
-
-    private void arrived() {
-        receiving = false
-        if (deadline != null) {
-            deadline.cancel(false)
-            deadline = null
-        }
-    }
-
-    private void late(ChannelHandlerContext context) {
-        deadline = null
-        if (receiving) {
-            context.close()
-        }
+    /**
+     * Close the connection of who does not go on: a request has to be whole within the time there is for one. Looked
+     * into now and then, which costs a request nothing.
+     */
+    private void lookAgain(ChannelHandlerContext context, long afterMs) {
+        context.executor().schedule({
+            if (context.isRemoved()) {
+                return
+            }
+            long left = admission.receiveMs - TimeUnit.NANOSECONDS.toMillis(System.nanoTime() - since)
+            if (receiving && left <= 0) {
+                context.close()
+            } else {
+                lookAgain(context, receiving ? left : admission.receiveMs)
+            }
+        } as Runnable, afterMs, TimeUnit.MILLISECONDS)
     }
 
     @Override
@@ -329,7 +325,7 @@ class Gate extends ChannelDuplexHandler {
 
     @Override
     void channelInactive(ChannelHandlerContext context) {
-        arrived()
+        receiving = false
         for (; waiting > 0; waiting--) {
             admission.end()
         }

@@ -1,0 +1,30 @@
+"""The command about the keys of a store's server: ``renew-keys``."""
+
+from __future__ import annotations
+
+import typer
+
+from serve.cli.words import Store
+from serve.command_line import reported
+from serve.hints import DEFAULT_STORE
+
+
+def renew_keys(store: Store = DEFAULT_STORE) -> None:
+    """Replace the keys: clients of before are refused from now on.
+
+    Keys outlive a server, so that a restart locks nobody out; this is what ends them. Those of a running server are
+    replaced at once, and the file for curl with them; without one, the next start makes new ones.
+    """
+    with reported():
+        from serve.client import HEADER_FILE, KEY_FILE
+        from serve.torchserve import server
+
+        running = server.running(store)
+        if running is not None:
+            with running.client(store) as client:
+                client.renew_keys()
+            typer.echo(f"new keys: {server.state_folder(store) / KEY_FILE}")
+            return
+        for name in (KEY_FILE, HEADER_FILE):
+            (server.state_folder(store) / name).unlink(missing_ok=True)
+        typer.echo("the next start makes new keys")
