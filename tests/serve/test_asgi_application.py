@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -80,6 +81,11 @@ def handled(handler: ImageClassifierHandler, body: bytes, headers: dict[str, str
     return Answer((context.get_all_request_header(0) and context.get_response_status(0)[0]) or 200, {}, text)
 
 
+def rounded(body: bytes) -> bytes:
+    """A JSON document with four digits of each probability."""
+    return re.sub(rb"\d\.\d+(e-\d+)?", lambda number: b"%.4f" % float(number[0]), body)
+
+
 def instances(*images: bytes) -> bytes:
     return json.dumps({"instances": [{"b64": base64.b64encode(image).decode()} for image in images]}).encode()
 
@@ -106,7 +112,11 @@ def test_an_answer_is_what_the_handler_of_torchserve_answers(
     expected = handled(handler, body, headers, k)
     query = "" if k is None else f"?k={k}"
     found = ask(application(served), "POST", f"/predictions/tiny{query}", body, headers)
-    assert (found.status, found.body) == (expected.status, expected.body)
+    assert found.status == expected.status
+    if body.count(b"b64") < 2:
+        assert found.body == expected.body
+    else:  # whether two images go through the network together, their timing decides, and with it the last digits
+        assert rounded(found.body) == rounded(expected.body)
     assert found.headers["content-type"] == "application/json"
 
 
