@@ -432,60 +432,53 @@ def test_what_a_content_type_makes_of_an_image_is_said(
         assert said in (told.get("error") or told["message"])
 
 
-EXAMPLES = {
-    "httpx": """
-import httpx
-answer = httpx.post(URL, content=open(IMAGE, "rb").read(), headers={"Authorization": TOKEN})
-print(answer.json())
-""",
-    "requests": """
-import requests
-answer = requests.post(URL, data=open(IMAGE, "rb").read(), headers={"Authorization": TOKEN})
-print(answer.json())
-""",
-    "urllib": """
-import json, urllib.request
-headers = {"Authorization": TOKEN, "Content-Type": "image/jpeg"}  # or urllib says that it is a form
-request = urllib.request.Request(URL, data=open(IMAGE, "rb").read(), headers=headers)
-print(json.load(urllib.request.urlopen(request)))
-""",
-}
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "torchserve.md"
 
 
-@pytest.mark.parametrize("library", EXAMPLES)
-def test_the_example_of_a_python_library_works(operated: Operated, library: str, tmp_path: Path) -> None:
-    pytest.importorskip(library)
-    image = tmp_path / "image.jpg"
+def example(operated: Operated, language: str, image: Path) -> str:
+    """The documentation's example, with this server's address and files."""
+    (text,) = re.findall(rf"```{language}\n(.*?)```", DOCUMENTATION.read_text(encoding="utf-8"), re.DOTALL)
+    for written, meant in {
+        "http://127.0.0.1:8080/predictions/resnet18-ptq": operated.url(f"/predictions/{QUICK}"),
+        "STORE": str(operated.store),
+        "image.jpg": str(image),
+    }.items():
+        assert written in text
+        text = text.replace(written, meant)
+    return str(text)
+
+
+def test_the_documentations_python_works(operated: Operated, tmp_path: Path) -> None:
+    pytest.importorskip("requests")
+    image = tmp_path / "picture.jpg"
     image.write_bytes(jpeg(1))
-    known = {"URL": operated.url(f"/predictions/{QUICK}"), "IMAGE": str(image)}
-    head = "".join(f"{name} = {value!r}\n" for name, value in known.items())
-    head += (
-        f"TOKEN = open({str(server.state_folder(operated.store) / 'authorization')!r}).read().split(': ')[1].strip()\n"
-    )
+    lines = example(operated, "python", image).splitlines()
+    answers = ("httpx.post", "requests.post", "json.load")
+    shown = [f"print({line})" if line.startswith(answers) else line for line in lines]
     ended = subprocess.run(
-        [sys.executable, "-c", head + EXAMPLES[library]], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", "\n".join(shown)], capture_output=True, text=True, check=False, timeout=60
     )
     assert ended.returncode == 0, ended.stderr
-    assert "'label'" in ended.stdout
+    printed = ended.stdout.splitlines()
+    assert len(printed) == len(answers)
+    assert "'label'" in printed[0]
+    assert len(set(printed)) == 1, "whoever asks, the answer is the same"
 
 
-def test_the_examples_of_curl_work(operated: Operated, tmp_path: Path) -> None:
-    image = tmp_path / "image.jpg"
+def test_the_documentations_curl_works(operated: Operated, tmp_path: Path) -> None:
+    image = tmp_path / "picture.jpg"
     image.write_bytes(jpeg(1))
-    header = f"@{server.state_folder(operated.store) / 'authorization'}"
+    script = example(operated, "console", image)
+    ways = script.count("curl ")
+    script = re.sub(r"^curl .*?(?= *#|$)", r"\g<0> -sS; echo", script, flags=re.MULTILINE)
+    ended = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True, timeout=60)
+    answers = [json.loads(line) for line in ended.stdout.splitlines() if line]
+    assert len(answers) == ways == 3
+    assert all(answer == answers[0] and answer[0]["label"] for answer in answers)
     url = operated.url(f"/predictions/{QUICK}")
-    ways = (
-        ["-T", str(image)],
-        ["--data-binary", f"@{image}", "-H", "Content-Type: image/jpeg"],
-        ["-F", f"data=@{image}"],
-    )
-    for way in ways:
-        ended = subprocess.run(["curl", "-sS", "-H", header, *way, url], capture_output=True, check=True, timeout=60)
-        assert json.loads(ended.stdout)[0]["label"], way
-    ended = subprocess.run(
-        ["curl", "-sS", "-H", header, "--data-binary", f"@{image}", url], capture_output=True, check=True, timeout=60
-    )
-    assert "-T FILE" in ended.stdout.decode()
+    header = f"@{server.state_folder(operated.store) / 'authorization'}"
+    words = ["curl", "-sS", "-H", header, "--data-binary", f"@{image}", url]
+    assert "-T FILE" in subprocess.run(words, capture_output=True, check=True, timeout=60).stdout.decode()
 
 
 # --- stop and restart
