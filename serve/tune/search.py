@@ -22,8 +22,6 @@ _BACK = 0.5
 _LEAST = 0.05
 #: A rate that misses the p99 by more than this is not asked for a second time.
 _NEAR = 1.5
-#: Of what was due, the share that must have been answered.
-_ANSWERED = 0.97
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,11 @@ class Point:
     memory_bytes: int
 
     def holds(self, p99_ms: float) -> bool:
-        """Whether the rate was served, all of it, with a p99 of at most ``p99_ms``."""
-        return (
-            self.rate is not None
-            and not (self.gave_up or self.bad or self.rejected)
-            and self.p99 <= p99_ms
-            and self.throughput >= _ANSWERED * self.rate
-        )
+        """Whether all that was due at the rate was answered as known, with a p99 of at most ``p99_ms``.
+
+        Arrivals are random: in 4 s at 100 a second they are 400, give or take 20, so that the throughput says nothing.
+        """
+        return self.rate is not None and not (self.gave_up or self.bad or self.rejected) and self.p99 <= p99_ms
 
 
 class Measure(Protocol):

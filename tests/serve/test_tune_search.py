@@ -141,6 +141,15 @@ def test_later_stages_begin_at_the_best_of_those_before() -> None:
     assert [(trial.way.batch_size, trial.way.max_batch_delay_ms) for trial in found.trials] == [(8, 1), (1, 1), (1, 9)]
 
 
+def test_fewer_arrivals_than_the_mean_are_no_fault_of_the_servers() -> None:
+    by_chance = Point(
+        rate=100, seconds=1, throughput=85, p50=5, p99=15, bad=0, rejected=0, gave_up=False, memory_bytes=1
+    )
+    assert by_chance.holds(20)
+    for fault in ({"p99": 20.1}, {"bad": 1}, {"rejected": 1}, {"gave_up": True}, {"p99": math.nan}, {"rate": None}):
+        assert not dataclasses.replace(by_chance, **fault).holds(20)
+
+
 class KilledError(Exception):
     pass
 
