@@ -6,12 +6,15 @@ import json
 import zipfile
 from pathlib import Path
 
+import pytest
 from filelock import FileLock
 
-from serve import runs
+from serve import layout, runs
 from serve.options import ServingOptions
+from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
+from serve.torchserve.archive import build_archive, check_archive, with_version
 from tests.serve import artifacts
 
 
@@ -59,3 +62,98 @@ def test_who_asks_for_cuda_is_served_by_it_first_and_who_asks_for_nothing_as_it_
         served = json.loads(archive.read("serving.json"))
     assert [entry["device"] for entry in served["executions"]] == ["cuda", "cpu"]
     assert served["k"] == 2
+
+
+# --- what is served
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> Path:
+    """Runs ``a`` (of which ``b-c`` is recommended) and ``a-b``, whose archives would have one name."""
+    for run, artifact, device in (("a", "b-c", "any"), ("a", "gpu", "cuda"), ("a", "x", "any"), ("a-b", "c", "any")):
+        folder = artifacts.torchscript(layout.artifact_folder(tmp_path, run, artifact), artifact, device)  # type: ignore[arg-type]
+        path = layout.archive_path(tmp_path, run, artifact)
+        build_archive(folder, path, model_name=path.stem)
+    rows: list[dict[str, object]] = [{"name": name, "archive": {}} for name in ("b-c", "gpu", "x")]
+    layout.report_path(tmp_path, "a").write_text(json.dumps({"rows": rows, "recommended": "b-c"}))
+    return tmp_path
+
+
+def chosen(store: Path, *words: str, artifacts: tuple[str, ...] = (), strict: bool = False) -> list[str]:
+    targets = [runs.find_target(word) for word in words]
+    return list(runs.select(store, targets, artifacts, "cpu", strict=strict).archives)
+
+
+def test_a_run_is_served_by_what_it_recommends_and_by_others_where_they_are_named(two_runs: Path) -> None:
+    assert chosen(two_runs, "a") == ["a-b-c"]
+    assert chosen(two_runs, "a/x") == ["a-x"]
+    assert chosen(two_runs, "a", artifacts=("x", "b-c")) == ["a-x", "a-b-c"]
+    assert chosen(two_runs, "a", artifacts=("all",)) == ["a-b-c", "a-x"]
+    assert chosen(two_runs, "a-b") == ["a-b-c"], "it has one only"
+    assert chosen(two_runs, "a", "a/x", "mine=a-b/c", artifacts=("b-c",)) == ["a-b-c", "a-x", "mine"]
+    found = runs.select(two_runs, [runs.find_target("a/x"), runs.find_target("a")], device="cpu")
+    assert found.default_model == "a-b-c", "the recommended one"
+
+
+def test_what_this_machine_cannot_run_is_left_out_and_named_unless_nothing_else_is_asked_for(two_runs: Path) -> None:
+    found = runs.select(two_runs, [runs.find_target("a")], ["gpu", "x"], "cpu")
+    assert (list(found.archives), found.left_out) == (["a-x"], {"a-gpu": "it runs on CUDA only"})
+    layout.archive_path(two_runs, "a", "b-c").write_bytes(b"no archive")
+    found = runs.select(two_runs, [runs.find_target("a")], ["all"], "cpu")
+    assert list(found.archives) == ["a-x"]
+    assert "not an archive of this project" in found.left_out["a-b-c"]
+    with pytest.raises(UserError, match=r"nothing of what was asked for .* \(a/gpu: it runs on CUDA only\)"):
+        chosen(two_runs, "a/gpu")
+    with pytest.raises(UserError, match=r"one of what was asked for .* \(a/gpu: it runs on CUDA only\)"):
+        chosen(two_runs, "a/gpu", "a/x", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("a", "a-b"), "a/b-c and a-b/c would both be called a-b-c: give one another name, as in NAME=a-b/c"),
+        (("a/y",), "there is no such archive; a has b-c, gpu, x"),
+        (("mine=a-c",), "there is no run 'a-c' (did you mean a or a-b?)"),
+    ],
+)
+def test_models_have_one_name_each_and_what_is_not_there_is_named(
+    words: tuple[str, ...], message: str, two_runs: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        chosen(two_runs, *words)
+    assert message in str(caught.value)
+
+
+def test_a_run_that_recommends_nothing_asks_for_a_name(two_runs: Path) -> None:
+    layout.report_path(two_runs, "a").unlink()
+    with pytest.raises(UserError, match=r"name one, as in a/b-c, or all with --artifact all; it has b-c, gpu, x"):
+        chosen(two_runs, "a")
+
+
+@pytest.mark.parametrize(
+    ("word", "data", "target"),
+    [
+        ("resnet18", None, ("resnet18", None, None)),
+        ("resnet18/onnx-int8", None, ("resnet18", "onnx-int8", None)),
+        ("photos=resnet18/onnx-int8", None, ("resnet18", "onnx-int8", "photos")),
+        ("path/to/net.py:build", None, ("net-build", None, None)),
+        ("path/to/net.py:build/ptq", None, ("net-build", "ptq", None)),
+        ("mine=net.py:build/ptq", "cifar10", ("net-build-cifar10", "ptq", "mine")),
+        ("resnet18/ptq", "cifar10", ("resnet18-cifar10", "ptq", None)),
+    ],
+)
+def test_a_word_of_the_command_line_names_a_run_its_artifact_and_the_model(
+    word: str, data: str | None, target: tuple[str, str | None, str | None]
+) -> None:
+    assert runs.find_target(word, data) == runs.Target(*target)
+
+
+def test_another_version_of_an_archive_differs_from_it_by_that_alone(two_runs: Path, tmp_path: Path) -> None:
+    original = layout.archive_path(two_runs, "a", "x")
+    second = with_version(original, "7.0", tmp_path / "second.mar")
+    assert check_archive(second).files == check_archive(original).files
+    with zipfile.ZipFile(original) as old, zipfile.ZipFile(second) as new:
+        assert sorted(old.namelist()) == sorted(new.namelist())
+        differing = {name for name in old.namelist() if old.read(name) != new.read(name)}
+        assert differing == {"MAR-INF/MANIFEST.json", "card.json"}
+        assert json.loads(new.read("MAR-INF/MANIFEST.json"))["model"]["modelVersion"] == "7.0"

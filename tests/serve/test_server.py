@@ -25,7 +25,7 @@ from serve.options import ServingOptions
 from serve.runtime.errors import UserError
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
-from serve.torchserve.configuration import HOST, Ports, properties
+from serve.torchserve.configuration import HOST, Ports, check_host, properties
 from serve.torchserve.identity import Identity
 from serve.torchserve.limits import Limits
 from serve.torchserve.state import ServedModel
@@ -98,6 +98,22 @@ def test_a_port_in_use_is_named_with_the_option_that_changes_it(folders: dict[st
 def test_illegal_ports_are_refused(ports: Ports) -> None:
     with pytest.raises(UserError, match=r"between 1 and 65535|different ports"):
         ports.check_free()
+
+
+def test_others_than_this_machine_are_let_in_only_where_that_is_said(tmp_path: Path) -> None:
+    assert [check_host(host, expose=False) for host in ("127.0.0.1", "localhost", "127.0.0.2")] == [
+        "127.0.0.1",
+        "127.0.0.1",
+        "127.0.0.2",
+    ]
+    assert check_host("0.0.0.0", expose=True) == "0.0.0.0"
+    with pytest.raises(UserError, match=r"--host 0\.0\.0\.0 lets others than this machine in: say so with --expose"):
+        check_host("0.0.0.0", expose=False)
+    with pytest.raises(UserError, match="--host must be an IPv4 address"):
+        check_host("my.host", expose=True)
+    text = properties(Ports(), Limits(), archives=tmp_path, metrics_file=tmp_path, gpus=0, host="0.0.0.0")
+    opened = [line for line in text.splitlines() if "0.0.0.0" in line]
+    assert opened == ["inference_address=http://0.0.0.0:8080"], "the predictions, and nothing else"
 
 
 def test_a_missing_archive_is_named_with_what_makes_it(tmp_path: Path) -> None:
