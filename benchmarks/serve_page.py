@@ -80,6 +80,7 @@ def aims(shots: Shots, measured: Sequence[str], workload: str) -> list[Aim]:
     )
     ratio("own server against the stock handler", "own", "stock", 7)
     ratio("TorchServe with our archive against the stock handler", "torchserve", "stock", 7)
+    ratio("own server at saturation, tuned against not tuned", "own", "own-not tuned", 1)
     return found
 
 
