@@ -93,8 +93,6 @@ def add(
                     f"a model is served as {name} already: replace it with "
                     f"`{command(f'serve replace {name}', store)}`, or call this one otherwise, as in NAME=RUN/ARTIFACT"
                 )
-        for name in set(change.client.models()) & archives.keys():  # an add before was killed
-            change.client.unregister(name)
         added = [ServedModel.of(name, path, change.next_version(name)) for name, path in archives.items()]
         _load(
             change,
@@ -186,7 +184,23 @@ def _changing(store: Path) -> Iterator[_Change]:
         if server is None:
             raise PipelineError(f"the server of {store} has just been stopped")
         with server.client(store) as client:
-            yield _Change(store, server, client)
+            change = _Change(store, server, client)
+            _tidy(change)
+            yield change
+
+
+def _tidy(change: _Change) -> None:
+    """Take away what a change that was killed has left: versions that the record does not name."""
+    recorded = {model.name: model for model in change.server.served}
+    for name in change.client.models():
+        kept = recorded.get(name)
+        left = [version for version in change.client.versions(name) if kept is None or version != kept.version]
+        if left and kept is not None:
+            change.client.set_default(name, kept.version)
+        # The default can go only when it is the last.
+        left.sort(key=lambda version: version == change.client.registered(name)["modelVersion"])
+        for version in left:
+            _retire(change, ServedModel(name, "", "", version))
 
 
 def _load(

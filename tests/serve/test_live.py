@@ -18,8 +18,9 @@ import pytest
 
 from serve import layout
 from serve.options import ServingOptions
+from serve.runtime.errors import UserError
 from serve.torchserve import live, server
-from serve.torchserve.archive import build_archive
+from serve.torchserve.archive import build_archive, with_version
 from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, read_state
 from tests.serve import artifacts
@@ -187,6 +188,23 @@ def test_a_model_that_does_not_come_up_changes_nothing(store: Path) -> None:
         assert len(client.versions("one-script")) == 1
         assert len(client.predict("one-script", artifacts.jpeg(1))) == 5
     assert {path.name.partition("@")[0] for path in archives_folder(store).iterdir()} == {"one-script"}
+
+
+def test_what_a_change_that_was_killed_has_left_goes_with_the_next_one(store: Path) -> None:
+    recorded = the(store).model("one-script").version
+    source = layout.archive_path(store, "one", "script")
+    with the(store).client(store) as client:
+        for name in ("one-script", "stray"):
+            file = f"{name}@99.0.mar"
+            with_version(source, "99.0", archives_folder(store) / file)
+            client.register(name, file, workers=1)
+            client.set_default(name, "99.0")
+        with pytest.raises(UserError, match="no model 'third' is served"):
+            live.remove(store, ["third"])
+        assert client.models() == ["one-script"]
+        assert client.versions("one-script") == [recorded]
+        assert len(client.predict("one-script", artifacts.jpeg(1))) == 5
+    assert [path.name for path in archives_folder(store).iterdir()] == [f"one-script@{recorded}.mar"]
 
 
 @pytest.mark.parametrize(
