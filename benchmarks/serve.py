@@ -34,6 +34,7 @@ from serve.runtime.card import load_card
 from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.serving import Serving, parse_serving
 from serve.torchserve.archive import serving_of
+from serve.tune.servers import ended_in_order
 from serve.tune.space import told
 from serve.tune.tuning import TUNING_FILE
 
@@ -179,4 +180,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ended_in_order():
+        sys.exit(main())

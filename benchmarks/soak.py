@@ -30,7 +30,7 @@ from serve.runtime.card import load_card
 from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.serving import Serving
 from serve.torchserve.archive import serving_of
-from serve.tune.servers import KINDS, pack, serving
+from serve.tune.servers import KINDS, ended_in_order, pack, serving
 from serve.tune.space import told
 from tests.serve.mutations import mutated
 
@@ -234,4 +234,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ended_in_order():
+        sys.exit(main())

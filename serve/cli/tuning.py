@@ -51,7 +51,7 @@ def tune(
     with reported():
         from serve import layout, runs
         from serve.tune.search import Goal, Objective
-        from serve.tune.servers import KINDS
+        from serve.tune.servers import KINDS, ended_in_order
         from serve.tune.space import told
         from serve.tune.tuning import CURVE_FILE, Settings
         from serve.tune.tuning import tune as find
@@ -79,7 +79,8 @@ def tune(
             curve=not short,
         )
         typer.echo(f"{folder}: {server}, {objective} with a p99 of at most {goal.p99_ms:g} ms")
-        found = find(folder, goal, settings, typer.echo)
+        with ended_in_order():
+            found = find(folder, goal, settings, typer.echo)
         typer.echo(f"chosen: {told(found.chosen.way)} ({found.chosen.outcome}); as it was: {found.usual.outcome}")
         if not short:
             typer.echo(f"curve: {folder / CURVE_FILE}")

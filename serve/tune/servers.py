@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -113,6 +115,42 @@ def serving(kind: ServerKind, archives: Mapping[str, Path], scratch: Path, queue
     """
     with _own(archives, scratch, queue) if kind == "own" else _torchserve(archives, scratch, queue) as live:
         yield live
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Take SIGTERM as a reason to leave the block in order, so that servers that were started in it are stopped."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def remember(live: Live, path: Path) -> None:
+    """Write down which process a server is, for `end_left`."""
+    path.write_text(json.dumps([live.pid, psutil.Process(live.pid).create_time()]), encoding="utf-8")
+
+
+def end_left(path: Path) -> bool:
+    """End the server that was remembered there, if its starter was killed and it still runs; whether it did."""
+    try:
+        pid, created = json.loads(path.read_text(encoding="utf-8"))
+        process = psutil.Process(pid)
+        left = bool(process.create_time() == created)
+        family = [*process.children(recursive=True), process] if left else []
+    except (OSError, ValueError, psutil.Error):
+        left, family = False, []
+    for one in family:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    psutil.wait_procs(family, timeout=10)
+    path.unlink(missing_ok=True)
+    return left
 
 
 @contextmanager

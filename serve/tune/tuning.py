@@ -25,12 +25,13 @@ from serve.torchserve.archive import serving_of
 from serve.tune.journal import Journal
 from serve.tune.page import plot
 from serve.tune.search import Found, Goal, Point, Search, Trial
-from serve.tune.servers import Live, ServerKind, pack, serving
+from serve.tune.servers import Live, ServerKind, end_left, pack, remember, serving
 from serve.tune.space import Stage, cores, stages, told
 
 TUNING_FILE = "tuning.json"
 CURVE_FILE = "tuning.svg"
 JOURNAL_FILE = "tuning.journal"
+SERVER_FILE = "tuning.server"
 
 _MODEL = "tuned"
 _CLIENTS = 16  # of the closed loop that finds the saturation
@@ -108,6 +109,7 @@ class Servers:
         """Stop the server."""
         self._open = None
         self._stack.close()
+        (self._artifact / SERVER_FILE).unlink(missing_ok=True)
 
     def _live(self, way: Serving) -> Live:
         if self._open is not None and self._open[0] == way:
@@ -115,6 +117,7 @@ class Servers:
         self.close()
         archive = pack(self._artifact, way, self._scratch, _MODEL)
         live = self._stack.enter_context(serving(self._settings.server, {_MODEL: archive}, self._scratch))
+        remember(live, self._artifact / SERVER_FILE)
         # The first second of a fresh server is not its best; saturation warms threads, caches and batches.
         measure(Plan(live.target, _CLIENTS, seconds=1.0, warm_s=0.0), self._workload)
         self._open = way, live
@@ -159,6 +162,8 @@ def tune(
         "images": hashlib.sha256(b"".join(image for _, image in pictures)).hexdigest(),
     }
     journal = Journal(artifact / JOURNAL_FILE, subject)
+    if end_left(artifact / SERVER_FILE):
+        say("the server of the tuning that was killed was still there, and is ended")
     if journal.resumed:
         say(f"going on: {journal.resumed} measurements were made before")
     if tried is None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +23,7 @@ from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
 from serve.tune.journal import Journal
 from serve.tune.search import STEP, Found, Goal, Point, Search
+from serve.tune.servers import Live, end_left, ended_in_order, remember
 from serve.tune.space import Stage, stages
 
 USUAL = Serving((Execution("openvino"), Execution("onnxruntime")))
@@ -217,3 +225,34 @@ def test_every_setting_is_tried_by_engines_that_are_there_and_threads_that_there
     assert all(len(way.executions) == 2 for way in own[0].variants(USUAL))
     assert [way.decode_threads for way in own[1].variants(USUAL)] == [1, 2, 4, None]
     assert [stage.name for stage in stages("torchserve", USUAL)][1] == "workers"
+
+
+def test_a_server_that_a_killed_tuning_left_is_ended_and_nobody_elses(tmp_path: Path) -> None:
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        other = psutil.Process(left.pid).create_time() - 100
+        (tmp_path / "server").write_text(json.dumps([left.pid, other]))
+        assert not end_left(tmp_path / "server")
+        assert left.poll() is None
+        remember(Live({}, left.pid, tmp_path), tmp_path / "server")
+        assert end_left(tmp_path / "server")
+        assert not psutil.pid_exists(left.pid)
+        assert not end_left(tmp_path / "server")
+    finally:
+        left.kill()
+        left.wait()
+
+
+def test_sigterm_leaves_in_order() -> None:
+    stopped: list[str] = []
+
+    def interrupted() -> None:
+        with ended_in_order(), contextlib.ExitStack() as stack:
+            stack.callback(stopped.append, "server")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    with pytest.raises(SystemExit) as caught:
+        interrupted()
+    assert caught.value.code == 143
+    assert stopped == ["server"]
