@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,13 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def serving(kind: ServerKind, archives: Mapping[str, Path], scratch: Path, queue: int | None = None) -> Iterator[Live]:
+def serving(
+    kind: ServerKind,
+    archives: Mapping[str, Path],
+    scratch: Path,
+    queue: int | None = None,
+    on_start: Callable[[int], None] = lambda pid: None,
+) -> Iterator[Live]:
     """Serve archives by model name from ``scratch`` until the block ends; yields when all of them answer.
 
     Args:
@@ -109,11 +115,13 @@ def serving(kind: ServerKind, archives: Mapping[str, Path], scratch: Path, queue
         archives: the ``.mar`` files by model name.
         scratch: a private folder for state and logs.
         queue: requests of a model that may wait; None: as the server has it.
+        on_start: called with the id of its first process as soon as that is known, perhaps twice.
 
     Raises:
         PipelineError: the server does not come up; the message has its last line.
     """
-    with _own(archives, scratch, queue) if kind == "own" else _torchserve(archives, scratch, queue) as live:
+    with _own(archives, scratch, queue, on_start) if kind == "own" else _torchserve(archives, scratch, queue) as live:
+        on_start(live.pid)
         yield live
 
 
@@ -131,9 +139,9 @@ def ended_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def remember(live: Live, path: Path) -> None:
+def remember(pid: int, path: Path) -> None:
     """Write down which process a server is, for `end_left`."""
-    path.write_text(json.dumps([live.pid, psutil.Process(live.pid).create_time()]), encoding="utf-8")
+    path.write_text(json.dumps([pid, psutil.Process(pid).create_time()]), encoding="utf-8")
 
 
 def end_left(path: Path) -> bool:
@@ -154,7 +162,9 @@ def end_left(path: Path) -> bool:
 
 
 @contextmanager
-def _own(archives: Mapping[str, Path], scratch: Path, queue: int | None) -> Iterator[Live]:
+def _own(
+    archives: Mapping[str, Path], scratch: Path, queue: int | None, on_start: Callable[[int], None]
+) -> Iterator[Live]:
     (port,) = free_ports(1)
     log = scratch / "own.log"
     words = ["run", *map(str, archives.values()), "--port", str(port), "--no-token", "--store", str(scratch)]
@@ -170,6 +180,7 @@ def _own(archives: Mapping[str, Path], scratch: Path, queue: int | None) -> Iter
             start_new_session=True,
         )
     try:
+        on_start(process.pid)
         _wait_until_ready(process, f"http://{HOST}:{port}/health/ready", log)
         targets = {model: Target(f"{HOST}:{port}", f"/predictions/{model}") for model in archives}
         yield Live(targets, process.pid, log)

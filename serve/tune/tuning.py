@@ -116,8 +116,14 @@ class Servers:
             return self._open[1]
         self.close()
         archive = pack(self._artifact, way, self._scratch, _MODEL)
-        live = self._stack.enter_context(serving(self._settings.server, {_MODEL: archive}, self._scratch))
-        remember(live, self._artifact / SERVER_FILE)
+        live = self._stack.enter_context(
+            serving(
+                self._settings.server,
+                {_MODEL: archive},
+                self._scratch,
+                on_start=lambda pid: remember(pid, self._artifact / SERVER_FILE),
+            )
+        )
         # The first second of a fresh server is not its best; saturation warms threads, caches and batches.
         measure(Plan(live.target, _CLIENTS, seconds=1.0, warm_s=0.0), self._workload)
         self._open = way, live

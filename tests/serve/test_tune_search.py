@@ -23,7 +23,7 @@ from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
 from serve.tune.journal import Journal
 from serve.tune.search import STEP, Found, Goal, Point, Search
-from serve.tune.servers import Live, end_left, ended_in_order, remember
+from serve.tune.servers import end_left, ended_in_order, remember
 from serve.tune.space import Stage, stages
 
 USUAL = Serving((Execution("openvino"), Execution("onnxruntime")))
@@ -234,7 +234,7 @@ def test_a_server_that_a_killed_tuning_left_is_ended_and_nobody_elses(tmp_path: 
         (tmp_path / "server").write_text(json.dumps([left.pid, other]))
         assert not end_left(tmp_path / "server")
         assert left.poll() is None
-        remember(Live({}, left.pid, tmp_path), tmp_path / "server")
+        remember(left.pid, tmp_path / "server")
         assert end_left(tmp_path / "server")
         assert not psutil.pid_exists(left.pid)
         assert not end_left(tmp_path / "server")
