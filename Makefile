@@ -50,6 +50,8 @@ THE_RUN = $(if $(RUN),'$(RUN)','$(MODEL)' --data '$(DATA)')
 # The first Python 3.12 or 3.11 that really starts (a pyenv shim may exist and not).
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+# Test files that run at a time: servers and measured processes of their own make two a full load of two cores.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -131,7 +133,7 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/mypy
 
 test: $(VENV)/.installed-dev ## the tests, on this machine's cores
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 clean: ## remove the environment and caches; runs in model_store stay
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
