@@ -38,8 +38,9 @@ from serve.verified import Policy
 _DEADLINE_S = 600.0
 _POLL_S = 0.05
 # From when TorchServe has been told of another default until no request is still on its way to the old one: it looks
-# the version up once a request's body is whole, and puts it into that version's queue in the next step.
-_ON_ITS_WAY_S = 0.25
+# the version up once a request's body is whole, and puts it into that version's queue in the next step. Long against
+# that, because a busy machine may stop a thread in between, and nobody but the change waits for it.
+_ON_ITS_WAY_S = 1.0
 
 
 @dataclass

@@ -91,6 +91,7 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
         "model_name": ("resnet18-ptq", "mine-ptq"),
         "card": (CARD, {**CARD, "precision": "int8"}),
         "serving": ('{"k": 5}', '{"k": 4}'),
+        "known": (None, '{"tolerance": 0.1}'),
         "libraries": ({"PyYAML": "6.0"}, {"PyYAML": "6.1"}),
         "code": ("f" * 64, "0" * 64),
     },

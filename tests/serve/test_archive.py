@@ -106,6 +106,7 @@ def test_the_options_are_written_where_torchserve_and_the_handler_read_them(tmp_
     usual = {"device": "cpu", "threads": 1, "buckets": [1, 4]}
     assert found["serving"] == {
         "schema": 1,
+        "evidence": [],
         "executions": [
             {"engine": "onnxruntime", "options": {}, **usual},
             {"engine": "openvino", "options": {"precision": "bf16"}, **usual},
