@@ -181,7 +181,7 @@ def _changing(store: Path) -> Iterator[_Change]:
     if running(store) is None:
         raise PipelineError(f"no server of {store} is running: start one with `{command('serve start RUN', store)}`")
     with locked(store):
-        server = running(store)
+        server = running(store, holding=True)
         if server is None:
             raise PipelineError(f"the server of {store} has just been stopped")
         with server.client(store) as client:

@@ -21,11 +21,12 @@ import psutil
 from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve.configuration import HOST, Ports, metrics_yaml, properties
-from serve.torchserve.identity import ALIVE_FILE, Identity, hold, life_of, nameless, new_nonce
+from serve.torchserve.identity import ALIVE_FILE, Identity, hold, is_held, life_of, nameless, new_nonce
 from serve.torchserve.java import command_line, environment, java_executable
 from serve.torchserve.limits import Limits
 from serve.torchserve.staging import Pack, stage
 from serve.torchserve.state import (
+    LOCK_FILE,
     RunningServer,
     ServedModel,
     archives_folder,
@@ -50,8 +51,12 @@ _DEADLINE_PER_MODEL_S = 30.0
 _ENDING_S = 20.0
 
 
-def running(store: Path) -> RunningServer | None:
+def running(store: Path, *, holding: bool = False) -> RunningServer | None:
     """The server of this store, or None; what a crash or a reboot has left behind does not count.
+
+    Args:
+        store: whose server it is.
+        holding: the caller holds the store's lock. For others a server that is just being started is none yet.
 
     Raises:
         UserError: there may be one, and nobody can tell from here.
@@ -59,6 +64,8 @@ def running(store: Path) -> RunningServer | None:
     folder = state_folder(store)
     state = read_state(store)
     if state is None:
+        if not holding and is_held(folder / LOCK_FILE):
+            return None
         if (pid := nameless(folder, folder / _CONFIG_FILE)) is not None:
             raise UserError(
                 f"a server of this store is alive (process {pid or 'unknown'}), and {state_file(store)} does not "
@@ -124,7 +131,7 @@ def start(
     if not archives:
         raise UserError("there is nothing to serve")
     with locked(store) as state:
-        if (present := running(store)) is not None:
+        if (present := running(store, holding=True)) is not None:
             raise UserError(
                 f"a server of this store is already running ({_runs(present)}, port {present.ports.inference}): "
                 f"add to it with `{command('serve add RUN', store)}`, or stop it with `{command('serve stop', store)}`"
@@ -200,7 +207,7 @@ def stop(store: Path, on_wait: Callable[[], None] = lambda: None) -> RunningServ
     if not state_folder(store).is_dir():
         return None
     with locked(store, on_wait):
-        state = running(store)
+        state = running(store, holding=True)
         if state is None:
             _clean(store)
             return None

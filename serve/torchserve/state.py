@@ -23,6 +23,8 @@ from serve.torchserve.limits import Limits
 STATE_FOLDER = ".server"
 _STATE_FILE = "state.json"
 _ARCHIVES = "archives"
+#: Locked by whoever starts, changes or stops the server.
+LOCK_FILE = "lock"
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def locked(store: Path, on_wait: Callable[[], None] | None = None) -> Iterator[P
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from None
     try:

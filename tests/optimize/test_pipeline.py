@@ -235,12 +235,11 @@ def test_the_model_has_learnt_and_int8_keeps_it(tiny_run: TinyRun) -> None:
     assert tiny_run.measured("qat").accuracy.top1 > 0.6
 
 
-def test_throughput_agrees_with_latency_at_batch_1(tiny_run: TinyRun) -> None:
+def test_throughput_is_in_images_a_second_and_latency_in_milliseconds(tiny_run: TinyRun) -> None:
     for _, measured in figures(tiny_run.report):
         latency = measured.latency_ms
-        # A busy machine takes a core away for milliseconds: then the mean has no fixed relation to the median.
-        if latency.p99 < 3 * latency.p50:
-            assert measured.throughput[1] == pytest.approx(1e3 / latency.p50, rel=0.8)
+        # Of a busy machine the mean has no fixed relation to the median; another unit would be a thousand times off.
+        assert 0.03 < measured.throughput[1] * latency.p50 / 1e3 < 30
         assert measured.best_throughput == max(measured.throughput.values())
 
 

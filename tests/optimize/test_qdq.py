@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -245,19 +246,26 @@ def test_the_graph_classifies_as_torchs_program_does(made, digits):
         assert (expected - found).abs().max() <= 2.01 * step, parents
 
 
-LAYERS = {
-    "conv": nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Flatten()),
-    "conv-relu": nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten()),
-    "conv-bn-relu": nn.Sequential(nn.Conv2d(1, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()),
-    "linear": nn.Sequential(nn.Flatten(), nn.Linear(256, 8)),
-    "pool": nn.Sequential(nn.Conv2d(1, 8, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+def layer(name: str) -> nn.Module:
+    """A layer with the same weights, whatever was drawn before."""
+    torch.manual_seed(0)
+    return LAYERS[name]()
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Flatten()),
+    "conv-relu": lambda: nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten()),
+    "conv-bn-relu": lambda: nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+    ),
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(256, 8)),
+    "pool": lambda: nn.Sequential(nn.Conv2d(1, 8, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_on_equal_integers_each_layer_agrees_with_torch_to_a_step(name, tmp_path):
-    torch.manual_seed(0)
-    folder, path = lowered(with_running_statistics(LAYERS[name]), tmp_path)
+    folder, path = lowered(with_running_statistics(layer(name)), tmp_path)
     scale, zero_point, low, high = quantizers(folder)[0]
     integers = torch.randint(low, high + 1, (4, 1, 16, 16), generator=torch.Generator().manual_seed(5))
     batch = (integers - zero_point) * scale  # on the grid: both sides quantize it to the same integers
@@ -350,7 +358,7 @@ def test_unusual_constants_are_lowered_too(kind, tmp_path):
 
 @pytest.mark.skipif(x86_target().activation_max < 255, reason="needs 8-bit activations")
 def test_a_full_range_has_no_clamp(tmp_path):
-    _, path = lowered(LAYERS["linear"].eval(), tmp_path, "x86-vnni")
+    _, path = lowered(layer("linear").eval(), tmp_path, "x86-vnni")
     assert "Clip" not in [node.op_type for node in onnx.load(path).graph.node]
 
 
@@ -366,7 +374,7 @@ def test_a_lost_clamp_is_noticed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(qdq, "export_onnx", losing)
     with pytest.raises(PassError, match="need a clamp, only 0 have one"):
-        lowered(LAYERS["linear"].eval(), tmp_path, "x86")
+        lowered(layer("linear").eval(), tmp_path, "x86")
 
 
 def test_a_lost_clamp_before_a_relu6_is_noticed(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -126,7 +127,15 @@ def test_where_a_shell_says_that_it_is_is_not_where_the_server_listens(monkeypat
 def test_stop_and_status_install_nothing_in_a_fresh_clone(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     for target, code in (("stop", 0), ("status", 2)):
-        ended = subprocess.run(["make", target], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+        ended = subprocess.run(
+            ["make", target],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+        )
         assert ended.returncode == code
         assert ended.stdout.startswith("no server is running: there is no environment here")
     assert [path.name for path in tmp_path.iterdir()] == ["Makefile"]
