@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 import uuid
 import zipfile
@@ -43,8 +44,12 @@ def sbom_path(archive: Path) -> Path:
     return archive.with_name(archive.name + SBOM_ENDING)
 
 
-def write_sbom(archive: Path) -> Path:
-    """Write an archive's bill of materials beside it.
+def write_sbom(archive: Path, digest: str | None = None) -> Path:
+    """Write an archive's bill of materials beside it; one that was written of the same bytes, here, stays.
+
+    Args:
+        archive: the ``.mar`` file.
+        digest: its SHA-256, if that is known.
 
     Returns:
         Its path.
@@ -56,7 +61,13 @@ def write_sbom(archive: Path) -> Path:
     from cyclonedx.output.json import JsonV1Dot6
 
     path = sbom_path(archive)
-    text = JsonV1Dot6(_bom(archive)).output_as_string(indent=2)
+    if not archive.is_file():
+        raise UserError(f"{archive}: there is no such archive")
+    digest = digest or sha256_file(archive)
+    serial = uuid.uuid5(uuid.NAMESPACE_OID, f"{digest} {_environment()}")
+    if _serial_of(path) == serial.urn:
+        return path
+    text = JsonV1Dot6(_bom(archive, digest, serial)).output_as_string(indent=2)
     temporary = path.with_name(f".{path.name}.new")
     try:
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -66,13 +77,27 @@ def write_sbom(archive: Path) -> Path:
     return path
 
 
-def _bom(archive: Path) -> Bom:
+@functools.cache
+def _environment() -> str:
+    """Digest of all else that a bill depends on: what is installed, and this source."""
+    installed = sorted({f"{entry.name} {entry.version}" for entry in metadata.distributions()})
+    return hashlib.sha256("\n".join([*installed, Path(__file__).read_text(encoding="utf-8")]).encode()).hexdigest()
+
+
+def _serial_of(path: Path) -> str | None:
+    try:
+        found: str | None = json.loads(path.read_text(encoding="utf-8")).get("serialNumber")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found
+
+
+def _bom(archive: Path, digest: str, serial: uuid.UUID) -> Bom:
     from cyclonedx.model import HashAlgorithm, HashType
     from cyclonedx.model.bom import Bom, BomMetaData
     from cyclonedx.model.component import Component, ComponentType
 
     card = check_archive(archive)
-    digest = sha256_file(archive)
     subject = Component(
         type=ComponentType.MACHINE_LEARNING_MODEL,
         name=archive.stem,
@@ -81,7 +106,7 @@ def _bom(archive: Path) -> Bom:
         hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest)],
         description=f"{card.model}, {card.precision}, {card.format}",
     )
-    bom = Bom(serial_number=uuid.uuid5(uuid.NAMESPACE_OID, digest), metadata=BomMetaData(component=subject))
+    bom = Bom(serial_number=serial, metadata=BomMetaData(component=subject))
     bom.metadata.timestamp = None  # type: ignore[assignment]
     direct = _installed((*_RUNTIME, *_libraries(archive, card)))
     packages = _closure(direct)

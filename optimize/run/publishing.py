@@ -194,8 +194,9 @@ def _publish_archive(
 
     stored = store.obtain(key, pack, about=f"{card.model} on {card.data['name']}: archive")
     store.link(stored.folder / path.name, path)
-    write_sbom(path)  # of this environment: beside the archive, and not of it
-    return key, stored.files[path.name]
+    digest = stored.files[path.name]
+    write_sbom(path, digest)  # of this environment: beside the archive, and not of it
+    return key, digest
 
 
 def _remove_stale(folder: Path, artifacts: Mapping[str, Artifact], sample: str, served: Collection[str]) -> None:

@@ -176,3 +176,18 @@ def test_pip_audit_itself_is_run() -> None:
         assert "were not checked" in str(error)  # noqa: PT017 - either is right, by the machine's network
     else:
         assert report.checked > 0
+
+
+def test_one_of_the_same_bytes_stays_and_one_of_others_or_a_damaged_one_is_written_anew(tmp_path: Path) -> None:
+    folder = artifacts.onnx(tmp_path / "onnx")
+    archive = build_archive(folder, tmp_path / "a.mar", model_name="a")
+    path = write_sbom(archive)
+    first, written = path.read_text(), path.stat().st_mtime_ns
+    assert write_sbom(archive).stat().st_mtime_ns == written
+    path.write_text("{}")
+    assert write_sbom(archive).read_text() == first
+    build_archive(folder, archive, model_name="b")
+    other = json.loads(write_sbom(archive).read_text())
+    assert other["serialNumber"] != json.loads(first)["serialNumber"]
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    assert other["metadata"]["component"]["hashes"][0]["content"] == digest
