@@ -26,8 +26,7 @@ from serve.runtime.card import CARD_FILE, Card, sha256_file
 from serve.runtime.decoders.base import decoders
 from serve.runtime.engines.base import engines
 from serve.runtime.errors import UserError
-from serve.runtime.serving import SERVING_FILE, parse_serving
-from serve.torchserve.archive import check_archive
+from serve.torchserve.archive import check_archive, serving_in
 
 if TYPE_CHECKING:
     from cyclonedx.model.bom import Bom
@@ -205,8 +204,7 @@ def _java() -> Component:
 
 def _libraries(archive: Path, card: Card) -> Iterable[str]:
     """The distributions of the engines that may run the archive, and of the decoder that it names."""
-    with zipfile.ZipFile(archive) as opened:
-        serving = parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
+    serving = serving_in(archive)
     known = engines()
     for execution in serving.executions:
         if execution.engine in known and card.format in known[execution.engine].formats:

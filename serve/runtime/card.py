@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from . import fields
+from .documents import parse_document
 from .errors import CardError
 
 SCHEMA = 1
@@ -225,10 +226,8 @@ def parse_card(document: str, path: Path) -> Card:
     Raises:
         CardError: as `read_card`.
     """
+    body = parse_document(document, path, _LARGEST_CARD)
     try:
-        if len(document) > _LARGEST_CARD:
-            raise ValueError(f"more than {_LARGEST_CARD} characters")
-        body = json.loads(document)
         if not isinstance(body, dict):
             raise CardError(f"{path}: must hold one JSON object, found {type(body).__name__}")
         seal = body.pop("seal", None)

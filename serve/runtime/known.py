@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from . import fields
+from .documents import parse_document, read_document
 from .errors import CardError
 
 SCHEMA: Final = 1
@@ -93,10 +94,8 @@ def parse_known(document: str, path: Path) -> KnownAnswer:
     Raises:
         CardError: it is no JSON of this schema, or a field is unknown, missing, of the wrong type or out of range.
     """
+    body = parse_document(document, path, _LARGEST_FILE)
     try:
-        if len(document) > _LARGEST_FILE:
-            raise ValueError(f"more than {_LARGEST_FILE} characters")
-        body = json.loads(document)
         if not isinstance(body, dict):
             raise ValueError("it holds no JSON object")
         values: dict[str, Any] = dict(body)
@@ -104,7 +103,7 @@ def parse_known(document: str, path: Path) -> KnownAnswer:
         if isinstance(values.get("logits"), list):
             values["logits"] = tuple(values["logits"])
         return KnownAnswer(**values)
-    except (ValueError, RecursionError, TypeError, binascii.Error) as error:
+    except (ValueError, TypeError, binascii.Error) as error:
         raise CardError(f"{path}: cannot be read ({error})") from None
     except CardError as error:
         raise CardError(f"{path}: {error}") from None
@@ -117,11 +116,5 @@ def read_known(folder: Path) -> KnownAnswer | None:
         CardError: as `parse_known`.
     """
     path = folder / KNOWN_FILE
-    try:
-        with path.open(encoding="utf-8") as stream:
-            document = stream.read(_LARGEST_FILE + 1)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CardError(f"{path}: cannot be read ({error})") from None
-    return parse_known(document, path)
+    document = read_document(path, _LARGEST_FILE)
+    return None if document is None else parse_known(document, path)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from . import fields
 from .budget import SERVING, Budget
+from .documents import parse_document, read_document
 from .errors import CardError, UserError, did_you_mean
 from .evidence import Evidence
 from .execution import Execution
@@ -119,12 +120,7 @@ def parse_serving(document: str, path: Path) -> Serving:
     Raises:
         CardError: it is no JSON of this schema, or a field is unknown, of the wrong type or out of range.
     """
-    try:
-        if len(document) > _LARGEST_FILE:
-            raise ValueError(f"more than {_LARGEST_FILE} characters")
-        body = json.loads(document)
-    except (ValueError, RecursionError) as error:
-        raise CardError(f"{path}: cannot be read ({error})") from None
+    body = parse_document(document, path, _LARGEST_FILE)
     try:
         values = _known(body, Serving, "serving")
         if not isinstance(values.get("executions"), list):
@@ -148,14 +144,8 @@ def read_serving(folder: Path) -> Serving | None:
         CardError: as `parse_serving`.
     """
     path = folder / SERVING_FILE
-    try:
-        with path.open(encoding="utf-8") as stream:
-            document = stream.read(_LARGEST_FILE + 1)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CardError(f"{path}: cannot be read ({error})") from None
-    return parse_serving(document, path)
+    document = read_document(path, _LARGEST_FILE)
+    return None if document is None else parse_serving(document, path)
 
 
 def _known(body: object, kind: type[Any], where: str) -> dict[str, Any]:
