@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import platform
 import shlex
@@ -99,12 +100,13 @@ def verdicts(found: Soaked, queue: int) -> list[Verdict]:
             not found.leaks,
         ),
     ]
-    if killed:
-        slowest = max(kill.recovery_s for kill in found.kills)
+    if found.kind == "torchserve":
+        slowest = max((kill.recovery_s for kill in found.kills), default=math.inf)
+        again = f"{len(killed)} workers killed: answered again after at most {slowest:.0f} s"
         wrong = sum(one.get("wrong", 0) for one in killed)
         result.append(
             Verdict(
-                f"{len(killed)} workers killed: answered again after at most {slowest:.0f} s, {wrong} wrong answers",
+                f"{again}, {wrong} wrong answers" if killed else "no worker was killed",
                 slowest < 60 and not wrong,
             )
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve import layout
-from serve.export.base import ExportSettings, Subject, find_target
+from serve.export.base import ExportSettings, Subject, Target, find_target
 from serve.hints import command
 from serve.runs import model_name
 from serve.runtime.card import CARD_FILE, Card, load_card, read_card
@@ -48,10 +48,12 @@ def export_run(
         password: the key's.
 
     Raises:
-        UserError: the target, the run or the artifact is unknown, or something lies in the folder.
+        UserError: the target, the run or the artifact is unknown, the target has no use for a setting that is given,
+            or something lies in the folder.
         CardError: the artifact is not whole.
     """
     chosen = find_target(target)
+    _check_useful(chosen, settings, signed=key is not None or public_key is not None)
     cards = {
         path.parent.name: read_card(path.parent)
         for path in sorted((store / run / layout.ARTIFACTS).glob(f"*/{CARD_FILE}"))
@@ -77,6 +79,18 @@ def export_run(
         raise UserError(f"{error.filename or folder}: cannot be written ({error.strerror or error})") from None
     files = tuple(sorted(path for path in folder.rglob("*") if path.is_file()))
     return Exported(files, tuple(steps))
+
+
+def _check_useful(target: Target, settings: ExportSettings, *, signed: bool) -> None:
+    """Refuse what would be accepted and do nothing.
+
+    Raises:
+        UserError: it names them.
+    """
+    if useless := sorted(target.ignores & settings.model_fields_set):
+        raise UserError(f"{target.name} has no use for {', '.join(name.replace('_', '-') for name in useless)}")
+    if signed and not target.signs:
+        raise UserError(f"{target.name} is given no archive that could be signed, and verifies none")
 
 
 def _best(store: Path, run: str, cards: dict[str, Card], model_format: str | None) -> str:

@@ -165,12 +165,7 @@ class ServingOptions(Config):
                 if entry.never_runs(card, device) is None and (entry.name, device) not in named
             ),
         ]
-        chosen = [
-            entry
-            for word in self.engines
-            for entry in known
-            if word in (entry.engine, f"{entry.engine}[{entry.device}]")
-        ]
+        chosen = [entry for word in self.engines for entry in known if word in _words(entry)]
         for entry in dict.fromkeys([*chosen, *usual]):
             changes: dict[str, Any] = {"options": {**entry.options, **self.options.get(entry.engine, {})}}
             if "threads" in self.model_fields_set and entry.device == "cpu":

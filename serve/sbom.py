@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from serve.jars import torchserve_jars
 from serve.layout import SBOM_ENDING
@@ -214,7 +215,7 @@ def _libraries(archive: Path, card: Card) -> Iterable[str]:
 
 
 def _installed(names: Iterable[str]) -> list[str]:
-    return [name for name in map(_normal, names) if _exists(name)]
+    return [name for name in map(canonicalize_name, names) if _exists(name)]
 
 
 def _closure(names: Iterable[str]) -> frozenset[str]:
@@ -250,8 +251,3 @@ def _exists(name: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _normal(name: str) -> str:
-    """A distribution's name as PyPI normalises it (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()

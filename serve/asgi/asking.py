@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
 from serve.asgi.messages import RefusedError, try_again
-from serve.runtime.errors import EngineError, PipelineError, Refusal, one_line
+from serve.runtime.errors import EngineError, PipelineError, one_line
 
 if TYPE_CHECKING:
     from serve.asgi.models import Served
@@ -86,11 +86,6 @@ class Asking:
     def _fail(self, error: Exception) -> None:
         if not self._outcome.done():
             self._outcome.set_exception(error)
-
-
-def refused_items(answered: Answered) -> tuple[str, ...]:
-    """A word for each image that was refused, such as ``item-415``."""
-    return tuple(f"item-{outcome.status}" for outcome in answered.outcomes if isinstance(outcome, Refusal))
 
 
 def _late() -> RefusedError:

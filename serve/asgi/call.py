@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
-from serve.asgi.asking import Asking, ClientGoneError, refused_items
+from serve.asgi.asking import Asking, ClientGoneError
 from serve.asgi.messages import Receive, RefusedError, Scope, try_again
 from serve.asgi.observing import Observation
 
@@ -57,6 +57,16 @@ class Held:
         self.limit = limit
         self.bytes = 0
 
+    def take(self, size: int) -> None:
+        """Count a body's bytes, which the caller gives back whatever comes of them.
+
+        Raises:
+            RefusedError: 503; there is no room for them.
+        """
+        self.bytes += size
+        if self.bytes > self.limit:
+            raise try_again("the server holds as many bodies as it may: try again later", "memory")
+
 
 class Call:
     """One HTTP request. Used in the event loop, by one route.
@@ -73,7 +83,6 @@ class Call:
     def __init__(self, scope: Scope, receive: Receive, *, models: Models, limits: Limits, held: Held) -> None:
         self.arrived = time.monotonic()
         self.method: str = scope["method"]
-        self.path: str = scope["path"]
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
@@ -177,8 +186,7 @@ class Call:
             answered = await asking.answered()
         finally:
             watching.cancel()
-        self.observation.stages, self.observation.batch_size = answered.stages, answered.batch_size
-        self.observation.refusals += refused_items(answered)
+        self.observation.tell(answered)
         return answered
 
     def release(self) -> None:
@@ -189,9 +197,7 @@ class Call:
 
     def _keep(self, size: int) -> None:
         self._kept += size
-        self._held.bytes += size
-        if self._held.bytes > self._held.limit:
-            raise try_again("the server holds as many bodies as it may: try again later", "memory")
+        self._held.take(size)
 
     async def _watch(self, abandon: Callable[[], None]) -> None:
         """Call ``abandon`` when the client has gone. Its body was received whole: nothing else can come."""

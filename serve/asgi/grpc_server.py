@@ -18,11 +18,11 @@ from google.protobuf.message import DecodeError
 
 from serve.asgi import oip, oip_grpc
 from serve.asgi.application import CLIENT_GONE, server_timing
-from serve.asgi.asking import Asking, ClientGoneError, refused_items
+from serve.asgi.asking import Asking, ClientGoneError
 from serve.asgi.listening import Listening
-from serve.asgi.messages import RefusedError, try_again
+from serve.asgi.messages import RefusedError, bad_request
 from serve.asgi.observing import Observation
-from serve.asgi.oip_messages import METHODS, SERVICE, message
+from serve.asgi.oip_messages import SERVICE, message
 from serve.asgi.oip_routes import project_version, refusal, signature
 from serve.runtime.errors import RequestError, UserError
 
@@ -76,14 +76,22 @@ class GrpcServer:
                 ("grpc.so_reuseport", 0),  # or a second server would share the port, and the requests
             ],
         )
+        methods: dict[str, Callable[[Any, _Asked], Awaitable[Any]]] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._model_infer,
+        }
         handlers = {
             # As streams, of which one message is read: so the token is looked at before the message is taken in.
             name: grpc.stream_unary_rpc_method_handler(
-                self._behaviour(name),
+                self._behaviour(name, method),
                 request_deserializer=None,
                 response_serializer=lambda response: response.SerializeToString(),
             )
-            for name in METHODS
+            for name, method in methods.items()
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         host = self._listening.host
@@ -108,17 +116,9 @@ class GrpcServer:
             await self._server.stop(self._grace_s)
             self._server = None
 
-    def _behaviour(self, name: str) -> Callable[[Any, Any], Awaitable[Any]]:
-        methods: dict[str, Callable[[Any, _Asked], Awaitable[Any]]] = {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ModelReady": self._model_ready,
-            "ServerMetadata": self._server_metadata,
-            "ModelMetadata": self._model_metadata,
-            "ModelInfer": self._model_infer,
-        }
-        method = methods[name]
-
+    def _behaviour(
+        self, name: str, method: Callable[[Any, _Asked], Awaitable[Any]]
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
         async def answer(messages: AsyncIterator[bytes], context: Any) -> Any:
             asked = _Asked(name, context)
             self.application.in_flight += 1
@@ -173,9 +173,7 @@ class GrpcServer:
         except StopAsyncIteration:
             raise RefusedError(400, "the request has no message", "bad-request") from None
         asked.kept = len(content)
-        held.bytes += asked.kept
-        if held.bytes > held.limit:
-            raise try_again("the server holds as many bodies as it may: try again later", "memory")
+        held.take(asked.kept)
         try:
             return message(f"{asked.method}Request").FromString(content)
         except DecodeError:
@@ -211,11 +209,10 @@ class GrpcServer:
                     oip_grpc.read(told, request) if encoded else await asyncio.to_thread(oip_grpc.read, told, request)
                 )
             except RequestError as error:
-                raise RefusedError(error.status, str(error), "bad-request") from None
+                raise bad_request(error) from None
             observation.images = len(inference.request.images)
             answered = await Asking(served, inference.request, asked.deadline(inference.timeout_s)).answered()
-            observation.stages, observation.batch_size = answered.stages, answered.batch_size
-            observation.refusals += refused_items(answered)
+            observation.tell(answered)
             try:
                 outputs = oip.write_outputs(told, inference, answered.outcomes)
             except RequestError as error:

@@ -6,15 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from serve.asgi import kserve_v1
-from serve.asgi.messages import RefusedError, Response, json_response
+from serve.asgi.messages import LONG_BODY, RefusedError, Response, answer_response, bad_request, json_response
 from serve.runtime import protocol
 from serve.runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from serve.asgi.application import Application
     from serve.asgi.call import Call
-
-_LARGE = 32 * 1024  # bytes, above which parsing JSON is left to a thread
 
 
 def add_routes(application: Application) -> None:
@@ -51,8 +49,8 @@ async def predict(call: Call) -> Response:
         )
 
     try:
-        request = await asyncio.to_thread(read) if len(body) > _LARGE else read()
+        request = await asyncio.to_thread(read) if len(body) > LONG_BODY else read()
     except RequestError as error:
-        raise RefusedError(error.status, str(error), "bad-request") from None
+        raise bad_request(error) from None
     answered = await call.ask(served, request)
-    return Response(*protocol.answer(request, answered.outcomes))
+    return answer_response(request, answered.outcomes)

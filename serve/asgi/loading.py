@@ -69,7 +69,6 @@ def load(wanted: Wanted, *, gpu: int | None, queue: int | None, policy: Policy) 
         weight=wanted.weight,
         ready=True,
         checked=tuple(checked),
-        source=str(wanted.archive),
         digest=digest,
     )
 

@@ -35,7 +35,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def log_to_stderr(level: int = logging.INFO) -> None:
+def log_to_stderr() -> None:
     """Send what this process logs to stderr as JSON lines, and nowhere else."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
@@ -43,7 +43,7 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("serve").setLevel(level)
+    logging.getLogger("serve").setLevel(logging.INFO)
 
 
 class RequestLog:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from serve.runtime.errors import PipelineError
+from serve.runtime import protocol
+from serve.runtime.errors import PipelineError, RequestError
+from serve.runtime.predictor import Outcome
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -18,6 +20,8 @@ Send = Callable[[Message], Awaitable[None]]
 RETRY_AFTER_S: Final = 1
 #: What tells them.
 RETRY: Final = (("retry-after", str(RETRY_AFTER_S)),)
+#: Bytes of a body above which parsing it is left to a thread, so that the event loop answers others meanwhile.
+LONG_BODY: Final = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,20 @@ def try_again(message: str, kind: str) -> RefusedError:
     return RefusedError(503, message, kind, RETRY)
 
 
+def bad_request(error: RequestError) -> RefusedError:
+    """A refusal of what a request's reader could not make sense of."""
+    return RefusedError(error.status, str(error), "bad-request")
+
+
 def json_response(status: int, body: object, headers: tuple[tuple[str, str], ...] = ()) -> Response:
     """A JSON document as an answer."""
     return Response(status, json.dumps(body, allow_nan=False).encode(), headers=headers)
+
+
+def answer_response(request: protocol.Request, outcomes: Sequence[Outcome]) -> Response:
+    """What became of a request's images, as TorchServe's handler and KServe v1 write it."""
+    status, body = protocol.answer(request, outcomes)
+    return Response(status, body, headers=RETRY if status == 503 else ())
 
 
 def refusal_response(error: RefusedError) -> Response:

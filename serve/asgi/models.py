@@ -31,7 +31,6 @@ class Served:
         weight: its share of the requests that ask for no version, against the other versions'; 0: none.
         ready: whether it answers as it should: every file as its card says, warm, and its known image answered.
         checked: what was seen of it before it was called ready, a line each.
-        source: what it was opened from, for messages.
         digest: SHA-256 of that archive.
         progressed: when it last answered a request or had none, in seconds of `time.monotonic`.
     """
@@ -44,7 +43,6 @@ class Served:
     weight: int = 1
     ready: bool = True
     checked: tuple[str, ...] = ()
-    source: str = ""
     digest: str = ""
     progressed: float = field(default_factory=time.monotonic)
     _holders: int = field(default=0, repr=False)

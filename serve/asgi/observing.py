@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve.runtime.service import Stages
+from serve.runtime.errors import Refusal
+from serve.runtime.service import Answered, Stages
 
 
 @dataclass(slots=True)
@@ -35,6 +36,11 @@ class Observation:
     batch_size: int = 0
     images: int = 0
     refusals: tuple[str, ...] = ()
+
+    def tell(self, answered: Answered) -> None:
+        """Fill in what the service did."""
+        self.stages, self.batch_size = answered.stages, answered.batch_size
+        self.refusals += tuple(f"item-{found.status}" for found in answered.outcomes if isinstance(found, Refusal))
 
 
 #: Called in the event loop, once for each request: it must neither wait nor raise.

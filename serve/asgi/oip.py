@@ -11,13 +11,14 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from serve.runtime.errors import Refusal, RequestError
+from serve.runtime.fields import shown
 from serve.runtime.predictor import Label, Outcome
 from serve.runtime.protocol import Request, parse_k
 
@@ -30,7 +31,6 @@ EXTENSIONS = ("binary_tensor_data",)
 _FRAMEWORKS = {"torchscript": "pytorch_torchscript", "exported_program": "pytorch_exported", "onnx": "onnx_onnxv1"}
 _RANK = 4  # of pixels
 _LONGEST_SIDE = 65_535  # of pixels
-_LONGEST_NAME = 60  # of what a message quotes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class Tensor:
     datatype: str
     shape: tuple[int, ...]
     data: Sequence[bytes] | bytes
-    parameters: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -265,8 +264,3 @@ def _timeout(parameters: Mapping[str, object]) -> float | None:
 def _sides(shape: tuple[int, ...]) -> str:
     sides = ",".join(str(side) if abs(side) < 1 << 63 else "…" for side in shape[:_RANK])
     return f"[{sides}{',…' if len(shape) > _RANK else ''}]"
-
-
-def shown(value: object) -> str:
-    """A value for a message: its beginning, on one line."""
-    return ascii(value)[:_LONGEST_NAME]

@@ -18,11 +18,11 @@ from serve.asgi.oip import (
     all_outputs,
     model_metadata,
     read_inference,
-    shown,
 )
 from serve.asgi.oip_messages import message
 from serve.asgi.oip_rest import packed, unpacked
 from serve.runtime.errors import RequestError
+from serve.runtime.fields import shown
 
 _CONTENTS = {"BYTES": "bytes_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
 
@@ -63,7 +63,7 @@ def read(signature: Signature, request: Any) -> Inference:
             data = unpacked(raw[index], signature.instance_limit)
         else:
             data = raw[index]
-        tensors.append(Tensor(entry.name, entry.datatype, tuple(entry.shape), data, _parameters(entry.parameters)))
+        tensors.append(Tensor(entry.name, entry.datatype, tuple(entry.shape), data))
     wanted = tuple(Wanted(entry.name, bool(raw)) for entry in request.outputs)
     parameters = _parameters(request.parameters)
     return read_inference(signature, tensors, wanted or all_outputs(binary=bool(raw)), parameters, request.id)

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from serve.asgi.oip import Inference, Output, Signature, Tensor, Wanted, all_outputs, read_inference, shown
+from serve.asgi.oip import Inference, Output, Signature, Tensor, Wanted, all_outputs, read_inference
 from serve.runtime.errors import RequestError
+from serve.runtime.fields import shown
 
 #: Header, of request and answer, with the length of the JSON that binary data follows.
 LENGTH_HEADER = "inference-header-content-length"
@@ -155,7 +156,7 @@ def _tensor(entry: Mapping[str, Any], binary: bytes, limit: int) -> tuple[Tensor
         data: Sequence[bytes] | bytes = unpacked(mine, limit) if datatype == "BYTES" else mine
     else:
         data = _listed(name, datatype, entry.get("data"), parameters)
-    return Tensor(name, datatype, tuple(shape), data, parameters), binary
+    return Tensor(name, datatype, tuple(shape), data), binary
 
 
 def _listed(name: str, datatype: str, data: object, parameters: Mapping[str, Any]) -> Sequence[bytes] | bytes:

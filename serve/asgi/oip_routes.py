@@ -7,7 +7,15 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 from serve.asgi import oip, oip_rest
-from serve.asgi.messages import RefusedError, Response, json_response, refusal_response, try_again
+from serve.asgi.messages import (
+    LONG_BODY,
+    RefusedError,
+    Response,
+    bad_request,
+    json_response,
+    refusal_response,
+    try_again,
+)
 from serve.runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -18,7 +26,6 @@ if TYPE_CHECKING:
 _BINARY = "application/octet-stream"
 
 # Of JSON, above which reading it may take longer than changing to a thread: the loop answers others then.
-_LARGE = 32 * 1024
 
 
 def add_routes(application: Application) -> None:
@@ -90,10 +97,10 @@ async def infer(call: Call) -> Response:
         return oip_rest.read(told, body, json_length)
 
     try:
-        large = len(body) > _LARGE and (json_length is None or b"UINT8" in body[:_LARGE])
+        large = len(body) > LONG_BODY and (json_length is None or b"UINT8" in body[:LONG_BODY])
         inference = await asyncio.to_thread(read) if large else read()
     except RequestError as error:
-        raise RefusedError(error.status, str(error), "bad-request") from None
+        raise bad_request(error) from None
     if inference.timeout_s is not None:
         until = call.arrived + inference.timeout_s
         call.deadline = until if call.deadline is None else min(call.deadline, until)

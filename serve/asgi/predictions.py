@@ -9,7 +9,7 @@ from typing import Any
 from serve.asgi.application import Application
 from serve.asgi.call import Call
 from serve.asgi.forms import parts_of
-from serve.asgi.messages import RETRY, RefusedError, Response, json_response
+from serve.asgi.messages import LONG_BODY, Response, answer_response, bad_request, json_response
 from serve.runtime import protocol
 from serve.runtime.errors import RequestError
 from serve.runtime.protocol import Request
@@ -18,7 +18,6 @@ from serve.runtime.serving import Serving
 _K_HEADER = "x-top-k"
 
 # Where parsing a body (JSON, base64, a form) may take longer than switching to a thread: the loop answers others then.
-_LARGE = 32 * 1024
 
 
 def add_routes(application: Application) -> None:
@@ -52,15 +51,14 @@ async def predict(call: Call) -> Response:
     body = await call.body()
     kind = call.headers.get("content-type", "")
     try:
-        if len(body) > _LARGE and (kind.startswith(("application/json", "multipart/")) or body[:1] == b"{"):
+        if len(body) > LONG_BODY and (kind.startswith(("application/json", "multipart/")) or body[:1] == b"{"):
             request = await asyncio.to_thread(parse, call, body, kind, served.serving)
         else:
             request = parse(call, body, kind, served.serving)
     except RequestError as error:
-        raise RefusedError(error.status, str(error), "bad-request") from None
+        raise bad_request(error) from None
     answered = await call.ask(served, request)
-    status, answer = protocol.answer(request, answered.outcomes)
-    return Response(status, answer, headers=RETRY if status == 503 else ())
+    return answer_response(request, answered.outcomes)
 
 
 def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Request:

@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -330,7 +331,7 @@ def _uvicorn_config(application: Application, settings: Settings) -> uvicorn.Con
         ssl_certfile=listening.certificate,
         ssl_keyfile=listening.key,
         ssl_ca_certs=None if listening.client_authorities is None else str(listening.client_authorities),
-        ssl_cert_reqs=2 if listening.client_authorities is not None else 0,  # ssl.CERT_REQUIRED, ssl.CERT_NONE
+        ssl_cert_reqs=ssl.CERT_NONE if listening.client_authorities is None else ssl.CERT_REQUIRED,
     )
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a warning for each request that is no HTTP
     return config

@@ -99,10 +99,6 @@ class Router:
             )
         raise RefusedError(404, "there is nothing at this path: ask /predictions/NAME", "path")
 
-    def paths(self) -> list[str]:
-        """Every path that is answered, sorted."""
-        return sorted({route.path for route in _routes(self._root)})
-
 
 def _matches(node: _Node, segments: list[str], index: int) -> Iterator[tuple[_Node, dict[str, str]]]:
     if index == len(segments):
@@ -114,11 +110,3 @@ def _matches(node: _Node, segments: list[str], index: int) -> Iterator[tuple[_No
         name, following = node.parameter
         for found, parameters in _matches(following, segments, index + 1):
             yield found, {name: unquote(segments[index]), **parameters}
-
-
-def _routes(node: _Node) -> Iterator[Route]:
-    yield from node.routes.values()
-    for following in node.literal.values():
-        yield from _routes(following)
-    if node.parameter is not None:
-        yield from _routes(node.parameter[1])

@@ -28,9 +28,7 @@ def predict(
         except OSError as error:
             raise UserError(f"{image}: cannot be read ({error.strerror})") from None
         running = the_running(store)
-        name = model or running.default_model
-        if name not in running.models:
-            raise UserError(f"no model {name!r} is served; there are {', '.join(running.models)}")
+        name = running.model(model or running.default_model).name
         with running.client(store) as client:
             answer = client.predict(name, data, k=k)
         if as_json:

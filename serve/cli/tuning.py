@@ -68,9 +68,10 @@ def tune(
             rate,
             None if memory is None else round(_read("--memory", memory, _SIZES, "2GB")),
         )
-        name, _, artifact = run.partition("/") if ":" not in run else (run, "", "")
-        name = runs.find_run(name, data)
-        folder = layout.artifact_folder(store, name, artifact or runs.recommended(store, name))
+        target = runs.find_target(run, data)
+        if target.name is not None:
+            raise UserError(f"what is tuned gets no name: say RUN/ARTIFACT, and not {run}")
+        folder = layout.artifact_folder(store, target.run, target.artifact or runs.recommended(store, target.run))
         settings = Settings(
             server,
             seconds=1.0 if short else seconds,
@@ -84,7 +85,7 @@ def tune(
         typer.echo(f"chosen: {told(found.chosen.way)} ({found.chosen.outcome}); as it was: {found.usual.outcome}")
         if not short:
             typer.echo(f"curve: {folder / CURVE_FILE}")
-        typer.echo(f"pack it with: {command(f'serve package {name}', store)}")
+        typer.echo(f"pack it with: {command(f'serve package {target.run}', store)}")
 
 
 def _read(option: str, word: str, units: dict[str, float] | dict[str, int], example: str) -> float:

@@ -68,11 +68,15 @@ class Target:
         write: writes its files for a subject into an empty folder, and returns what whoever has them does next,
             a line each.
         format: the only format of model files that it opens; None: any, as the own server does.
+        ignores: of `ExportSettings`, what it has no use for.
+        signs: whether it is given an archive, which can be signed.
     """
 
     name: str
     write: Callable[[Subject, Path], Sequence[str]]
     format: str | None = None
+    ignores: frozenset[str] = frozenset()
+    signs: bool = True
 
 
 _REGISTRY: Registry[Target] = Registry("export target", package=__package__, group="serve.exports")

@@ -64,4 +64,4 @@ def manifests(subject: Subject, name: str) -> list[dict[str, Any]]:
     return [*([keys] if keys is not None else []), runtime, service]
 
 
-KSERVE = register(Target("kserve", write))
+KSERVE = register(Target("kserve", write, ignores=frozenset({"queue_ms"})))

@@ -13,7 +13,6 @@ from typing import Any
 
 from serve.export.base import Subject, Target, register
 from serve.export.pbtxt import Word, text
-from serve.runtime.card import load_card
 from serve.runtime.engines.base import chain_for, engines_for
 from serve.runtime.errors import UserError
 from serve.runtime.serving import Serving, read_serving
@@ -29,9 +28,8 @@ def write(subject: Subject, folder: Path) -> Sequence[str]:
 
     Raises:
         UserError: the artifact is no ONNX file.
-        CardError: it is not whole.
     """
-    card = load_card(subject.folder)
+    card = subject.card
     model = folder / subject.name
     (model / "1").mkdir(parents=True)
     companions = [f"{card.file}{ending}" for entry in engines_for(card) for ending in entry.companions]
@@ -123,4 +121,13 @@ def readme(subject: Subject) -> str:
     return "\n".join(lines)
 
 
-TRITON = register(Target("triton", write, format="onnx"))
+TRITON = register(
+    Target(
+        "triton",
+        write,
+        format="onnx",
+        # It runs in Triton's own image, and who starts that says how many and where.
+        ignores=frozenset({"image", "namespace", "memory_mb", "replicas", "max_replicas", "queue_ms"}),
+        signs=False,
+    )
+)

@@ -7,7 +7,6 @@ outcomes, and no server.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -182,7 +181,7 @@ class Service:
         self.predictor = predictor
         self.serving = serving
         self.queue_limit = queue_limit or serving.queue_limit
-        self.decode_threads = decode_threads or serving.decode_threads or min(8, len(os.sched_getaffinity(0)))
+        self.decode_threads = decode_threads or serving.decoding_threads
         self._budget = serving.allowance
         self._most = predictor.max_batch
         self._together = predictor.decoder.batch if predictor.decoder is not None else 1
@@ -290,11 +289,7 @@ class Service:
     def close(self) -> None:
         """End all threads. What was accepted and is not answered is refused with 503; `drain` first."""
         with self._lock:
-            self._refusing = self._closed = True
-            self._works.clear()
-            self._ready.clear()
-            self._to_decode.notify_all()
-            self._to_infer.notify_all()
+            self._end()
         for thread in self._decoders:
             thread.join()
         self._owner.end()
@@ -516,14 +511,18 @@ class Service:
                     done.append(ready.work)
         self._finish(done)
 
+    def _end(self) -> None:
+        """Have all threads end, and take nothing more. Under the lock."""
+        self._refusing = self._closed = True
+        self._works.clear()
+        self._ready.clear()
+        self._to_decode.notify_all()
+        self._to_infer.notify_all()
+
     def _break(self, error: BrokenError) -> None:
         with self._lock:
             self._broken = error
-            self._refusing = self._closed = True
-            self._works.clear()
-            self._ready.clear()
-            self._to_decode.notify_all()
-            self._to_infer.notify_all()
+            self._end()
             lost = [*self._accepted.values()]
         for work in lost:
             _resolve(work.future, error)

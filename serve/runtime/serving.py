@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from .execution import Execution
 
 SCHEMA: Final = 1
 SERVING_FILE: Final = "serving.json"
+#: Most threads that decode where nobody says how many.
+DECODING_THREADS: Final = 8
 _LARGEST_FILE = 1 << 20  # characters
 _MOST = 1 << 20  # of anything that is counted here
 _LONGEST_S = 7 * 24 * 3600
@@ -37,7 +40,7 @@ class Serving:
         workers: processes that load the model.
         batch_size: most requests that are answered together.
         max_batch_delay_ms: how long the first request of a batch waits for others.
-        decode_threads: threads of a worker that decode images beside the engine; None: one for each core.
+        decode_threads: threads of a worker that decode images beside the engine; None: one for each core, at most 8.
         queue_limit: requests that may wait for an answer; the next one is told to try again later.
         decoder: what decodes the images that it takes, see `decoders`; ``cpu`` is the runtime's own, which does where
             another one does not work, and gives the pixels that accuracy was measured on.
@@ -93,6 +96,11 @@ class Serving:
             if not isinstance(entry, Evidence):
                 raise CardError(f"serving: evidence must be of JSON objects, found {fields.shown(entry)}")
         fields.whole("serving: schema", self.schema, SCHEMA, SCHEMA)
+
+    @property
+    def decoding_threads(self) -> int:
+        """How many threads of a worker decode, on this machine."""
+        return self.decode_threads or min(DECODING_THREADS, len(os.sched_getaffinity(0)))
 
     @property
     def allowance(self) -> Budget:

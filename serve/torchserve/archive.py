@@ -245,6 +245,14 @@ def serving_in(archive: Path) -> Serving:
         return parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
 
 
+#: A broken zip is told by BadZipFile, by zlib, by a wrong length, by a compression that is unknown; a document that is
+#: no mapping by TypeError.
+_NOT_OURS = (
+    *(OSError, KeyError, ValueError, TypeError, EOFError),
+    *(NotImplementedError, zlib.error, zipfile.BadZipFile),
+)
+
+
 @contextmanager
 def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
     try:
@@ -252,8 +260,7 @@ def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
             yield opened
     except FileNotFoundError:
         raise UserError(f"{archive}: there is no such archive; make it with `{command('serve package RUN')}`") from None
-    # A broken zip is told by BadZipFile, by zlib, by a wrong length, by a compression that is unknown …
-    except (OSError, KeyError, ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
+    except _NOT_OURS as error:
         raise CardError(f"{archive}: not an archive of this project ({error})") from None
 
 

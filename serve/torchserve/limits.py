@@ -71,12 +71,6 @@ class Limits:
         """Java's buffers outside the heap (``-XX:MaxDirectMemorySize``), MiB."""
         return _DIRECT_AT_REST_MIB + _DIRECT_COPIES * self.held_mb
 
-    @property
-    def log_mb(self) -> float:
-        """Most MiB of the logs of one server; those of the one before it are kept, too."""
-        logs = 3 if self.access_log else 2
-        return logs * (LOG_FILES_KEPT + 1) * LOG_FILE_BYTES / MIB
-
     def java_options(self) -> list[str]:
         """The options of Java that say so."""
         return [

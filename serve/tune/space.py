@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.runtime.engines.base import execution_id
-from serve.runtime.serving import Serving
+from serve.runtime.serving import DECODING_THREADS, Serving
 from serve.tune.servers import ServerKind
 
 
@@ -56,11 +56,12 @@ def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> t
     def field(name: str, values: Iterable[int | None]) -> Callable[[Serving], list[Serving]]:
         return lambda base: [_with(base, name, value) for value in values]
 
+    usually = min(limit, DECODING_THREADS)  # what None is
     found = [Stage("engine and its threads", engines)]
     if kind == "torchserve":
         found.append(Stage("workers", field("workers", counts)))
     found += [
-        Stage("decode threads", field("decode_threads", [*map(all_of, counts)])),
+        Stage("decode threads", field("decode_threads", [*(count for count in counts if count < usually), None])),
         Stage("batch size", field("batch_size", (1, 4, 8, 16, 32))),
         Stage("batch delay", field("max_batch_delay_ms", (1, 2, 5))),
     ]
@@ -76,7 +77,7 @@ def told(serving: Serving) -> str:
     execution = serving.executions[0]
     words = [
         f"{execution_id(execution)} x{execution.cores}",
-        f"decode x{serving.decode_threads or cores()}",
+        f"decode x{serving.decoding_threads}",
         f"batch {serving.batch_size}",
         f"{serving.max_batch_delay_ms} ms",
     ]

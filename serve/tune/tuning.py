@@ -50,7 +50,6 @@ class Settings:
         warm_s: seconds of load before each that are not counted.
         photos: a folder of the images that are sent; None: they are made.
         images: how many at most.
-        most_cores: tune for this many cores; None: those that this process may use.
         curve: whether the curve is measured afterwards, of the chosen way and the present one in turns.
     """
 
@@ -59,7 +58,6 @@ class Settings:
     warm_s: float = 1.0
     photos: Path | None = None
     images: int = 40
-    most_cores: int | None = None
     curve: bool = True
 
 
@@ -164,7 +162,7 @@ def tune(
         "goal": asdict(goal),
         "server": settings.server,
         "seconds": settings.seconds,
-        "cores": settings.most_cores or cores(),
+        "cores": cores(),
         "images": hashlib.sha256(b"".join(image for _, image in pictures)).hexdigest(),
     }
     journal = Journal(artifact / JOURNAL_FILE, subject)
@@ -173,7 +171,7 @@ def tune(
     if journal.resumed:
         say(f"going on: {journal.resumed} measurements were made before")
     if tried is None:
-        tried = stages(settings.server, usual, settings.most_cores)
+        tried = stages(settings.server, usual)
     with _prepared(artifact, usual, pictures, settings, goal) as servers:
         clock = _Clock(say)
 
@@ -264,16 +262,12 @@ def _write(artifact: Path, found: Found, goal: Goal, subject: dict[str, Any], cu
         "curves": {name: [_finite(asdict(point)) for point in points] for name, points in curves.items()},
     }
     plot(found, curves, goal, artifact / f".{CURVE_FILE}")
-    _replace(artifact / f".{CURVE_FILE}", artifact / CURVE_FILE)
+    # Each in one step, and never into a file that is linked elsewhere too.
+    (artifact / f".{CURVE_FILE}").replace(artifact / CURVE_FILE)
     for name, text in ((TUNING_FILE, json.dumps(body, indent=2) + "\n"), (SERVING_FILE, found.chosen.way.text)):
         written = artifact / f".{name}"
         written.write_text(text, encoding="utf-8")
-        _replace(written, artifact / name)
-
-
-def _replace(written: Path, path: Path) -> None:
-    """In one step, and never into a file that is linked elsewhere too."""
-    written.replace(path)
+        written.replace(artifact / name)
 
 
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from serve.runtime.budget import SERVING
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST, Ports
+from serve.tune import servers
 from tests.serve import artifacts
 from tests.serve.own_server import Running, run_server
 
@@ -58,11 +57,7 @@ def name_of(kind: str) -> str:
 
 
 def free_ports() -> Ports:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(5)]
-        for opened in sockets:
-            opened.bind((HOST, 0))
-        return Ports(*(opened.getsockname()[1] for opened in sockets))
+    return Ports(*servers.free_ports(5))
 
 
 @pytest.fixture(scope="session")

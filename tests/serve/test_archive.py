@@ -25,7 +25,7 @@ from serve.runtime.errors import CardError, EngineError, UserError
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.serving import Serving
-from serve.torchserve.archive import build_archive, check_archive
+from serve.torchserve.archive import MANIFEST_FILE, build_archive, check_archive
 from tests.serve import artifacts
 
 
@@ -336,6 +336,9 @@ def test_a_damaged_archive_is_a_card_error(packed: Path) -> None:
         packed.write_bytes(bytes(data[:position]) + bytes([data[position] ^ 0xFF]) + bytes(data[position + 1 :]))
         with contextlib.suppress(CardError):
             check_archive(packed)
-    packed.write_bytes(b"")
-    with pytest.raises(CardError, match="not an archive of this project"):
-        check_archive(packed)
+    with zipfile.ZipFile(packed, "w") as opened:
+        opened.writestr(MANIFEST_FILE, "[]")
+    for damaged in (packed.read_bytes(), b""):
+        packed.write_bytes(damaged)
+        with pytest.raises(CardError, match="not an archive of this project"):
+            check_archive(packed)

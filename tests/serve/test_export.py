@@ -138,8 +138,7 @@ def test_what_is_accepted_is_answered_before_the_kill(manifests: dict[str, dict[
 
 def test_the_arguments_are_options_of_the_own_server(manifests: dict[str, dict[str, Any]]) -> None:
     shown = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"})
-    if shown.exit_code != 0:
-        pytest.skip("there is no own server yet")
+    assert shown.exit_code == 0, shown.output
     known = set(re.findall(r"--[a-z][a-z-]+", shown.output))
     arguments = pod_of(manifests)["containers"][0]["args"]
     assert {word for word in arguments if word.startswith("--")} <= known
@@ -366,6 +365,9 @@ def test_what_a_target_cannot_open_is_refused(store: Path, tmp_path: Path) -> No
         ("--to", "kubernetes", "--artifact", "onyx"): "did you mean onnx",
         ("--to", "kubernetes", "--artifact", "onnx", "--gpus", "3"): "gpus",
         ("--to", "kserve", "--artifact", "onnx", "--public-key", "x.pub"): "needs both keys",
+        ("--to", "kserve", "--artifact", "onnx", "--queue-ms", "9"): "kserve has no use for queue-ms",
+        ("--to", "triton", "--image", "a", "--replicas", "2"): "triton has no use for image, replicas",
+        ("--to", "triton", "--sign", "x", "--public-key", "x.pub"): "no archive that could be signed",
     }.items():
         result = run(app, [*base, *words])
         assert (result.exit_code, result.output.count("\n")) == (2, 1), result.output
