@@ -181,7 +181,10 @@ def independent_logits(file: ModelFile, pixels: torch.Tensor) -> torch.Tensor:
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         answers = [session.run(None, {"input": batch.numpy()})[0] for batch in resized.split(64)]
         return torch.cat([torch.from_numpy(logits).float() for logits in answers])
-    batches = ((resized.float() / 255 - 0.5) / 0.25).split(64)
+    # In this order: digits' few grey levels fall on the ties of an int8 network's rounding, and (x / 255 - mean) / std,
+    # whose last bit differs, breaks them otherwise (0.6 dB of SQNR).
+    factor, shift = 1 / (255 * torch.tensor(0.25)), torch.tensor(0.5) / 0.25
+    batches = (resized.float() * factor - shift).split(64)
     module = load_program(Path(path)).module() if file.format == "exported_program" else torch.jit.load(path)
     dtype = torch.bfloat16 if file.precision == "bfloat16" else torch.float32
     with torch.no_grad():
@@ -195,13 +198,14 @@ def test_accuracy_and_parity_are_those_of_the_files_opened_with_their_libraries(
     logits = {row.name: independent_logits(tiny_run.file(row.name), pixels) for row, _ in figures(tiny_run.report)}
     one_image = 1 / len(val)
     base = logits["baseline"].argmax(1) == val.labels
-    for row, measured in figures(tiny_run.report):
-        own = logits[row.name]
-        precision = tiny_run.file(row.name).precision
+    libraries = {"onnx": "onnxruntime", "torchscript": "torchscript", "exported_program": "exported"}
+    for row, _ in figures(tiny_run.report):
+        own, engine = logits[row.name], libraries[tiny_run.file(row.name).format]
+        measured = next(pair.measured for pair in row.pairs if pair.execution.engine == engine)
+        assert measured is not None
         right = own.argmax(1) == val.labels
         five = ((-own).argsort(stable=True).argsort()[range(len(val)), val.labels]) < 5
-        # The last bit of a normalised pixel decides a few integers of an int8 network, and so a few near ties.
-        close = (0.5 if precision == "float32" else 4.5) * one_image
+        close = 0.5 * one_image
         assert measured.accuracy.top1 == pytest.approx(right.double().mean().item(), abs=close)
         assert measured.accuracy.top5 == pytest.approx(five.double().mean().item(), abs=close)
         assert measured.accuracy.images == len(val) == 359
@@ -214,15 +218,13 @@ def test_accuracy_and_parity_are_those_of_the_files_opened_with_their_libraries(
         assert (difference.gained - difference.lost) / measured.accuracy.images == pytest.approx(difference.delta)
         parent, parity = logits[row.parent], measured.parity
         assert parity is not None
-        assert parity.max_abs == pytest.approx(
-            (own - parent).abs().max().item(), rel=0.2, abs=0.2 if precision == "int8" else 0.02
-        )
+        assert parity.max_abs == pytest.approx((own - parent).abs().max().item(), rel=0.001, abs=1e-5)
         assert parity.top1_agreement == pytest.approx(
-            (own.argmax(1) == parent.argmax(1)).double().mean().item(), abs=2 * close
+            (own.argmax(1) == parent.argmax(1)).double().mean().item(), abs=close
         )
-        if precision == "int8" and row.name in ("ptq", "qat"):
-            noise = 10 * torch.log10((parent**2).sum() / ((own - parent) ** 2).sum()).item()
-            assert parity.sqnr_db == pytest.approx(noise, abs=0.5)
+        noise = 10 * torch.log10((parent**2).sum() / ((own - parent) ** 2).sum()).item()
+        if noise < 80:  # else it is the noise of float32
+            assert parity.sqnr_db == pytest.approx(noise, abs=0.05)
 
 
 def test_the_model_has_learnt_and_int8_keeps_it(tiny_run: TinyRun) -> None:
