@@ -20,7 +20,8 @@ from serve.load.histogram import Histogram
 from serve.load.workload import Item, Workload
 from serve.runtime.chain import open_served
 from serve.runtime.protocol import Request, answer, parse
-from serve.runtime.service import Answered, open_service
+from serve.runtime.service import open_service
+from serve.runtime.work import Answered
 
 #: One request: what is asked, and when it is answered, with its stages in ms if they are known.
 _Done = Callable[[Item, float, int, bytes, dict[str, float]], None]

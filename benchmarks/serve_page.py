@@ -10,11 +10,10 @@ from pathlib import Path
 
 from benchmarks.serve_subjects import Shot, Subject
 from serve.load.histogram import merged
+from serve.runtime.stages import STAGES
 
 #: Shots by subject, workload and clients, one a round.
 Shots = Mapping[tuple[str, str, int], Sequence[Shot]]
-
-STAGES = ("queue", "decode", "preprocess", "infer", "postprocess")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from serve.load.histogram import Histogram
 from serve.load.pictures import make_pictures
 from serve.load.workload import Workload
 from serve.runtime.card import load_card
+from serve.runtime.stages import STAGES
 from serve.torchserve.archive import serving_of
 from tests.serve import artifacts
 
@@ -84,5 +85,5 @@ def test_subjects_answer_and_are_stopped(tmp_path: Path) -> None:
         }
     assert list(found) == ["echo-uvicorn", "own", "serial", "pipelined"]
     assert all(one.bad == 0 and one.throughput > 0 and one.server_ms > 0 for one in found.values())
-    assert set(found["pipelined"].stages) == set(page.STAGES)
-    assert set(found["own"].stages) >= set(page.STAGES)
+    assert set(found["pipelined"].stages) == set(STAGES)
+    assert set(found["own"].stages) >= set(STAGES)

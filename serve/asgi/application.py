@@ -131,9 +131,5 @@ class Application:
 
 def server_timing(observation: Observation, seconds: float) -> bytes:
     """The value of a ``Server-Timing`` header: each stage and the total, in milliseconds."""
-    stages = observation.stages
-    assert stages is not None
-    return (
-        f"queue;dur={stages.queue:.2f}, decode;dur={stages.decode:.2f}, preprocess;dur={stages.preprocess:.2f}, "
-        f"infer;dur={stages.infer:.2f}, postprocess;dur={stages.postprocess:.2f}, total;dur={seconds * 1e3:.2f}"
-    ).encode()
+    assert observation.stages is not None
+    return f"{observation.stages.server_timing}, total;dur={seconds * 1e3:.2f}".encode()

@@ -13,7 +13,7 @@ from serve.runtime.errors import EngineError, PipelineError, one_line
 if TYPE_CHECKING:
     from serve.asgi.models import Served
     from serve.runtime.protocol import Request
-    from serve.runtime.service import Answered
+    from serve.runtime.work import Answered
 
 
 class ClientGoneError(Exception):

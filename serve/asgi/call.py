@@ -20,7 +20,7 @@ from serve.asgi.observing import Observation
 if TYPE_CHECKING:
     from serve.asgi.models import Models, Served
     from serve.runtime.protocol import Request
-    from serve.runtime.service import Answered
+    from serve.runtime.work import Answered
 
 _ID = re.compile(r"[!-~]{1,128}")
 

@@ -20,15 +20,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serve.asgi.messages import Response
+from serve.runtime.stages import STAGES
 
 if TYPE_CHECKING:
     from serve.asgi.application import Application
     from serve.asgi.call import Call
     from serve.asgi.models import Served
     from serve.asgi.observing import Observation
-
-#: Stages of a request, as `serve.runtime.service.Stages` names them.
-STAGES: Final = ("queue", "decode", "preprocess", "infer", "postprocess")
 
 #: Seconds. A stage takes from 0.1 ms (ranking classes) to the seconds of large photos that wait for each other.
 STAGE_BUCKETS: Final = (

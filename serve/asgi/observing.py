@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.runtime.errors import Refusal
-from serve.runtime.service import Answered, Stages
+from serve.runtime.stages import Stages
+from serve.runtime.work import Answered
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -61,8 +61,8 @@ SERVING = Budget(request_pixels=200_000_000, batch_pixels=400_000_000, request_s
 _TRY_AGAIN = 503
 
 
-class Accounts:
-    """The seconds that the requests of one batch have used. Made for one batch; safe to share between threads.
+class Account:
+    """The seconds that one request has used. Safe to share between threads.
 
     Args:
         budget: the limits.
@@ -73,23 +73,23 @@ class Accounts:
         self._budget = budget
         self._clock = clock
         self._started = clock()
-        self._seconds: dict[int, float] = {}
+        self._seconds = 0.0
         self._lock = threading.Lock()
 
     @contextmanager
-    def charged(self, request: int) -> Iterator[None]:
-        """Charge the time that the block takes to ``request``."""
+    def charged(self) -> Iterator[None]:
+        """Charge the time that the block takes."""
         begun = self._clock()
         try:
             yield
         finally:
             with self._lock:
-                self._seconds[request] = self._seconds.get(request, 0.0) + self._clock() - begun
+                self._seconds += self._clock() - begun
 
-    def late(self, request: int) -> Refusal | None:
-        """The refusal of further images of ``request``, if its time or the batch's is over."""
+    def late(self) -> Refusal | None:
+        """The refusal of further images, if the request's time or that since it came is over."""
         limit = self._budget.request_seconds
-        if limit is not None and self._seconds.get(request, 0.0) >= limit:
+        if limit is not None and self._seconds >= limit:
             return Refusal(
                 _TRY_AGAIN,
                 f"the request's images took more than {limit:g} s: send fewer or smaller ones, or try again later",
@@ -102,47 +102,12 @@ class Accounts:
         return None
 
 
-@dataclass(frozen=True)
-class Admission:
-    """Which requests of a batch are decoded, in which order, and why the others are not.
-
-    ``order`` holds the numbers of the admitted requests, ``refused`` a refusal for each other one.
-    """
-
-    order: tuple[int, ...]
-    refused: dict[int, Refusal]
-
-
-def admit(budget: Budget, claims: Mapping[int, Sequence[int]]) -> Admission:
-    """Share a batch's pixels among its requests, cheapest first; equal ones as they came.
-
-    So what one request asks for is never taken from a smaller one, and a request that asks for no more
-    than its equal share of the batch is always admitted.
-
-    Args:
-        budget: the limits.
-        claims: by the request's number, the pixels of each of its images.
-    """
-    refused: dict[int, Refusal] = {}
-    order: list[int] = []
-    spent = 0
-    for request, pixels in sorted(claims.items(), key=lambda claim: sum(claim[1])):
-        asked = sum(pixels)
-        if (refusal := _too_large(budget, pixels)) is not None:
-            refused[request] = refusal
-        elif budget.batch_pixels is not None and spent + asked > budget.batch_pixels:
-            refused[request] = _left_too_little(budget.batch_pixels, asked)
-        else:
-            spent += asked
-            order.append(request)
-    return Admission(tuple(order), refused)
-
-
 class Backlog:
     """Pixels that are admitted and not decoded yet, of requests that come one by one.
 
-    What `admit` does for a batch: what lies here at once is what a batch would hold. A request that asks for no more
-    than its equal share is always admitted. Not safe to share between threads: whoever shares it has a lock.
+    What lies here at once is what a batch would hold. A request that asks for no more than its equal share is always
+    admitted, so that what one asks for is never taken from a smaller one. Not safe to share between threads: whoever
+    shares it has a lock.
 
     Args:
         budget: the limits.

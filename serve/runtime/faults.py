@@ -1,4 +1,4 @@
-"""What an exception of an engine means: no memory now, a device that is lost to this process, or neither."""
+"""What an exception of an engine or decoder means: no memory now, a device that is lost to this process, or neither."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from .errors import BrokenError
 
-# Out of memory, in the words of torch 2.14 (CUDA, CPU), ONNX Runtime 1.31 (its arena, CUDA), TensorRT and OpenVINO.
+# Out of memory, in the words of torch 2.14 (CUDA, CPU), ONNX Runtime 1.31 (its arena, CUDA), TensorRT, OpenVINO,
+# libjpeg and Pillow 13.
 _NO_MEMORY = re.compile(
     r"out of memory|can't allocate memory|not enough memory|failed to allocate memory|bad_alloc|bad allocation"
     r"|insufficient memory|cudaErrorMemoryAllocation|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED",

@@ -1,6 +1,6 @@
 """What an encoded image says of itself, read without decoding a pixel: its format, mode and size.
 
-Pillow reads the headers, after `structure` has seen that this will not take long.
+Pillow reads the headers, after `structure` has seen that this will not take long; those of plain JPEGs are read there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from PIL import Image, UnidentifiedImageError
 
 from .budget import Budget
 from .errors import ImageError, first_line
-from .structure import check_structure
+from .faults import lacks_memory
+from .structure import check_structure, plain_jpeg
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 
@@ -48,6 +49,13 @@ def read_header(data: bytes, budget: Budget) -> Header:
             format that is not supported).
         MemoryError: this machine has too little memory; nothing is wrong with the image.
     """
+    if data.startswith(b"\xff\xd8"):
+        check_structure(data, budget)  # before its segments are walked through again
+        if (plain := plain_jpeg(data)) is not None:
+            width, height, components = plain
+            header = Header("JPEG", "RGB" if components == 3 else "L", width, height, width * height)
+            _check_pixels(header, budget)
+            return header
     with opened(data, budget) as image:
         return _header(image)
 
@@ -66,11 +74,7 @@ def opened(data: bytes, budget: Budget) -> Iterator[Image.Image]:
             # Pillow warns of large images long before our own limit, and of broken EXIF.
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                header = _header(image)
-                if header.pixels > budget.image_pixels:
-                    tiles = ", in tiles that have more" if header.pixels > header.width * header.height else ""
-                    size = f"{header.width}x{header.height} pixels{tiles}"
-                    raise ImageError(f"the image has {size}, more than the limit of {budget.image_pixels}", 413)
+                _check_pixels(_header(image), budget)
                 yield image
 
 
@@ -88,9 +92,21 @@ def faults_named(budget: Budget) -> Iterator[None]:
     except Image.DecompressionBombError:  # before we see the size: Pillow has a limit of its own
         raise ImageError(f"the image has more than the limit of {budget.image_pixels} pixels", 413) from None
     except Exception as error:  # noqa: BLE001 - decoders raise OSError, SyntaxError, struct.error, RuntimeError …
-        if _lacks_memory(error, budget):
+        if lacks_memory(error) or not _has_room(budget):
             raise MemoryError(_STARVED) from None
         raise ImageError(f"the image is truncated or broken ({_reason(error)})") from None
+
+
+def _check_pixels(header: Header, budget: Budget) -> None:
+    """See that an image has no more pixels than one may have.
+
+    Raises:
+        ImageError: 413, it has more.
+    """
+    if header.pixels > budget.image_pixels:
+        tiles = ", in tiles that have more" if header.pixels > header.width * header.height else ""
+        size = f"{header.width}x{header.height} pixels{tiles}"
+        raise ImageError(f"the image has {size}, more than the limit of {budget.image_pixels}", 413)
 
 
 def _header(image: Image.Image) -> Header:
@@ -103,17 +119,13 @@ def _header(image: Image.Image) -> Header:
     return Header(image.format or "", image.mode, width, height, pixels)
 
 
-def _lacks_memory(error: Exception, budget: Budget) -> bool:
-    # Words of torch 2.14 (which has no type for it on the CPU), of libjpeg and of Pillow 13.
-    if re.search("can't allocate memory|Insufficient memory|out of memory", str(error)) is not None:
-        return True
+def _has_room(budget: Budget) -> bool:
+    """Whether what the largest image may need, RGBA twice, can be had: libwebp says no more than that it failed."""
     try:
-        # Others, such as libwebp, say no more than that they failed. Asked for and not touched, this costs nothing:
-        # what the largest image may need, RGBA twice.
-        np.empty(8 * budget.image_pixels, dtype=np.uint8)
+        np.empty(8 * budget.image_pixels, dtype=np.uint8)  # asked for and not touched, this costs nothing
     except MemoryError:
-        return True
-    return False
+        return False
+    return True
 
 
 def _reason(error: Exception) -> str:

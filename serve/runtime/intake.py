@@ -1,4 +1,4 @@
-"""The images of a batch on their way to the network: headers first, then one decoded at a time, within a budget."""
+"""Images on their way to the network: headers first, then one decoded at a time, within a budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .budget import Accounts, Budget, admit
+from .budget import Account, Backlog, Budget
 from .card import Preprocessing
 from .decoders.base import Decoder
 from .errors import ImageError, Refusal
@@ -20,19 +20,14 @@ NO_MEMORY = Refusal(503, "the server has too little memory for the image now: tr
 
 
 def take_in(
-    items: Sequence[bytes],
-    owners: Sequence[int],
-    preprocessing: Preprocessing,
-    budget: Budget,
-    decoder: Decoder | None = None,
+    items: Sequence[bytes], preprocessing: Preprocessing, budget: Budget, decoder: Decoder | None = None
 ) -> Iterator[tuple[int, torch.Tensor | Refusal]]:
-    """Load encoded images within ``budget``; see `budget.admit` for whose come first.
+    """Load the encoded images of one request within ``budget``.
 
     An image is decoded when it is asked for, so that a caller holds no more of them than it keeps.
 
     Args:
         items: encoded images (see `images.decode`).
-        owners: the number of the request that each came with.
         preprocessing: what the network takes.
         budget: what all this may cost.
         decoder: what decodes those images that it takes; None: nothing but the runtime's own.
@@ -41,28 +36,22 @@ def take_in(
         The index of an item, and its ``uint8`` image of shape ``preprocessing.shape`` or why there is none;
         each item once, the refused ones in any order.
     """
-    accounts = Accounts(budget)
+    account = Account(budget)
     headers: dict[int, Header] = {}
-    claims: dict[int, list[int]] = {}
-    for index, (item, owner) in enumerate(zip(items, owners, strict=True)):
-        with accounts.charged(owner):
-            header = accounts.late(owner) or header_of(item, budget)
+    for index, item in enumerate(items):
+        with account.charged():
+            header = account.late() or header_of(item, budget)
         if isinstance(header, Refusal):
             yield index, header
         else:
             headers[index] = header
-            claims.setdefault(owner, []).append(header.pixels)
-    admission = admit(budget, claims)
-    for index in headers:
-        if (refusal := admission.refused.get(owners[index])) is not None:
-            yield index, refusal
-    place = {owner: position for position, owner in enumerate(admission.order)}
-    for index in sorted((index for index in headers if owners[index] in place), key=lambda i: place[owners[i]]):
-        with accounts.charged(owners[index]):
-            found: torch.Tensor | Refusal | None = accounts.late(owners[index])
-            if found is None:
-                (loaded,) = load_items([items[index]], preprocessing, budget, [headers[index]], decoder)
-                found = loaded.image
+    refusal = Backlog(budget).admit([header.pixels for header in headers.values()])
+    for index, header in headers.items():
+        found: torch.Tensor | Refusal | None = refusal or account.late()
+        if found is None:
+            with account.charged():
+                (loaded,) = load_items([items[index]], preprocessing, budget, [header], decoder)
+            found = loaded.image
         yield index, found
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,6 @@ class Label:
 
 #: What became of one item: its best classes, best first, or why there are none.
 Outcome = list[Label] | Refusal
-
-
-@dataclass
-class Timings:
-    """Where the time of a `Predictor.predict` went, in milliseconds."""
-
-    decode: float = 0.0
-    inference: float = 0.0
-    batch_sizes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,6 @@ class Predictor:
         self.execution = execution or preferred(self.card, "cpu")
         self.engine: Engine = open_engine(folder, self.card, self.execution)
         self.device = self.engine.device
-        self.timings = Timings()
         self.seconds: dict[int, float] = {}
         self._dtype: torch.dtype = getattr(torch, self.card.input_dtype)
         self._turn = threading.Lock()
@@ -147,40 +137,29 @@ class Predictor:
                 self.probabilities(batch)
                 self.seconds[size] = time.perf_counter() - started
 
-    def predict(
-        self, items: Sequence[bytes], k: int | Sequence[int] = 5, requests: Sequence[int] | None = None
-    ) -> list[Outcome]:
-        """Classify encoded images; a bad one gets its own refusal and the others their answers.
+    def predict(self, items: Sequence[bytes], k: int = 5) -> list[Outcome]:
+        """Classify the encoded images of one request; a bad one gets its own refusal and the others their answers.
 
-        No more images are held decoded than go through the network at once. What the budget has too
-        little for is refused; see `budget.admit` for whose images come first.
+        No more images are held decoded than go through the network at once. What the budget has too little for is
+        refused.
 
         Args:
             items: encoded images (see `images.decode`).
-            k: how many classes to answer, for all items or for each; capped at the number of classes.
-            requests: the number of the request that each item came with, for the budget; None: all with one.
+            k: how many classes to answer; capped at the number of classes.
 
         Returns:
             One outcome per item, in order.
         """
-        wanted = [k] * len(items) if isinstance(k, int) else list(k)
-        owners = [0] * len(items) if requests is None else list(requests)
-        started = time.perf_counter()
         outcomes: list[Outcome] = [[] for _ in items]
         chunk: dict[int, torch.Tensor] = {}
-        sizes: list[int] = []
-        inference = 0.0
 
         def answer_chunk() -> None:
-            nonlocal inference
-            found = self.classify([*chunk.values()], [wanted[index] for index in chunk])
+            found = self.classify([*chunk.values()], [k] * len(chunk))
             for index, outcome in zip(chunk, found.outcomes, strict=True):
                 outcomes[index] = outcome
-            sizes.append(len(chunk))
             chunk.clear()
-            inference += found.infer + found.postprocess
 
-        for index, image in take_in(items, owners, self.card.preprocessing, self.budget, self.decoder):
+        for index, image in take_in(items, self.card.preprocessing, self.budget, self.decoder):
             if isinstance(image, Refusal):
                 outcomes[index] = image
                 continue
@@ -189,8 +168,6 @@ class Predictor:
                 answer_chunk()
         if chunk:
             answer_chunk()
-        total = time.perf_counter() - started
-        self.timings = Timings((total - inference) * 1e3, inference * 1e3, sizes)
         return outcomes
 
     def classify(self, images: Sequence[torch.Tensor], wanted: Sequence[int]) -> Classified:

@@ -9,147 +9,33 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, TypeVar
 
 import torch
 
 from .buckets import warm_sizes
-from .budget import Accounts, Backlog
 from .chain import open_served
+from .decoding import load, read_headers
+from .engine_thread import EngineThread
 from .errors import BrokenError, PipelineError, Refusal, one_line
-from .headers import Header
-from .intake import Loaded, header_of, load_items
-from .predictor import Outcome, Predictor
+from .predictor import Predictor
 from .protocol import Request
 from .serving import Serving
-
-T = TypeVar("T")
+from .waiting import SMALL, Waiting
+from .work import FAILED, Answered, Ready, Work, refused, resolve, runs
 
 _LOG = logging.getLogger(__name__)
-
-#: Pixels from which an image may not take the last idle decode thread from smaller ones: above what phones make.
-_LARGE = 16_000_000
 
 # Waiting for more images is worth it where a full batch costs at most this part of as many lone images.
 _BATCHING_PAYS = 0.8
 
-_LATE = Refusal(504, "the request's deadline passed before it was computed")
 _CLOSED = Refusal(503, "the server is shutting down: try again later")
-_FAILED = Refusal(500, "the server failed on the image; its log says why")
 
 
 class QueueFull(PipelineError):  # noqa: N818 - what it is, as `queue.Full`
     """More requests wait than are taken, or none are taken any more: answer 503 at once."""
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Where the time of one request went, in milliseconds.
-
-    Attributes:
-        queue: in which nothing of it was worked on: it waited for a decode thread, the engine or other images.
-        decode: reading headers and decoding, its images added up.
-        preprocess: resizing and cropping, its images added up.
-        infer: in the engine, with normalising and copying, whole batches.
-        postprocess: ranking classes, whole batches.
-    """
-
-    queue: float
-    decode: float
-    preprocess: float
-    infer: float
-    postprocess: float
-
-
-@dataclass(frozen=True)
-class Answered:
-    """What became of a request: an outcome for each image, in order.
-
-    ``batch_size`` counts the images of the largest batch that one of its own went through the network with; 0 if
-    none did.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    stages: Stages
-    batch_size: int
-
-
-class EngineThread:
-    """A thread that runs what it is given, one after the other: the one that an engine is opened, warmed and run in.
-
-    CUDA graphs inside compiled code may not change threads (torch 2.14, pytorch 123177), and each thread that calls
-    libgomp has a team of its own there.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        # A daemon: what was not closed does not keep the process from ending.
-        self._thread = threading.Thread(target=self._run_all, name="engine", daemon=True)
-        self._thread.start()
-
-    def run(self, job: Callable[[], T]) -> Future[T]:
-        """Run ``job`` there, after whatever was given before."""
-        future: Future[T] = Future()
-        self._jobs.put((future, job))
-        return future
-
-    def end(self) -> None:
-        """End it once all jobs are done, and wait for that."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run_all(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            future, job = entry
-            try:
-                future.set_result(job())
-            except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
-                future.set_exception(error)
-            del future, job, entry
-
-
-class _Work:
-    """A request under way. Its fields are changed under the service's lock."""
-
-    def __init__(self, request: Request, deadline: float | None, accounts: Accounts) -> None:
-        self.request = request
-        self.deadline = deadline
-        self.accounts = accounts
-        self.future: Future[Answered] = Future()
-        self.outcomes: list[Outcome | None] = [
-            image if isinstance(image, Refusal) else None for image in request.images
-        ]
-        self.left = self.outcomes.count(None)
-        self.begun = time.perf_counter()
-        self.headers: dict[int, Header] = {}
-        self.todo: deque[int] | None = None  # images to decode, once their headers are read
-        self.undecoded = 0  # of those admitted
-        self.pixels = 0
-        self.decode = self.preprocess = self.infer = self.postprocess = 0.0
-        self.batch_size = 0
-
-    def refusal(self) -> Refusal | None:
-        """Why nothing more of it is computed."""
-        return _LATE if self.deadline is not None and time.monotonic() >= self.deadline else None
-
-    @property
-    def large(self) -> bool:
-        """Whether its next image is a large one."""
-        return bool(self.todo) and self.headers[self.todo[0]].pixels > _LARGE  # type: ignore[index]
-
-
-@dataclass(frozen=True)
-class _Ready:
-    work: _Work
-    index: int
-    image: torch.Tensor
 
 
 class Service:
@@ -184,17 +70,17 @@ class Service:
         self.decode_threads = decode_threads or serving.decoding_threads
         self._budget = serving.allowance
         self._most = predictor.max_batch
-        self._together = predictor.decoder.batch if predictor.decoder is not None else 1
-        self._lock = threading.Lock()
-        self._to_decode = threading.Condition(self._lock)
-        self._to_infer = threading.Condition(self._lock)
+        self._waiting = Waiting(
+            self._budget,
+            most=self._most,
+            together=predictor.decoder.batch if predictor.decoder is not None else 1,
+            decode_threads=self.decode_threads,
+            hands_over=predictor.decoder is not None,
+        )
+        self._lock = self._waiting.lock
         self._emptied = threading.Condition(self._lock)
-        self._works: deque[_Work] = deque()
-        self._ready: deque[_Ready] = deque()
-        self._backlog = Backlog(self._budget)
-        self._accepted: dict[int, _Work] = {}  # and not answered, by their futures
-        self._decoding = self._large = 0  # decode threads that have work, and that have a large image
-        self._refusing = self._closed = False
+        self._accepted: dict[int, Work] = {}  # and not answered, by their futures
+        self._refusing = False
         self._broken: BrokenError | None = None
         self._owner = owner or EngineThread()
         threads = self._owner.run(torch.get_num_threads).result() if owner else torch.get_num_threads()
@@ -238,7 +124,7 @@ class Service:
             QueueFull: `queue_limit` requests wait already, or the service is being shut down.
             BrokenError: the device is lost to this process.
         """
-        work = _Work(request, deadline, Accounts(self._budget))
+        work = Work(request, deadline, self._budget)
         with self._lock:
             if self._broken is not None:
                 raise BrokenError(str(self._broken))
@@ -246,14 +132,11 @@ class Service:
                 raise QueueFull(_CLOSED.message)
             if len(self._accepted) >= self.queue_limit:
                 raise QueueFull(f"{len(self._accepted)} requests wait already: try again later")
-            if len(self._works) > self.queue_limit:  # cancelled ones, while all threads decode large images
-                for other in [other for other in self._works if other.future.cancelled()]:
-                    self._works.remove(other)
-                    self._forget(other)
+            if len(self._waiting.works) > self.queue_limit:  # while all threads decode large images
+                self._waiting.drop_cancelled()
             self._accepted[id(work.future)] = work
             if work.left:
-                self._works.append(work)
-                self._to_decode.notify()
+                self._waiting.add(work)
         work.future.add_done_callback(self._answered)
         if not work.left:
             self._finish([work])
@@ -272,7 +155,7 @@ class Service:
             except QueueFull as full:
                 futures.append(full)
         return [
-            _refused(request, Refusal(503, str(future))) if isinstance(future, QueueFull) else future.result()
+            refused(request, Refusal(503, str(future))) if isinstance(future, QueueFull) else future.result()
             for request, future in zip(requests, futures, strict=True)
         ]
 
@@ -308,144 +191,52 @@ class Service:
     def _decode_for_ever(self, started: threading.Barrier) -> None:
         torch.set_num_threads(1)  # of this thread; what it resizes is small
         started.wait()
-        while works := self._next_works():
-            try:
-                for work in works:
-                    if work.todo is None:
-                        self._open(work)
+        while works := self._waiting.next_works():
+            self._take_up(works)
+
+    def _take_up(self, works: Sequence[Work], most: int | None = None) -> None:
+        """Read the headers of some requests, if they are not, and decode an image of each.
+
+        Args:
+            works: the requests.
+            most: pixels of an image beyond which all is left to the decode threads.
+        """
+        try:
+            for work in works:
+                if work.todo is None:
+                    self._open(work)
+            if most is not None and any(header.pixels > most for work in works for header in work.headers.values()):
+                self._waiting.leave(works)
+            else:
                 self._decode(works)
-            except BrokenError as error:
-                _LOG.critical("%s", error)
-                self._break(error)
-            except Exception as error:  # noqa: BLE001 - a thread that dies would answer nobody any more
-                _LOG.exception("requests failed: %s", one_line(error))
-                self._refuse(works, _FAILED)
-            finally:
-                with self._lock:
-                    self._decoding -= 1
-                    if self._decoding == 0:
-                        self._to_infer.notify()
+        except BrokenError as error:
+            _LOG.critical("%s", error)
+            self._break(error)
+        except Exception as error:  # noqa: BLE001 - a thread that dies would answer nobody any more
+            _LOG.exception("requests failed: %s", one_line(error))
+            self._refuse(works, FAILED)
+        finally:
+            self._waiting.done()
 
-    def _next_works(self) -> list[_Work]:
-        """The next requests of which something is to be decoded, one but for a decoder of batches; empty: no more."""
-        room = max(2 * self._most, self._most + self.decode_threads * self._together)
-        with self._lock:
-            while not self._closed:
-                if self._works and len(self._ready) < room:
-                    work = self._works.popleft()
-                    if work.large and self._large >= max(1, self.decode_threads - 1):
-                        for place, other in enumerate(self._works):
-                            if not other.large:
-                                self._works[place] = work
-                                work = other
-                                break
-                    self._decoding += 1
-                    more = min(self._together - 1, len(self._works))
-                    return [work, *(self._works.popleft() for _ in range(more))]
-                self._to_decode.wait()
-        return []
-
-    def _open(self, work: _Work) -> None:
+    def _open(self, work: Work) -> None:
         """Read the headers of all images of a request, and see what the budget has for them."""
         started = time.perf_counter()
-        refused: dict[int, Refusal] = {}
-        for index, image in enumerate(work.request.images):
-            if isinstance(image, Refusal):
-                continue
-            if work.future.cancelled():
-                return
-            with work.accounts.charged(0):
-                header = work.refusal() or work.accounts.late(0) or header_of(image, self._budget)
-            if isinstance(header, Refusal):
-                refused[index] = header
-            else:
-                work.headers[index] = header
-        pixels = [header.pixels for header in work.headers.values()]
-        with self._lock:
-            work.decode += time.perf_counter() - started
-            if work.headers and (refusal := self._backlog.admit(pixels)) is not None:
-                refused |= dict.fromkeys(work.headers, refusal)
-                work.headers.clear()
-            work.todo, work.undecoded, work.pixels = deque(work.headers), len(work.headers), sum(pixels)
-        if refused:
-            self._settle(work, refused)
+        if (found := read_headers(work, self._budget)) is None:
+            return
+        headers, turned_away = found
+        turned_away |= self._waiting.admit(work, headers, time.perf_counter() - started)
+        if turned_away:
+            self._settle(work, turned_away)
 
-    def _decode(self, works: Sequence[_Work]) -> None:
-        """Decode an image of each request (several of a lone one, for a decoder of batches).
-
-        Its other images may meanwhile be decoded by other threads.
-        """
-        jobs: list[tuple[_Work, int]] = []
-        with self._lock:
-            share = max(1, self._together // len(works))
-            for work in works:
-                todo = work.todo or ()
-                jobs += [(work, todo.popleft()) for _ in range(min(share, len(todo)))]  # type: ignore[union-attr]
-                if todo and not self._closed:
-                    self._works.append(work)
-                    self._to_decode.notify()
-            large = any(work.headers[index].pixels > _LARGE for work, index in jobs)
-            self._large += large
+    def _decode(self, works: Sequence[Work]) -> None:
+        jobs = self._waiting.begin(works)
         try:
-            found = self._load(jobs)
-        finally:
-            with self._lock:
-                self._large -= large
-                for work, _ in jobs:
-                    work.undecoded -= 1
-                    self._forget(work)
-        refused: list[tuple[_Work, int, Refusal]] = []
-        with self._lock:
-            for (work, index), loaded in zip(jobs, found, strict=True):
-                work.decode += loaded.decode
-                work.preprocess += loaded.fit
-                if isinstance(loaded.image, Refusal):
-                    refused.append((work, index, loaded.image))
-                elif not self._closed:
-                    self._ready.append(_Ready(work, index, loaded.image))
-            self._to_infer.notify()
-        for work, index, refusal in refused:
+            found = load(jobs, self.predictor, self._budget)
+        except BrokenError:
+            self._waiting.put(jobs, None)
+            raise
+        for work, index, refusal in self._waiting.put(jobs, found):
             self._settle(work, {index: refusal})
-
-    def _load(self, jobs: Sequence[tuple[_Work, int]]) -> list[Loaded]:
-        """The images of some requests, by their indices; of those only that anybody still waits for.
-
-        Raises:
-            BrokenError: the decoder's device is lost to this process.
-        """
-        found: dict[int, Loaded] = {}
-        for number, (work, _) in enumerate(jobs):
-            late = _LATE if work.future.cancelled() else work.refusal() or work.accounts.late(0)
-            if late is not None:
-                found[number] = Loaded(late)
-        wanted = [number for number in range(len(jobs)) if number not in found]
-        with ExitStack() as charged:
-            for work in {id(work): work for work, _ in (jobs[number] for number in wanted)}.values():
-                charged.enter_context(work.accounts.charged(0))
-            try:
-                loaded = load_items(
-                    [work.request.images[index] for work, index in (jobs[number] for number in wanted)],  # type: ignore[misc]
-                    self.predictor.card.preprocessing,
-                    self._budget,
-                    [work.headers[index] for work, index in (jobs[number] for number in wanted)],
-                    self.predictor.decoder,
-                )
-            except BrokenError:
-                raise
-            except Exception as error:  # noqa: BLE001 - a decoder of somebody else's; the books must be kept
-                _LOG.exception("decoding failed: %s", one_line(error))
-                loaded = [Loaded(_FAILED)] * len(wanted)
-        found |= zip(wanted, loaded, strict=True)
-        return [found[number] for number in range(len(jobs))]
-
-    def _forget(self, work: _Work) -> None:
-        """Take a request off the backlog, if none of its images will be decoded any more. Under the lock."""
-        if work.todo and work.future.cancelled():
-            work.undecoded -= len(work.todo)
-            work.todo.clear()
-        if work.headers and work.undecoded == 0:
-            work.headers.clear()
-            self._backlog.leave(work.pixels)
 
     # The engine.
 
@@ -467,38 +258,26 @@ class Service:
                 return
             except Exception as error:  # noqa: BLE001 - as above
                 _LOG.exception("a batch failed: %s", one_line(error))
-                self._refuse([ready.work for ready in batch], _FAILED)
+                self._refuse([ready.work for ready in batch], FAILED)
             del batch
 
-    def _next_batch(self) -> list[_Ready]:
+    def _next_batch(self) -> list[Ready]:
         """What is ready for the engine, as much as goes through it at once; empty: there will be nothing."""
-        with self._lock:
-            while not self._ready:
-                if self._closed:
-                    return []
-                self._to_infer.wait()
-            if self._pays:
-                until = time.monotonic() + self.serving.max_batch_delay_ms / 1e3
-                # Not for requests that may come: only for images that are on their way.
-                while len(self._ready) < self._most and (self._decoding or self._works) and not self._closed:
-                    left = until - time.monotonic()
-                    if left <= 0 or not self._to_infer.wait(left):
-                        break
-            batch = [self._ready.popleft() for _ in range(min(self._most, len(self._ready)))]
-            self._to_decode.notify(len(batch))
-            return batch
+        while (lone := self._waiting.lone()) is not None:
+            self._take_up([lone], SMALL)
+        return self._waiting.next_batch(self.serving.max_batch_delay_ms / 1e3 if self._pays else 0.0)
 
-    def _infer(self, batch: list[_Ready]) -> None:
-        alive: list[_Ready] = []
+    def _infer(self, batch: list[Ready]) -> None:
+        alive: list[Ready] = []
         for ready in batch:
             if (refusal := ready.work.refusal()) is not None:
                 self._settle(ready.work, {ready.index: refusal})
-            elif _runs(ready.work.future):
+            elif runs(ready.work.future):
                 alive.append(ready)
         if not alive:
             return
         found = self.predictor.classify([ready.image for ready in alive], [ready.work.request.k for ready in alive])
-        done: list[_Work] = []
+        done: list[Work] = []
         with self._lock:
             for work in {id(ready.work): ready.work for ready in alive}.values():
                 work.infer += found.infer
@@ -513,11 +292,8 @@ class Service:
 
     def _end(self) -> None:
         """Have all threads end, and take nothing more. Under the lock."""
-        self._refusing = self._closed = True
-        self._works.clear()
-        self._ready.clear()
-        self._to_decode.notify_all()
-        self._to_infer.notify_all()
+        self._refusing = True
+        self._waiting.end()
 
     def _break(self, error: BrokenError) -> None:
         with self._lock:
@@ -525,11 +301,11 @@ class Service:
             self._end()
             lost = [*self._accepted.values()]
         for work in lost:
-            _resolve(work.future, error)
+            resolve(work.future, error)
 
     # Answers.
 
-    def _settle(self, work: _Work, outcomes: dict[int, Refusal]) -> None:
+    def _settle(self, work: Work, outcomes: dict[int, Refusal]) -> None:
         """Note what became of some images of a request, and answer it if these were the last."""
         with self._lock:
             for index, outcome in outcomes.items():
@@ -539,17 +315,11 @@ class Service:
         if done:
             self._finish([work])
 
-    def _finish(self, works: Iterable[_Work]) -> None:
+    def _finish(self, works: Iterable[Work]) -> None:
         for work in works:
-            spent = work.decode + work.preprocess + work.infer + work.postprocess
-            queue = max(0.0, time.perf_counter() - work.begun - spent)
-            stages = Stages(
-                *(part * 1e3 for part in (queue, work.decode, work.preprocess, work.infer, work.postprocess))
-            )
-            outcomes = tuple(_FAILED if outcome is None else outcome for outcome in work.outcomes)
-            _resolve(work.future, Answered(outcomes, stages, work.batch_size))
+            work.answer()
 
-    def _refuse(self, works: Sequence[_Work], refusal: Refusal) -> None:
+    def _refuse(self, works: Sequence[Work], refusal: Refusal) -> None:
         """Answer requests with a refusal in place of each outcome that is missing."""
         for work in works:
             with self._lock:
@@ -585,25 +355,3 @@ def open_service(
         owner.end()
         raise
     return Service(predictor, serving, decode_threads=decode_threads, queue_limit=queue_limit, owner=owner)
-
-
-def _refused(request: Request, refusal: Refusal) -> Answered:
-    """A request of which nothing was computed."""
-    outcomes = tuple(image if isinstance(image, Refusal) else refusal for image in request.images)
-    return Answered(outcomes, Stages(0, 0, 0, 0, 0), 0)
-
-
-def _runs(future: Future[Answered]) -> bool:
-    """Whether the answer is still wanted; from then on it cannot be cancelled."""
-    return future.running() or (not future.done() and future.set_running_or_notify_cancel())
-
-
-def _resolve(future: Future[Answered], found: Answered | BrokenError) -> None:
-    """Give an answer, unless it was cancelled or given before."""
-    with suppress(InvalidStateError):  # two threads may come at once where one of them gives up
-        if not _runs(future):
-            return
-        if isinstance(found, BrokenError):
-            future.set_exception(found)
-        else:
-            future.set_result(found)

@@ -24,6 +24,9 @@ _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
 _JPEG_START, _JPEG_END, _JPEG_SCAN, _JPEG_TEMPORARY = 0xD8, 0xD9, 0xDA, 0x01
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # ITU-T T.81, table B.1
 _JPEG_PROGRESSIVE = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
+# Frames that libjpeg and Pillow read alike, and what may stand before the first scan: tables, comments, metadata.
+_JPEG_USUAL_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
+_JPEG_USUAL_TABLES = frozenset((0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)))
 _TIFF_STRIP_TAGS = frozenset((273, 279, 324, 325))  # offsets and byte counts of strips, and of tiles
 
 
@@ -41,6 +44,37 @@ def check_structure(data: bytes, budget: Budget) -> None:
         _check_png(data)
     elif data.startswith((b"II", b"MM")) and len(data) > 8:
         _check_tiff(data)
+
+
+def plain_jpeg(data: bytes) -> tuple[int, int, int] | None:
+    """Width, height and components (1 or 3) of a JPEG as nearly all are, without Pillow, which takes 0.1 ms for it.
+
+    Its segments follow each other without a byte between them up to the first scan, and one of them is a frame of 8
+    bits, of a size that is not told later. None: it is another one, or none.
+    """
+    position = 2 if data.startswith(b"\xff\xd8") else len(data)
+    found: tuple[int, int, int] | None = None
+    while position + 4 <= len(data) and data[position] == 0xFF:
+        kind, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4], "big")
+        if kind == _JPEG_SCAN:
+            return found
+        following = position + 2 + length
+        if kind in _JPEG_USUAL_FRAMES and found is None:
+            if (found := _usual_frame(data[position + 4 : following])) is None:
+                break
+        elif kind not in _JPEG_USUAL_TABLES or length < 2:
+            break
+        position = following
+    return None
+
+
+def _usual_frame(frame: bytes) -> tuple[int, int, int] | None:
+    """Width, height and components of a frame's header; None: it has more than 8 bits, no size or other components."""
+    if len(frame) < 6:
+        return None
+    bits, height, width, components = struct.unpack_from(">BHHB", frame)
+    usual = bits == 8 and height and width and components in (1, 3) and len(frame) == 6 + 3 * components
+    return (width, height, components) if usual else None
 
 
 def _check_jpeg(data: bytes, budget: Budget) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from serve.runtime.errors import UserError
+from serve.torchserve.handler import stage_metrics
 from serve.torchserve.limits import MIB, Limits
 
 HOST = "127.0.0.1"
@@ -143,8 +144,7 @@ def metrics_yaml() -> str:
     # TorchServe 0.12 gives every histogram the buckets of Prometheus' Java client, 0.005 to 10, whatever the unit is:
     # of milliseconds they tell apart what a stage takes; longer ones are in the sum, and above the last bucket.
     config["model_metrics"]["histogram"] = [
-        {"name": f"{stage}Time", "unit": "ms", "dimensions": [*ours]}
-        for stage in ("Wait", "Decode", "Preprocess", "Inference", "Postprocess")
+        {"name": metric, "unit": "ms", "dimensions": [*ours]} for metric in stage_metrics().values()
     ]
     config["model_metrics"]["counter"] = [
         {"name": "Images", "unit": "count", "dimensions": [*ours]},

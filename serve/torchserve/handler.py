@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 if TYPE_CHECKING:
     from serve.runtime.errors import Refusal
     from serve.runtime.protocol import Request
-    from serve.runtime.service import Answered, Service, Stages
+    from serve.runtime.service import Service
+    from serve.runtime.work import Answered
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,14 +42,15 @@ _PHRASES = {
 
 _K_HEADER = "x-top-k"
 
-# Metrics by the stages of a request; QueueTime is one of TorchServe's own.
-_STAGES = {
-    "Wait": "queue",
-    "Decode": "decode",
-    "Preprocess": "preprocess",
-    "Inference": "infer",
-    "Postprocess": "postprocess",
-}
+# QueueTime is one of TorchServe's own metrics.
+_SAID_OTHERWISE = {"queue": "Wait", "infer": "Inference"}
+
+
+def stage_metrics() -> dict[str, str]:
+    """The metric of each stage of a request, by the stage's name."""
+    from serve.runtime.stages import STAGES
+
+    return {stage: f"{_SAID_OTHERWISE.get(stage, stage.capitalize())}Time" for stage in STAGES}
 
 
 def prefer_own_runtime() -> None:
@@ -117,7 +119,8 @@ class ImageClassifierHandler:
             else:
                 answered.append(next(answers))
                 status, body = answer(entry, answered[-1].outcomes)
-                context.set_response_header(index, "Server-Timing", _server_timing(answered[-1].stages))
+                # TorchServe's own queue is not in it.
+                context.set_response_header(index, "Server-Timing", answered[-1].stages.server_timing)
             context.set_response_status(status, _PHRASES.get(status, ""), idx=index)
             context.set_response_content_type(index, "application/json")
             bodies.append(body)
@@ -189,13 +192,13 @@ class ImageClassifierHandler:
         if computed := [entry.stages for entry in answered if entry.batch_size > 0]:
             values += [
                 (
-                    f"{name}Time",
+                    metric,
                     round(sum(getattr(stages, stage) for stages in computed) / len(computed), 3),
                     "ms",
                     MetricTypes.HISTOGRAM,
                     "",
                 )
-                for name, stage in _STAGES.items()
+                for stage, metric in stage_metrics().items()
             ]
         for name, value, unit, metric_type, kind in values:
             # Values are matched to the dimensions of metrics.yaml by their order, not by their names.
@@ -221,11 +224,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
             lock = stack.enter_context((folder / ".loading").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _server_timing(stages: Stages) -> str:
-    """The value of a ``Server-Timing`` header, milliseconds; TorchServe's own queue is not in it."""
-    return ", ".join(f"{stage};dur={getattr(stages, stage):.2f}" for stage in _STAGES.values())
 
 
 def _is_request(entry: object) -> TypeGuard[Request]:

@@ -33,7 +33,7 @@ from serve.asgi.tokens import Tokens, make_token_file
 from serve.cli import app
 from serve.runs import package_run
 from serve.runtime.errors import RequestError, UserError
-from serve.runtime.service import Stages
+from serve.runtime.stages import Stages
 from tests.serve import artifacts
 
 A, B, C = "a" * 20, "b" * 20, "c" * 20

@@ -143,7 +143,7 @@ def test_the_images_of_several_requests_are_decoded_together_and_answered_apart(
         assert [label.index for label in good] == [label.index for label in wanted]
     assert all(isinstance(outcome, list) for outcome in answers[-1])
     assert max(decoder.batches) > 1
-    assert (service._backlog._pixels, service._backlog._requests) == (0, 0)
+    assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
 
 
 def test_a_decoder_that_loses_its_device_ends_the_service(artifact: Path) -> None:
@@ -203,7 +203,7 @@ def test_decoders_are_found_by_their_files_and_an_unknown_one_is_named_with_thos
     with pytest.raises(UserError, match="unknown decoder 'turbo'"):
         ServingOptions(decoder="turbo")
     with pytest.raises(ValueError, match="runtime's own"):
-        register(DecoderType("cpu", open=lambda device: Partner(decode), device="cpu", probe=lambda device: None))
+        register(DecoderType("cpu", open=lambda device: Partner(decode), device="cpu"))
 
 
 def test_the_probe_tells_a_decoder_that_decodes_wrongly() -> None:

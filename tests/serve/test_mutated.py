@@ -19,8 +19,9 @@ from serve.runtime.engines.base import chain_for
 from serve.runtime.errors import Refusal
 from serve.runtime.predictor import Predictor
 from serve.runtime.protocol import Request, answer
-from serve.runtime.service import Answered, Service
+from serve.runtime.service import Service
 from serve.runtime.serving import Serving
+from serve.runtime.work import Answered
 from tests.serve import artifacts, mutations
 from tests.serve.artifacts import jpeg
 
@@ -97,10 +98,10 @@ def test_ten_thousand_damaged_images_cost_nothing_but_their_own_answers(service:
     assert all(statuses[status] > 100 for status in (200, 400, 415)), statuses
     assert service.broken is None
     deadline = time.monotonic() + 10
-    while service.waiting or service._decoding:
+    while service.waiting or service._waiting.decoding:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert (service._backlog._pixels, service._backlog._requests) == (0, 0)
+    assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
     assert threading.active_count() <= threads
     gc.collect()
     assert process.memory_info().rss - before < 100e6

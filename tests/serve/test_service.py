@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,15 @@ from PIL import Image
 from serve.options import ServingOptions
 from serve.runtime.budget import SERVING, Backlog, Budget
 from serve.runtime.card import load_card
+from serve.runtime.decoding import load
 from serve.runtime.engines.base import Engine, chain_for
 from serve.runtime.errors import BrokenError, Refusal
+from serve.runtime.intake import Loaded
 from serve.runtime.predictor import Outcome, Predictor
 from serve.runtime.protocol import Request
-from serve.runtime.service import Answered, QueueFull, Service, open_service
+from serve.runtime.service import QueueFull, Service, open_service
 from serve.runtime.serving import Serving
+from serve.runtime.work import Answered
 from serve.torchserve.archive import build_archive
 from tests.serve import artifacts, bombs
 from tests.serve.artifacts import encoded, jpeg
@@ -199,11 +203,31 @@ def test_a_lone_request_does_not_wait_for_others(artifact: Path) -> None:
     assert stages.queue >= 0
 
 
+def test_a_lone_small_image_is_decoded_where_it_is_run_and_a_large_one_is_not(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def watched(*arguments: Any) -> list[Loaded]:
+        threads.append(threading.get_ident())
+        return load(*arguments)
+
+    monkeypatch.setattr("serve.runtime.service.load", watched)
+    with service_of(artifact) as service:
+        for image in (jpeg(1), encoded(Image.new("RGB", (1200, 1000)), "JPEG"), jpeg(2)):
+            until(lambda: service._waiting._idle)
+            assert statuses(service.submit(one(image)).result(30).outcomes) == [200]
+        (owner,) = service.predictor.engine.threads  # type: ignore[attr-defined]
+        assert [thread == owner for thread in threads] == [True, False, True]
+        until(lambda: service._waiting.decoding == 0)
+        assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
+
+
 def test_what_comes_while_the_engine_is_busy_goes_through_it_together(gate: tuple[Service, Gate]) -> None:
     service, engine = gate
     first = shut(service, engine)
     others = [service.submit(one(jpeg(seed))) for seed in range(5)]
-    until(lambda: len(service._ready) == 5)
+    until(lambda: len(service._waiting.ready) == 5)
     engine.open.set()
     assert [future.result(30).batch_size for future in (first, *others)] == [1, 5, 5, 5, 5, 5]
     assert engine.sizes == [1, 5]
@@ -215,9 +239,9 @@ def test_more_images_than_go_through_at_once_are_split_and_not_all_held_decoded(
         assert isinstance(engine, Gate)
         first = shut(service, engine)
         large = service.submit(many(*[jpeg(1)] * 40))
-        until(lambda: len(service._ready) >= 6)
+        until(lambda: len(service._waiting.ready) >= 6)
         time.sleep(0.05)
-        assert len(service._ready) <= 8, "decoding goes no further than the engine will soon need"
+        assert len(service._waiting.ready) <= 8, "decoding goes no further than the engine will soon need"
         engine.open.set()
         assert statuses(large.result(30).outcomes) == [200] * 40
         assert first.result(30).batch_size == 1
@@ -239,7 +263,7 @@ def test_a_cancelled_request_is_not_computed_and_leaves_its_place_at_once(gate: 
     service, engine = gate
     first = shut(service, engine)
     dropped, kept = service.submit(one(jpeg(1))), service.submit(one(jpeg(2)))
-    until(lambda: len(service._ready) == 2)
+    until(lambda: len(service._waiting.ready) == 2)
     assert service.waiting == 3
     assert dropped.cancel()
     assert service.waiting == 2
@@ -258,7 +282,7 @@ def test_a_request_whose_deadline_passed_is_not_computed(gate: tuple[Service, Ga
     never = service.submit(one(jpeg(1)), deadline=time.monotonic() - 1)
     in_time = service.submit(one(jpeg(2)), deadline=time.monotonic() + 60)
     assert statuses(never.result(30).outcomes) == [504]
-    until(lambda: len(service._ready) == 2)
+    until(lambda: len(service._waiting.ready) == 2)
     time.sleep(0.06)
     engine.open.set()
     assert statuses(late.result(30).outcomes) == [504]
@@ -345,8 +369,8 @@ def test_refused_requests_leave_no_pixels_behind(artifact: Path) -> None:
             service.submit(many(jpeg(1), b"broken", jpeg(2)[:200])).result(30)
             service.submit(many(jpeg(1), jpeg(1)), deadline=time.monotonic() - 1).result(30)
             service.submit(many(*[jpeg(1)] * 4)).cancel()
-        until(lambda: service.waiting == 0 and not service._works and not service._decoding)
-        assert (service._backlog._pixels, service._backlog._requests) == (0, 0)
+        until(lambda: service.waiting == 0 and not service._waiting.works and not service._waiting.decoding)
+        assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
 
 
 def test_where_memory_is_too_short_for_a_batch_it_goes_in_halves(gate: tuple[Service, Gate]) -> None:
@@ -358,7 +382,7 @@ def test_where_memory_is_too_short_for_a_batch_it_goes_in_halves(gate: tuple[Ser
 
     first = shut(service, engine)
     others = [service.submit(one(jpeg(seed))) for seed in range(5)]
-    until(lambda: len(service._ready) == 5)
+    until(lambda: len(service._waiting.ready) == 5)
     engine.fault = short
     engine.open.set()
     answers = [future.result(30) for future in others]

@@ -69,16 +69,15 @@ class DecoderType:
 
     Attributes:
         name: the word for it in ``serving.json``.
-        open: opens it for the device that the engine runs on.
+        open: opens it for the device that the engine runs on, and has it decode `TINY_JPEG` (see `check_tiny`): raises
+            whatever fails there.
         device: where it decodes: ``cpu`` or ``cuda``. One for CUDA works beside an engine that runs there.
-        probe: decodes a tiny JPEG on a device, raising whatever fails there.
         libraries: distributions that it runs with.
     """
 
     name: str
     open: Callable[[torch.device], Decoder]
     device: str
-    probe: Callable[[torch.device], object]
     libraries: tuple[str, ...] = ()
 
 
@@ -130,7 +129,6 @@ def open_decoder(name: str, device: torch.device) -> Decoder | None:
     if entry.device not in (device.type, CPU):
         raise EngineError(f"the decoder {name} works on {entry.device}, and the engine runs on {device.type}")
     try:
-        entry.probe(device)
         return entry.open(device)
     except Exception as error:
         said = str(error) if isinstance(error, EngineError) else one_line(error)

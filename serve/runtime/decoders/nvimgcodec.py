@@ -31,13 +31,9 @@ class NvImageCodecDecoder(DeviceDecoder):
 
 
 def _open(device: torch.device) -> Decoder:
-    return NvImageCodecDecoder(device)
+    decoder = NvImageCodecDecoder(device)
+    check_tiny(decoder.decode([TINY_JPEG])[0])
+    return decoder
 
 
-def _probe(device: torch.device) -> object:
-    return check_tiny(NvImageCodecDecoder(device).decode([TINY_JPEG])[0])
-
-
-NVIMGCODEC = register(
-    DecoderType("nvimgcodec", open=_open, device="cuda", probe=_probe, libraries=("nvidia-nvimgcodec-cu13",))
-)
+NVIMGCODEC = register(DecoderType("nvimgcodec", open=_open, device="cuda", libraries=("nvidia-nvimgcodec-cu13",)))

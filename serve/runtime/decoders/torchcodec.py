@@ -29,11 +29,9 @@ class TorchCodecDecoder(DeviceDecoder):
 
 
 def _open(device: torch.device) -> Decoder:
-    return TorchCodecDecoder(device)
+    decoder = TorchCodecDecoder(device)
+    check_tiny(decoder.decode([TINY_JPEG])[0])
+    return decoder
 
 
-def _probe(device: torch.device) -> object:
-    return check_tiny(TorchCodecDecoder(device).decode([TINY_JPEG])[0])
-
-
-TORCHCODEC = register(DecoderType("torchcodec", open=_open, device="cuda", probe=_probe, libraries=("torchcodec",)))
+TORCHCODEC = register(DecoderType("torchcodec", open=_open, device="cuda", libraries=("torchcodec",)))

@@ -1,0 +1,35 @@
+"""The stages of a request, and where its time went: one list, which headers, metrics, logs and tables are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Where the time of one request went, in milliseconds.
+
+    Attributes:
+        queue: in which nothing of it was worked on: it waited for a decode thread, the engine or other images.
+        decode: reading headers and decoding, its images added up.
+        preprocess: resizing and cropping, its images added up.
+        infer: in the engine, with normalising and copying, whole batches.
+        postprocess: ranking classes, whole batches.
+    """
+
+    queue: float
+    decode: float
+    preprocess: float
+    infer: float
+    postprocess: float
+
+    @property
+    def server_timing(self) -> str:
+        """As the value of a ``Server-Timing`` header."""
+        return ", ".join(f"{name};dur={getattr(self, name):.2f}" for name in STAGES)
+
+
+#: The stages' names, in the order in which a request goes through them.
+STAGES: Final = tuple(field.name for field in dataclasses.fields(Stages))
