@@ -58,8 +58,6 @@ def write_sbom(archive: Path, digest: str | None = None) -> Path:
         UserError: there is no such archive, or it cannot be written there.
         CardError: it is not whole.
     """
-    from cyclonedx.output.json import JsonV1Dot6
-
     path = sbom_path(archive)
     if not archive.is_file():
         raise UserError(f"{archive}: there is no such archive")
@@ -67,6 +65,8 @@ def write_sbom(archive: Path, digest: str | None = None) -> Path:
     serial = uuid.uuid5(uuid.NAMESPACE_OID, f"{digest} {_environment()}")
     if _serial_of(path) == serial.urn:
         return path
+    from cyclonedx.output.json import JsonV1Dot6  # not before: it takes its time
+
     text = JsonV1Dot6(_bom(archive, digest, serial)).output_as_string(indent=2)
     temporary = path.with_name(f".{path.name}.new")
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimize.measure.rows import Report, Results, Row
+from optimize.report.charts import Charts
 from optimize.report.columns import COLUMNS, Column, family_of
 from optimize.report.lineage import layout
 from optimize.report.lines import Line, lines, others, references, shown
@@ -31,11 +32,9 @@ class Bar:
     note: str
 
 
-def write_html(report: Report, path: Path, columns: Sequence[Column] = COLUMNS) -> None:
+def write_html(report: Report, path: Path, charts: Charts, columns: Sequence[Column] = COLUMNS) -> None:
     """Write the report as one page that refers to nothing outside itself and needs no script."""
     from markupsafe import Markup
-
-    from optimize.report.plots import pareto_svg, throughput_svg
 
     page = (
         _environment()
@@ -51,8 +50,8 @@ def write_html(report: Report, path: Path, columns: Sequence[Column] = COLUMNS) 
             results=[column for column in columns if column.table == "results"],
             details=[column for column in columns if column.table == "details"],
             # matplotlib escapes the text it draws; everything else on the page is escaped by the template.
-            pareto=Markup(pareto_svg(report)),
-            throughput=Markup(throughput_svg(report)),
+            pareto=Markup(charts.pareto),
+            throughput=Markup(charts.throughput),
             throughput_table=_throughput_table(report),
             lineage=layout(report.rows),
             shown={row.name: shown(report, row) for row in report.rows},

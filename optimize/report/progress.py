@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -78,10 +79,10 @@ class NotebookSurface:
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
+    if "IPython" not in sys.modules:  # a kernel has it; importing it to ask takes time
         return False
+    from IPython import get_ipython
+
     return type(get_ipython()).__name__ == "ZMQInteractiveShell"
 
 

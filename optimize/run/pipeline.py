@@ -20,7 +20,8 @@ from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
 from optimize.measure.rows import Data, Machine, Report, Row, Skip
 from optimize.models.preprocessing import Wish
-from optimize.report.page import plot, write_html
+from optimize.report.charts import stored_charts
+from optimize.report.page import write_html
 from optimize.run.identity import refuse_replacing, write_identity
 from optimize.run.job import Job, Opened, open_job
 from optimize.run.publishing import publish
@@ -28,7 +29,7 @@ from optimize.run.recipe import DEFAULT_RECIPE, Recipe, Stage, load_recipe
 from optimize.run.recommendation import Recommend, recommend
 from optimize.run.results import measure
 from optimize.run.session import BASELINE, Step
-from optimize.store.files import write_json
+from optimize.store.files import write_atomically, write_json
 from serve import layout
 from serve.runtime.errors import EngineError, PipelineError, one_line
 
@@ -88,8 +89,8 @@ def run(job: Job, listener: Listener) -> Outcome:
                 options=recipe.serving,
                 machine=here,
                 sample=example,
+                first=measured.first,
             )
-            write_json(sorted(measured.keys.union(published.keys)), folder / layout.OBJECTS_FILE)
             report = Report(
                 title=opened.run,
                 model=session.source.reference,
@@ -108,9 +109,12 @@ def run(job: Job, listener: Listener) -> Outcome:
                 recommendation=recommendation,
                 measurement=measured.measurement,
             )
+            charts = stored_charts(report, session.store)
+            write_json(sorted(measured.keys | published.keys | {charts.key}), folder / layout.OBJECTS_FILE)
             write_json(report.to_json(), folder / layout.REPORT_FILE)
-            write_html(report, folder / "report.html")
-            plot(report, folder / "pareto.svg")
+            write_html(report, folder / "report.html", charts)
+            if charts.paper is not None:
+                write_atomically(folder / "pareto.svg", charts.paper)
     return Outcome(report, folder)
 
 

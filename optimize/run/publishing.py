@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from optimize.measure.accuracy import load_answers
 from optimize.measure.rows import Archive, Machine, Measured, Pair, Row
 from optimize.measure.statistics import wilson_interval
 from optimize.store.artifact import Artifact
@@ -53,6 +52,7 @@ def publish(
     options: ServingOptions,
     machine: Machine,
     sample: bytes,
+    first: Mapping[str, Sequence[float]],
 ) -> Published:
     """Write ``artifacts/``, ``archives/`` and ``sample.<ext>`` of a run, and remove what an earlier run left there.
 
@@ -70,7 +70,8 @@ def publish(
         recommended: id of the pair that is served first, though another execution of its artifact be faster.
         options: how they are served, where that is not as usual.
         machine: what they were measured on.
-        sample: an encoded image to try the endpoint with.
+        sample: an encoded image to try the endpoint with: the first of the validation split that can be read.
+        first: what measured pairs answered to the first of the validation split, logits by id.
     """
     keys: set[str] = set()
     published = []
@@ -83,7 +84,7 @@ def publish(
         executions = preferred_executions(row, artifact.card, recommended)
         serving = options.over(Serving(executions, evidence=evidence_of(row)), artifact.card)
         beside = {SERVING_FILE: serving.text}
-        if (known := known_answer(store, row, recommended, sample)) is not None:
+        if (known := known_answer(row, recommended, first, sample)) is not None:
             beside[KNOWN_FILE] = known.text
         _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()}, beside)
         path = layout.archive_path(folder.parent, folder.name, artifact.name)
@@ -118,26 +119,23 @@ def measured_pairs(row: Row, recommended: str | None = None) -> list[tuple[Pair,
     return sorted(measured, key=lambda entry: (entry[0].id != recommended, entry[1].latency_ms.p50))
 
 
-def known_answer(store: Store, row: Row, recommended: str | None, sample: bytes) -> KnownAnswer | None:
+def known_answer(
+    row: Row, recommended: str | None, first: Mapping[str, Sequence[float]], sample: bytes
+) -> KnownAnswer | None:
     """What an artifact answered to the run's sample image when its accuracy was measured, by its best pair.
 
     Args:
-        store: has the answers.
         row: of the artifact.
         recommended: see `measured_pairs`.
-        sample: the first image of the validation split that can be read, encoded.
+        first: see `publish`.
+        sample: see `publish`.
 
     Returns:
-        None where nothing was measured, or the answers begin with another image: the first cannot be read.
+        None where nothing was measured, or the first image cannot be read: the sample is another.
     """
-    for pair, measured in measured_pairs(row, recommended):
-        stored = store.open(measured.accuracy.answers)
-        if stored is None:
-            continue
-        answers = load_answers(stored.folder)
-        if 0 not in answers.left_out and len(answers.logits):
-            logits = tuple(round(logit, 6) for logit in answers.logits[0].tolist())
-            return KnownAnswer(sample, logits, execution_id(pair.execution))
+    for pair, _ in measured_pairs(row, recommended):
+        if pair.id in first:
+            return KnownAnswer(sample, tuple(round(logit, 6) for logit in first[pair.id]), execution_id(pair.execution))
     return None
 
 

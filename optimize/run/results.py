@@ -33,6 +33,7 @@ class Measurements:
         measurement: how the speeds were taken.
         turns: every time that was taken, by pair's id or reference's name; a skipped one is absent.
         right: whether each image was answered correctly, ``bool (n,)``, by measured pair's id.
+        first: logits of the first image, by measured pair's id; without those that could not read it.
         keys: of the objects in the store that hold all this.
     """
 
@@ -42,6 +43,7 @@ class Measurements:
     measurement: Measurement
     turns: Turns
     right: Right
+    first: Mapping[str, Sequence[float]]
     keys: frozenset[str]
 
 
@@ -103,6 +105,11 @@ def measure(steps: Sequence[Step | Row], bench: Bench) -> Measurements:
         ),
         turns=every.turns,
         right={pair.id: answers[pair.id].value.first.numpy() for pair in remaining()},
+        first={
+            pair.id: answers[pair.id].value.logits[0].tolist()
+            for pair in remaining()
+            if 0 not in answers[pair.id].value.left_out and len(answers[pair.id].value.logits)
+        },
         keys=frozenset(
             {speed.key, *probes, *(kept.key for kept in answers.values()), *(kept.key for kept in weighed.values())}
         ),

@@ -254,6 +254,22 @@ class ArchiveKey(Key):
     code: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChartsKey(Key):
+    """The charts of a report.
+
+    Attributes:
+        report: what they may show of it, as JSON values.
+        libraries: versions of the libraries that draw.
+        code: digest of the sources that draw.
+    """
+
+    kind = "charts"
+    report: Mapping[str, Any]
+    libraries: Mapping[str, str]
+    code: str
+
+
 def paired(card: Card, execution: Execution) -> str:
     """SHA-256 of an artifact with what runs it: equal for two pairs that nothing but their names tells apart."""
     return make_key(artifact=opening(card), execution=execution.to_json())

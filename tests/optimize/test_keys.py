@@ -95,6 +95,11 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
         "libraries": ({"PyYAML": "6.0"}, {"PyYAML": "6.1"}),
         "code": ("f" * 64, "0" * 64),
     },
+    keys.ChartsKey: {
+        "report": ({"title": "resnet18", "rows": []}, {"title": "resnet50", "rows": []}),
+        "libraries": ({"matplotlib": "3.9"}, {"matplotlib": "3.10"}),
+        "code": ("f" * 64, "0" * 64),
+    },
 }
 
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from optimize.measure.rows import Report, Results, Row
+from optimize.report.charts import stored_charts
 from optimize.report.columns import COLUMNS, Cell, Column
 from optimize.report.lines import Line, lines
 from optimize.report.page import plot, write_html
@@ -25,6 +26,7 @@ from optimize.report.sentences import verdict
 from optimize.report.table import print_table, table
 from optimize.report.words import times
 from optimize.store.files import write_json
+from optimize.store.objects import Store
 
 from .synthetic import NO_GPU, RULE, SELECTION, body, synthetic
 
@@ -75,7 +77,7 @@ class Page(HTMLParser):
 
 
 def page_of(report: Report, folder: Path, **options: Any) -> Page:
-    write_html(report, folder / "report.html", **options)
+    write_html(report, folder / "report.html", stored_charts(report, Store(folder / "store")), **options)
     return Page(folder / "report.html")
 
 
@@ -183,7 +185,37 @@ def test_names_are_shown_and_never_obeyed(hostile: str, tmp_path: Path) -> None:
 
 
 def test_the_same_report_gives_the_same_page(tmp_path: Path) -> None:
-    assert page_of(synthetic(), tmp_path).source == page_of(synthetic(), tmp_path).source
+    # In two stores, so that the charts are drawn twice.
+    assert page_of(synthetic(), tmp_path / "one").source == page_of(synthetic(), tmp_path / "two").source
+
+
+def test_charts_are_drawn_once_and_anew_where_what_they_show_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store")
+    first = stored_charts(synthetic(), store)
+    assert first.paper is not None
+    assert first.paper.startswith(b"<?xml")
+    faster = body()
+    faster["rows"][4]["pairs"][0]["measured"]["latency_ms"]["p50"] = 0.77
+    changed = stored_charts(Report.from_json(faster), store)
+    assert "0.77 ms" in changed.pareto
+    assert "0.77 ms" not in first.pareto
+    assert stored_charts(synthetic(title="other"), store).key != first.key
+
+    def broken(*args: object) -> None:
+        raise AssertionError("drawn again")
+
+    for name in ("pareto_svg", "pareto_image", "throughput_svg"):
+        monkeypatch.setattr(f"optimize.report.plots.{name}", broken)
+    again = body() | {"seconds": 1.5, "created": "2002-02-03T04:05:06Z"}
+    again["measurement"]["cached"] = True
+    again["rows"] = [row | {"cached": True, "seconds": 0.25} for row in again["rows"]]
+    assert stored_charts(Report.from_json(again), store) == first
+    victim = store.objects / first.key / "pareto-page.svg"
+    victim.write_text("damaged")
+    with pytest.raises(AssertionError, match="drawn again"):
+        stored_charts(synthetic(), store)
 
 
 @pytest.mark.parametrize("width", [80, 120])
