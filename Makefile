@@ -119,13 +119,15 @@ serve: $(VENV)/.installed ## serve what the run recommends over REST, on loopbac
 	@$(BIN)/python -m serve start $(THE_RUN) --store '$(STORE)' --device '$(DEVICE)' $(SERVE_OPTIONS)
 
 # Neither installs anything: without an environment nothing was started from here.
+NO_SERVER := no server is running: there is no environment here ($(VENV)) that could have started one
+
 stop: ## stop the server
 	@if [ -x $(BIN)/python ]; then $(BIN)/python -m serve stop $(if $(RUN),'$(RUN)') --store '$(STORE)'; \
-	else echo "no server is running: there is no environment here ($(VENV)) that could have started one"; fi
+	else echo "$(NO_SERVER)"; fi
 
 status: ## how the server and its models are; fails where one has no ready worker
 	@if [ -x $(BIN)/python ]; then $(BIN)/python -m serve status --store '$(STORE)'; \
-	else echo "no server is running: there is no environment here ($(VENV)) that could have started one"; exit 1; fi
+	else echo "$(NO_SERVER)"; exit 1; fi
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check optimize serve tests examples benchmarks

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from serve.runtime.execution import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from optimize.api import Variant, apply, compare, compare_runs, load, package, restore, save
+    from optimize.api import apply, compare, compare_runs, load, package, restore, save
     from optimize.data.from_python import image_data
     from optimize.errors import NotApplicableError, PassError
     from optimize.measure.timing import Timing
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from optimize.passes.qat import Qat
     from optimize.report.comparison import Comparison
     from optimize.training.loop import TrainingConfig as Training
+    from optimize.variant import Variant
     from serve.options import ServingOptions
     from serve.runtime.card import Preprocessing
     from serve.runtime.errors import PipelineError, UserError
@@ -63,9 +64,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(
-        ("Variant", "apply", "compare", "compare_runs", "load", "package", "restore", "save"), "optimize.api"
-    ),
+    **dict.fromkeys(("apply", "compare", "compare_runs", "load", "package", "restore", "save"), "optimize.api"),
     "Comparison": "optimize.report.comparison",
     "image_data": "optimize.data.from_python",
     "Preprocessing": "serve.runtime.card",
@@ -81,6 +80,7 @@ _HOMES = {
     "Ptq": "optimize.passes.ptq",
     "Qat": "optimize.passes.qat",
     "Training": "optimize.training.loop",
+    "Variant": "optimize.variant",
     **dict.fromkeys(("NotApplicableError", "PassError"), "optimize.errors"),
     **dict.fromkeys(("PipelineError", "UserError"), "serve.runtime.errors"),
 }

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from serve import layout
 from serve.export.base import ExportSettings, Subject, Target, find_target
-from serve.hints import command
-from serve.runs import model_name
-from serve.runtime.card import CARD_FILE, Card, load_card, read_card
+from serve.runs import artifact_folders, model_name, recommended_among
+from serve.runtime.card import Card, load_card, read_card
 from serve.runtime.errors import UserError, did_you_mean
 
 
@@ -54,14 +52,7 @@ def export_run(
     """
     chosen = find_target(target)
     _check_useful(chosen, settings, signed=key is not None or public_key is not None)
-    cards = {
-        path.parent.name: read_card(path.parent)
-        for path in sorted((store / run / layout.ARTIFACTS).glob(f"*/{CARD_FILE}"))
-    }
-    if not cards:
-        raise UserError(
-            f"{store / run}: there are no artifacts; make them with `{command(f'optimize run {run}', store)}`"
-        )
+    cards = {folder.name: read_card(folder) for folder in artifact_folders(store, run)}
     if artifact is not None and artifact not in cards:
         raise UserError(f"{run} has no artifact {artifact!r}{did_you_mean(artifact, cards)}; it has {', '.join(cards)}")
     name = artifact or _best(store, run, cards, chosen.format)
@@ -94,16 +85,10 @@ def _check_useful(target: Target, settings: ExportSettings, *, signed: bool) -> 
 
 
 def _best(store: Path, run: str, cards: dict[str, Card], model_format: str | None) -> str:
-    """The recommended artifact; where the target opens another format only, the one of it that comes first."""
-    try:
-        recommended = str(json.loads(layout.report_path(store, run).read_text(encoding="utf-8"))["recommended"])
-    except (OSError, ValueError, KeyError, TypeError):
-        recommended = ""
+    """The recommended artifact; where the target opens another format only, the only one of it."""
     possible = [name for name, card in cards.items() if model_format in (None, card.format)]
     if not possible:
         raise UserError(f"{run} has no {model_format} artifact; it has {', '.join(cards)}")
-    if recommended in possible:
-        return recommended
-    if len(possible) > 1:
+    if (found := recommended_among(store, run, possible)) is None:
         raise UserError(f"{run} has several artifacts for this: say --artifact {' or '.join(possible)}")
-    return possible[0]
+    return found

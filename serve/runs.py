@@ -106,10 +106,7 @@ def package_run(store: Path, run: str, options: ServingOptions | None = None) ->
         UserError: the run is not in the store, or has no artifacts, or none that one of the engines opens.
         CardError: an artifact's folder is not whole.
     """
-    folder = _run_folder(store, run) / layout.ARTIFACTS
-    artifacts = sorted(path.parent for path in folder.glob(f"*/{CARD_FILE}"))
-    if not artifacts:
-        raise UserError(f"{folder}: there are no artifacts; make them with `{command(f'optimize run {run}', store)}`")
+    artifacts = artifact_folders(store, run)
     if options is not None:
         _check_engines(run, artifacts, options)
     return [
@@ -283,6 +280,19 @@ def remove_left(store: Path, run: str) -> None:
                 path.unlink(missing_ok=True)
 
 
+def artifact_folders(store: Path, run: str) -> list[Path]:
+    """The folders of a run's artifacts, by name.
+
+    Raises:
+        UserError: the run is not in the store, or has none.
+    """
+    folder = _run_folder(store, run) / layout.ARTIFACTS
+    found = sorted(path.parent for path in folder.glob(f"*/{CARD_FILE}"))
+    if not found:
+        raise UserError(f"{folder}: there are no artifacts; make them with `{command(f'optimize run {run}', store)}`")
+    return found
+
+
 def sample_image(store: Path, run: str) -> Path | None:
     """The run's sample image, if the pipeline has written one."""
     return next(iter(sorted((store / run).glob("sample.*"))), None)
@@ -292,17 +302,20 @@ def recommended(store: Path, run: str) -> str:
     """The recommended artifact of a run, or its only one.
 
     Raises:
-        UserError: there is no such run, or it says of none of several artifacts that it is the recommended one.
+        UserError: there is no such run, it has no artifacts, or it says of none of several that it is the recommended.
     """
-    present = sorted(path.parent.name for path in (_run_folder(store, run) / layout.ARTIFACTS).glob(f"*/{CARD_FILE}"))
+    present = [folder.name for folder in artifact_folders(store, run)]
+    if (found := recommended_among(store, run, present)) is None:
+        raise UserError(f"{run} recommends no artifact: say which, as {run}/ARTIFACT; it has {', '.join(present)}")
+    return found
+
+
+def recommended_among(store: Path, run: str, names: Sequence[str]) -> str | None:
+    """That of some artifacts of a run which it recommends, or the only one; None where neither is so."""
     report = _report(store, run)
-    if report is not None and report.recommended in present:
+    if report is not None and report.recommended in names:
         return report.recommended
-    if len(present) == 1:
-        return present[0]
-    raise UserError(
-        f"{run} recommends no artifact: say which, as {run}/ARTIFACT; it has {', '.join(present) or 'none'}"
-    )
+    return names[0] if len(names) == 1 else None
 
 
 def _run_folder(store: Path, run: str) -> Path:

@@ -31,6 +31,7 @@ FLOORS = {
     "optimize.passes": 6,
     "optimize.run": 7,
     "optimize.api": 8,
+    "optimize.variant": 8,
     "optimize.cli": 8,
     "optimize.__main__": 8,
 }

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from serve.cli.words import RequireSigned, Store
+from serve.cli.words import RequireSigned, Store, checked_device
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE
 from serve.runtime.errors import UserError
@@ -105,8 +105,7 @@ def run(
 
         if bool(models) == (models_file is not None):
             raise UserError("say what to serve: RUN, RUN/ARTIFACT or FILE.mar; or a file of models by --models")
-        if device not in ("auto", "cpu", "cuda"):
-            raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
+        checked_device(device)
         if no_token and token_file is not None:
             raise UserError("--no-token and --token-file exclude each other")
         listening = Listening(host, port, socket, expose, tls_certificate, tls_key, tls_client_authorities)

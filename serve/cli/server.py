@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from serve.cli.limit_words import AccessLog, BodyMb, DrainS, HeldMb, Queue, ReceiveS
-from serve.cli.words import Artifacts, Data, Device, ForeignCode, RequireSigned, Store, Targets, the_running
+from serve.cli.words import (
+    Artifacts,
+    Data,
+    Device,
+    ForeignCode,
+    RequireSigned,
+    Store,
+    Targets,
+    checked_device,
+    the_running,
+)
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE, target
 from serve.option_words import with_serving_options
@@ -230,10 +240,9 @@ def _selected(
     """What the words mean; what cannot be served here is said."""
     from serve import runs
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
+    choice = checked_device(device)
     found = [runs.find_target(word, data) for word in words]
-    selection = runs.select(store, found, artifacts or (), device, strict=strict)  # type: ignore[arg-type]
+    selection = runs.select(store, found, artifacts or (), choice, strict=strict)
     for name, reason in selection.left_out.items():
         typer.echo(f"left out: {name} ({reason})")
     return selection

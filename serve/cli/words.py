@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from serve.hints import command
-from serve.runtime.errors import PipelineError
+from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:
+    from serve.runs import DeviceChoice
     from serve.torchserve.state import RunningServer
 
 Store = Annotated[Path, typer.Option(help="The folder that holds the runs.", show_default=True)]
@@ -45,6 +45,17 @@ ForeignCode = Annotated[
 ]
 
 
+def checked_device(device: str) -> DeviceChoice:
+    """The value of ``--device``.
+
+    Raises:
+        UserError: it is none.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device must be auto, cpu or cuda, got {device!r}")
+    return cast("DeviceChoice", device)
+
+
 def the_running(store: Path) -> RunningServer:
     """The server of a store.
 
@@ -53,7 +64,4 @@ def the_running(store: Path) -> RunningServer:
     """
     from serve.torchserve import server
 
-    running = server.running(store)
-    if running is None:
-        raise PipelineError(f"no server of {store} is running: start one with `{command('serve start RUN', store)}`")
-    return running
+    return server.the_running(store)

@@ -97,14 +97,28 @@ def life_of(identity: Identity, folder: Path) -> tuple[Life, str]:
 
 
 def hold(path: Path) -> int:
-    """Lock a file for whoever has the descriptor that is returned, and inherits it."""
+    """Lock a file for whoever has the descriptor that is returned, and inherits it.
+
+    Raises:
+        BlockingIOError: somebody else has it locked.
+        OSError: it cannot be written or locked.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(handle)
     except OSError:
         os.close(handle)
         raise
     return handle
+
+
+def lock(handle: int) -> None:
+    """Lock an open file, at once.
+
+    Raises:
+        BlockingIOError: somebody else has it locked.
+    """
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_held(path: Path) -> bool:

@@ -22,7 +22,7 @@ from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve import farewell
 from serve.torchserve.archive import serving_in
-from serve.torchserve.server import running
+from serve.torchserve.server import running, the_running
 from serve.torchserve.staging import Pack, stage
 from serve.torchserve.state import (
     RunningServer,
@@ -178,8 +178,7 @@ def remove(store: Path, names: list[str]) -> RunningServer:
 @contextmanager
 def _changing(store: Path) -> Iterator[_Change]:
     """The store's server, held for one change at a time."""
-    if running(store) is None:
-        raise PipelineError(f"no server of {store} is running: start one with `{command('serve start RUN', store)}`")
+    the_running(store)
     with locked(store):
         server = running(store, holding=True)
         if server is None:

@@ -81,6 +81,19 @@ def running(store: Path, *, holding: bool = False) -> RunningServer | None:
     return None if life == "gone" else state
 
 
+def the_running(store: Path) -> RunningServer:
+    """The server of this store.
+
+    Raises:
+        UserError: there may be one, and nobody can tell from here.
+        PipelineError: none is running.
+    """
+    server = running(store)
+    if server is None:
+        raise PipelineError(f"no server of {store} is running: start one with `{command('serve start RUN', store)}`")
+    return server
+
+
 def start(
     store: Path,
     archives: Mapping[str, Path],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -17,7 +16,7 @@ from serve.client import Client
 from serve.runtime.errors import UserError
 from serve.torchserve.archive import MODEL_VERSION
 from serve.torchserve.configuration import HOST, Ports
-from serve.torchserve.identity import Identity
+from serve.torchserve.identity import Identity, lock
 from serve.torchserve.limits import Limits
 
 STATE_FOLDER = ".server"
@@ -197,7 +196,7 @@ def locked(store: Path, on_wait: Callable[[], None] | None = None) -> Iterator[P
 
 def _taken(handle: int) -> bool:
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(handle)
     except BlockingIOError:
         return False
     return True

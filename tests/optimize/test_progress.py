@@ -14,6 +14,8 @@ from rich.console import Console
 from optimize.report.progress import ProgressBar, TerminalSurface, duration, here, surface
 from optimize.report.terminal import Display
 
+from .runs_fixtures import UNCOMPILED
+
 TINY = f"{Path(__file__).parents[2] / 'examples' / 'tiny_cnn.py'}:tiny"
 
 
@@ -93,15 +95,19 @@ def test_a_bar_pickles_as_one_of_the_process_that_opens_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_notebook_shows_the_bar_the_variant_and_none_of_torchs_deprecations(tmp_path: Path) -> None:
+def test_a_notebook_shows_the_bar_the_variant_and_none_of_torchs_deprecations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import nbformat
     from nbclient import NotebookClient
 
+    for name, value in UNCOMPILED.items():
+        monkeypatch.setenv(name, value)
     cells = [
         "import optimize as opt\n"
         f"base = opt.load({TINY!r}, store={str(tmp_path / 'store')!r}, device='cpu', training=opt.Training(epochs=60))",
         "opt.apply(opt.apply(base, opt.Fuse()), opt.Ptq(images=32)).predict("
-        "opt.load.__globals__['_encoded'](__import__('PIL.Image').Image.new('RGB', (8, 8))))",
+        "opt.Variant.predict.__globals__['_encoded'](__import__('PIL.Image').Image.new('RGB', (8, 8))))",
         "base",
         "opt.compare(base, timing=opt.Timing(rounds=1, seconds=0.01, batch_sizes=(1,)))",
     ]

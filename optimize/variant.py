@@ -1,0 +1,132 @@
+"""An artifact as a Python program holds it: it predicts as it is served, and shows itself in a notebook."""
+
+from __future__ import annotations
+
+import functools
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+from PIL.Image import Image
+
+from optimize.noise import silenced
+from optimize.report.words import size
+from optimize.run.session import Session, Step
+from optimize.store.artifact import Artifact
+from serve.runtime.card import read_card
+from serve.runtime.engines.base import preferred
+from serve.runtime.errors import UserError
+from serve.runtime.predictor import Label, Predictor
+
+#: An image as `Variant.predict` takes it: its encoded bytes, a file, or an opened picture.
+Picture = bytes | str | Path | Image
+
+
+@dataclass(frozen=True, repr=False)
+class Variant:
+    """One variant of a model: its artifact, and the session (data, device, store) that it belongs to."""
+
+    session: Session
+    step: Step
+
+    @property
+    def name(self) -> str:
+        """Its name in tables."""
+        return self.artifact.name
+
+    @property
+    def artifact(self) -> Artifact:
+        """Its files and card."""
+        return self.step.artifact
+
+    def predictor(self) -> Predictor:
+        """Opened by the serving runtime on the session's device: encoded images to labels.
+
+        Raises:
+            EngineError: it cannot run on this device.
+        """
+        with silenced():
+            return _predictor(self.artifact.folder, str(self.session.context.device))
+
+    @overload
+    def predict(self, images: Picture, k: int = 5) -> list[Label]: ...  # type: ignore[overload-overlap]  # a str is a sequence
+
+    @overload
+    def predict(self, images: Sequence[Picture], k: int = 5) -> list[list[Label]]: ...
+
+    def predict(self, images: Picture | Sequence[Picture], k: int = 5) -> list[Label] | list[list[Label]]:
+        """Classify one image or several, by the code that serves.
+
+        Args:
+            images: encoded bytes, a file, an opened PIL image, or a list of such.
+            k: how many classes to answer, best first.
+
+        Returns:
+            The classes of one image, or a list of those of each.
+
+        Raises:
+            UserError: a file cannot be read, or something is no image; it is named.
+            EngineError: the variant cannot run on the session's device.
+        """
+        single = isinstance(images, Picture)
+        pictures = [images] if isinstance(images, Picture) else list(images)
+        outcomes = _opened(self).predict([_encoded(picture) for picture in pictures], k)
+        answers = []
+        for number, (picture, outcome) in enumerate(zip(pictures, outcomes, strict=True)):
+            if not isinstance(outcome, list):
+                which = str(picture) if isinstance(picture, str | Path) else f"image {number}"
+                raise UserError(f"{which}: {outcome.message}")
+            answers.append(outcome)
+        return answers[0] if single else answers
+
+    def __repr__(self) -> str:
+        return f"<Variant {'; '.join(f'{name} {value}' for name, value in self._facts().items())}>"
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in self._facts().items()
+        )
+        return f"<table>{cells}</table>"
+
+    def _facts(self) -> dict[str, str]:
+        card, data = self.artifact.card, self.session.context.data
+        return {
+            "name": self.name,
+            "model": card.model,
+            "data": data.name,
+            "precision": card.precision,
+            "size": size(self.artifact.path.stat().st_size),
+        }
+
+
+def _opened(variant: Variant) -> Predictor:
+    return _open(variant.artifact.folder, str(variant.session.context.device))
+
+
+@functools.lru_cache(maxsize=4)
+def _open(folder: Path, device: str) -> Predictor:
+    with silenced():
+        return _predictor(folder, device)
+
+
+def _predictor(folder: Path, device: str) -> Predictor:
+    return Predictor(folder, preferred(read_card(folder), device))
+
+
+def _encoded(picture: Picture) -> bytes:
+    """An image as the endpoint would get it."""
+    if isinstance(picture, bytes):
+        return picture
+    if isinstance(picture, str | Path):
+        try:
+            return Path(picture).read_bytes()
+        except OSError as error:
+            raise UserError(f"{picture}: cannot be read ({error.strerror})") from None
+    stream = io.BytesIO()
+    # PNG keeps every pixel; of the modes that it has no place for, RGB is what they would be decoded to.
+    picture = picture if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else picture.convert("RGB")
+    picture.save(stream, "PNG", compress_level=1)
+    return stream.getvalue()
