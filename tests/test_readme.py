@@ -101,6 +101,9 @@ def test_every_link_leads_to_a_file_that_is_tracked() -> None:
         subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     )
     folders = {str(parent) for path in tracked for parent in Path(path).parents}
-    for name, document in DOCUMENTS.items():
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", document):
-            assert target.rstrip("/") in tracked | folders, f"{name}: {target}"
+    targets = [
+        (name, target) for name, text in DOCUMENTS.items() for target in re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    ]
+    assert "README.md" in dict(targets)
+    for name, target in targets:
+        assert target.rstrip("/") in tracked | folders, f"{name}: {target}"

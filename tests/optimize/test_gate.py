@@ -104,7 +104,7 @@ def test_kernels_that_saturate_are_noticed(tmp_path: Path, monkeypatch) -> None:
     from .test_int8_kernels import depthwise
 
     def saturating() -> None:
-        torch.backends.quantized.engine = "x86"
+        monkeypatch.setattr(torch.backends.quantized, "engine", "x86")
 
     module, context = depthwise(128, 1), noise_context(train=noise(64, 1, 200, 256))
     for parameter in module.get_submodule("2").parameters():  # all products of one sign, each near the largest

@@ -108,13 +108,15 @@ def test_a_wide_depthwise_network_is_served_as_it_was_calibrated(
 
 
 @NEEDS_X86
-def test_a_file_that_was_written_under_another_engine_is_packed_for_the_one_selected(tmp_path: Path) -> None:
+def test_a_file_that_was_written_under_another_engine_is_packed_for_the_one_selected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = noise_context()
     parent = parent_of(depthwise(128, 1), context, tmp_path / "parent")
     PTQ.apply(parent, Ptq(observer="minmax"), context, tmp_path)
     batch = context.example(16)
     served, _ = packed_and_reference(tmp_path, batch)
-    torch.backends.quantized.engine = "x86"
+    monkeypatch.setattr(torch.backends.quantized, "engine", "x86")
     other = torch.jit.load(str(tmp_path / "model.pt"))
     torch.jit.save(other, str(tmp_path / "other.pt"))
     use_int8_kernels()

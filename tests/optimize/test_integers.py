@@ -84,11 +84,13 @@ def test_a_card_states_which_integers_it_was_built_for(made) -> None:
     assert "activations 0 to 127 (x86)" in narrow.card.notes[0]
 
 
-def test_dynamic_layers_take_seven_bits_wherever_they_run() -> None:
+def test_dynamic_layers_take_seven_bits_wherever_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer of one weight of 1 gives is what its input was rounded to."""
     layer = torch.ao.nn.quantized.dynamic.Linear(1, 1, bias_=False)
-    for engine in {"x86", "onednn"} & set(torch.backends.quantized.supported_engines):
-        torch.backends.quantized.engine = engine
+    engines_here = {"x86", "onednn"} & set(torch.backends.quantized.supported_engines)
+    assert engines_here
+    for engine in engines_here:
+        monkeypatch.setattr(torch.backends.quantized, "engine", engine)
         layer.set_weight_bias(torch.quantize_per_tensor(torch.ones(1, 1), 1.0, 0, torch.qint8), None)
         assert layer(torch.linspace(0, 1, 10_001)[:, None]).unique().numel() == 128
 

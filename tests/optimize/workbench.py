@@ -108,14 +108,18 @@ def run(artifact: Artifact, batch: torch.Tensor) -> torch.Tensor:
 
 def quantizers(folder: Path) -> list[tuple[float, int, int, int]]:
     """``(scale, zero point, low, high)`` of each activation quantizer of a ptq or qat artifact, in graph order."""
-    return [cast("tuple[float, int, int, int]", node.args[1:5]) for node in _nodes(folder, "quantize_per_tensor")]
+    found = [cast("tuple[float, int, int, int]", node.args[1:5]) for node in _nodes(folder, "quantize_per_tensor")]
+    assert found  # or whatever is said of all of them would hold
+    return found
 
 
 def packed_weights(folder: Path) -> list[torch.Tensor]:
     """The int8 weights of a ptq or qat artifact's reference program, in graph order."""
     program = load_program(folder / REFERENCE_FILE)
     tensors = {**program.state_dict, **program.constants}
-    return [tensor for name, tensor in tensors.items() if "weight_int8" in name]
+    found = [tensor for name, tensor in tensors.items() if "weight_int8" in name]
+    assert found
+    return found
 
 
 def packed_in_torchscript(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -127,6 +131,7 @@ def packed_in_torchscript(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]
             constant = list(node.inputs())[1].node()
             weight, _ = _unpack(constant)
             found.append((weight.int_repr(), weight.q_per_channel_scales().float()))
+    assert found
     return found
 
 

@@ -206,12 +206,12 @@ def test_it_scales_on_the_time_that_requests_wait(kubernetes: Path, manifests: d
 
 
 def test_no_file_of_an_export_holds_a_secret_or_this_machines_paths(kubernetes: Path, store: Path) -> None:
-    for path in kubernetes.rglob("*"):
-        if path.is_file() and path.suffix in (".yaml", ""):
-            content = path.read_text()
-            assert "PRIVATE KEY" not in content
-            assert str(store) not in content
-            assert str(kubernetes) not in content
+    written = [path for path in kubernetes.rglob("*") if path.is_file()]
+    assert {"manifests.yaml", "Dockerfile"} <= {path.name for path in written}
+    for path in written:
+        content = path.read_bytes()
+        for secret in ("PRIVATE KEY", str(store), str(kubernetes)):
+            assert secret.encode() not in content, path
 
 
 class Kserve:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from serve.torchserve.archive import build_archive, serving_of
 from serve.tune.search import Goal
 from serve.tune.servers import ServerKind
 from serve.tune.space import Stage
+from serve.tune.space import told as told_in_words
 from serve.tune.tuning import Settings, tune
 from tests.serve import artifacts
 
@@ -59,7 +61,8 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(tmp_pa
     assert told["chosen"]["serving"]["batch_size"] == max(held, key=lambda size: held[size])
     assert all(point["bad"] == 0 and point["memory_bytes"] > 0 for trial in told["trials"] for point in trial["points"])
     assert len(told["curves"]["chosen"]) == 7
-    assert said[0].startswith("o") or "left" in said[0]
+    assert said[0].startswith(f"{told_in_words(usual)}: ")
+    assert re.search(r"; at most \d+ s left$", said[0])
     load_card(artifact)  # it is whole as before
 
 
