@@ -1,13 +1,54 @@
-"""What all tests share: hypothesis judges what it finds, and not how busy the machine is; Ctrl-C reaches programs."""
+"""What all tests share: hypothesis judges what it finds, and not how busy the machine is; Ctrl-C reaches programs.
+
+And in which order several processes take the files: the longest first, so that none is left with one at the end.
+"""
 
 from __future__ import annotations
 
 import signal
+from collections import Counter
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadFileScheduling
 
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 # A shell's `… &` has its jobs ignore Ctrl-C, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+#: Files that one process runs, because they share a server, which each process would start for itself.
+TOGETHER = frozenset({"tests/serve/test_endpoint.py", "tests/serve/test_server.py"})
+
+
+def unit_of(nodeid: str) -> str:
+    """What is run by one process: the file of a test, or several that share a server."""
+    file = nodeid.split("::", 1)[0]
+    return min(TOGETHER) if file in TOGETHER else file
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, those with the most slow tests come first."""
+    if hasattr(config, "workerinput"):
+        slow = Counter(unit_of(item.nodeid) for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: (-slow[unit_of(item.nodeid)], unit_of(item.nodeid)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """As ``--dist loadfile``, with the units above in the order above."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Longest(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    config.option.loadscopereorder = False  # it would order by the number of tests, however long they take
+    return Longest(config, log)

@@ -16,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.optimize.runs_fixtures import UNCOMPILED
 from tests.serve import artifacts
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +37,7 @@ def install(folder: Path, module: str, group: str, code: str) -> dict[str, str]:
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n", encoding="utf-8")
     (info / "entry_points.txt").write_text(f"[{group}]\n{module} = {module}\n", encoding="utf-8")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    return {**os.environ, **UNCOMPILED, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
 
 def run(environment: dict[str, str], *words: object, code: int = 0, cwd: Path = ROOT) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from optimize.measure.latency import Call
 from optimize.models.neighbours import is_installed
 from optimize.store.sources import PROJECT
 from serve.runtime.card import Preprocessing
+from serve.runtime.errors import EngineError
 from serve.runtime.predictor import infer
 
 
@@ -37,6 +38,10 @@ REFERENCES = {
     "eager channels-last": Reference(torch.channels_last, compiled=False),
     "torch.compile": Reference(torch.contiguous_format, compiled=True),
 }
+
+
+#: Variables that make `torch.compile` return the module as it is (torch 2.14), without a word.
+_SWITCHES: Final = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 
 def references_on(devices: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -58,6 +63,8 @@ class ModuleEngine:
         self._memory_format = reference.memory_format
         self._module: Call = module.to(device).to(memory_format=reference.memory_format)
         if reference.compiled:
+            if switch := next((name for name in _SWITCHES if os.environ.get(name) == "1"), None):
+                raise EngineError(f"torch.compile is switched off by {switch}=1")
             from torch._inductor import config
 
             # As torch's documentation has it for inference: weights become constants of the compiled code, and each

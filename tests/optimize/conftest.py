@@ -17,6 +17,7 @@ from optimize.store.artifact import Artifact
 from optimize.store.objects import Store
 from optimize.training.loop import TrainingConfig
 
+from .runs_fixtures import references, shared_folder
 from .workbench import CPU, GREY16, TINY_NET
 
 SHORT = TrainingConfig(epochs=3, batch_size=32, learning_rate=0.1, augment=False)
@@ -27,6 +28,13 @@ def lock_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """No test reads its times: it need not wait for whoever measures on this machine, nor make them wait."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "LOCK_FILE", tmp_path_factory.getbasetemp() / "measuring.lock")
+        yield
+
+
+@pytest.fixture(scope="module")
+def uncompiled() -> Iterator[None]:
+    """Leave out the reference that takes its time to compile."""
+    with references(compiled=False):
         yield
 
 
@@ -42,7 +50,9 @@ def digits_context(digits) -> Context:
 
 @pytest.fixture(scope="session")
 def session(tmp_path_factory, digits_context) -> Session:
-    return Session(Store(tmp_path_factory.mktemp("store")), resolve_model(f"{TINY_NET}:tiny"), digits_context)
+    """On a store that all processes of this session of pytest share: what one has made, none makes again."""
+    store = Store(shared_folder(tmp_path_factory) / "session-store")
+    return Session(store, resolve_model(f"{TINY_NET}:tiny"), digits_context)
 
 
 @pytest.fixture(scope="session")

@@ -1,26 +1,34 @@
-"""One run of the whole pipeline on the smallest user's model, made once a session, and copies of it to change."""
+"""One run of the whole pipeline on the smallest user's model, made once, and copies of it to change."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 
+from optimize.measure.references import REFERENCES
 from optimize.measure.rows import Measured, ModelFile, Report, Row
 from optimize.run.job import Job
 from optimize.run.pipeline import Outcome, run
 
 ROOT = Path(__file__).parents[2]
+COMPILED = REFERENCES["torch.compile"]
+#: Environment of commands whose measurement leaves `torch.compile` out.
+UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
 TINY = f"{ROOT / 'examples' / 'tiny_cnn.py'}:tiny"
 
 RECIPE: dict[str, Any] = {
@@ -78,12 +86,30 @@ def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml"
     return path
 
 
-def run_recipe(store: Path, recipe: dict[str, Any], **options: Any) -> tuple[Outcome, Heard]:
-    """Run in this process, under the name ``tiny`` unless another is given."""
+@contextlib.contextmanager
+def references(*, compiled: bool) -> Iterator[None]:
+    """Measure beside the eager references that of `torch.compile` too, or leave it out: it takes 10 s to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(REFERENCES, "torch.compile", raising=False)
+        if compiled:
+            patch.setitem(REFERENCES, "torch.compile", COMPILED)
+        yield
+
+
+def run_recipe(
+    store: Path, recipe: dict[str, Any], *, compiled: bool | None = None, **options: Any
+) -> tuple[Outcome, Heard]:
+    """Run in this process, under the name ``tiny`` unless another is given.
+
+    ``compiled`` as in `references`; by default where all is measured as in the run that all tests share, which has
+    every reference, so that it is found in the store.
+    """
     options.setdefault("run", "tiny")
     options.setdefault("model", TINY)
     heard = Heard()
-    with tempfile.TemporaryDirectory() as folder:
+    if compiled is None:
+        compiled = recipe["measure"] == RECIPE["measure"]
+    with tempfile.TemporaryDirectory() as folder, references(compiled=compiled):
         job = Job(recipe=write_recipe(Path(folder), recipe), store=store, device="cpu", **options)
         return run(job, heard), heard
 
@@ -92,15 +118,15 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "optimize", *map(str, words)]
 
 
-def start_run(store: Path, recipe: Path, *words: object) -> subprocess.Popen[str]:
-    """Run in another process, as a user does."""
+def start_run(store: Path, recipe: Path, *words: object, compiled: bool = False) -> subprocess.Popen[str]:
+    """Run in another process, as a user does; ``compiled`` as in `references`."""
     return subprocess.Popen(
         command("run", TINY, "--name", "tiny", "--recipe", recipe, "--store", store, "--device", "cpu", *words),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, **({} if compiled else UNCOMPILED), "COLUMNS": "200"},
     )
 
 
@@ -129,20 +155,30 @@ class TinyRun:
         return found
 
 
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session of pytest, the same for all of its processes."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @functools.cache
 def made_run(folder: Path) -> TinyRun:
-    store = folder / "tiny-run" / "model_store"
-    outcome, heard = run_recipe(store, RECIPE)
-    assert outcome.failed == ()
-    report = Report.from_json(json.loads((outcome.folder / "report.json").read_text()))
-    assert report == outcome.report
-    return TinyRun(store, outcome.folder, report, heard)
+    store, told = folder / "tiny-run" / "model_store", folder / "tiny-run.pickle"
+    with FileLock(folder / "tiny-run.lock"):
+        if not told.exists():
+            outcome, heard = run_recipe(store, RECIPE)
+            assert outcome.failed == ()
+            report = Report.from_json(json.loads((outcome.folder / "report.json").read_text()))
+            assert report == outcome.report
+            told.write_bytes(pickle.dumps(TinyRun(store, outcome.folder, report, heard)))
+    made: TinyRun = pickle.loads(told.read_bytes())
+    return made
 
 
 @pytest.fixture
 def tiny_run(tmp_path_factory) -> TinyRun:
-    """Made once a session, whichever module asks first; to be looked at, not changed."""
-    return made_run(tmp_path_factory.getbasetemp())
+    """Made once, whichever process and module asks first; to be looked at, not changed."""
+    return made_run(shared_folder(tmp_path_factory))
 
 
 @pytest.fixture

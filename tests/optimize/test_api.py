@@ -20,6 +20,8 @@ from serve.runtime.card import load_card
 from serve.runtime.errors import UserError
 from serve.torchserve.archive import check_archive
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 MODEL = str(Path(__file__).parents[2] / "examples" / "tiny_cnn.py") + ":tiny"
 
 

@@ -21,7 +21,7 @@ from optimize.measure import processes
 from optimize.measure.accuracy import answer
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable
 from optimize.measure.machine import measured_devices
-from optimize.measure.references import REFERENCES, references_on
+from optimize.measure.references import references_on
 from optimize.measure.timing import Timing
 from optimize.measure.worker import Child
 from optimize.models.checkpoint import Checkpoint
@@ -55,12 +55,6 @@ def weights(trained: Artifact) -> Checkpoint:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the reference that takes a minute to compile."""
-    monkeypatch.delitem(REFERENCES, "torch.compile")
 
 
 def users_model(folder: Path, mean: float, std: float) -> str:

@@ -21,6 +21,7 @@ from .runs_fixtures import (
     RECIPE,
     ROOT,
     TINY,
+    UNCOMPILED,
     TinyRun,
     command,
     copied_store,
@@ -298,7 +299,7 @@ def test_json_is_all_of_standard_output_and_nothing_of_torch_reaches_the_termina
 ) -> None:
     """A model that prints must not spoil it, and everything but the speed is in the cache."""
     recipe = write_recipe(tmp_path, {**RECIPE, "measure": {"rounds": 1, "batch_sizes": [1], "seconds": 0.001}})
-    process = start_run(copied_store, recipe, "--json")
+    process = start_run(copied_store, recipe, "--json", compiled=True)  # as all that is in the cache was measured
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     report = json.loads(out)
@@ -319,7 +320,9 @@ def test_a_model_that_prints_does_not_spoil_the_json_and_a_failed_stage_has_exit
     )
     recipe = write_recipe(tmp_path, with_stages({"pass": "fuse", "config": {"tolerance": 1e-30}}))
     words = ("run", f"{tmp_path / 'loud.py'}:tiny", "--recipe", recipe, "--store", tmp_path / "store", "--json")
-    result = subprocess.run(command(*words), capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+    result = subprocess.run(
+        command(*words), capture_output=True, text=True, cwd=ROOT, check=False, timeout=120, env=os.environ | UNCOMPILED
+    )
     assert result.returncode == 1
     assert json.loads(result.stdout)["rows"][1]["skip"]["reason"].startswith("fuse: logits differ")
     assert result.stderr.splitlines()[-1] == "error: failed: fuse; the reasons stand in the report"

@@ -17,10 +17,10 @@ from optimize.measure.statistics import paired_difference
 from serve.runtime.errors import UserError
 from serve.runtime.predictor import Predictor
 
-from .runs_fixtures import RECIPE, TinyRun, made_run, run_recipe, tiny_run, with_stages
+from .runs_fixtures import RECIPE, TinyRun, made_run, run_recipe, shared_folder, tiny_run, with_stages
 
 __all__ = ["tiny_run"]  # fixture
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
 
 QUICK = opt.Timing(rounds=2, batch_sizes=(1, 4), seconds=0.01)
 
@@ -35,7 +35,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``tiny``, and ``other``: the same network, trained for less, judged by the same images."""
     baseline = {**RECIPE["baseline"], "epochs": 1}
     store = tmp_path_factory.mktemp("two-runs") / "model_store"
-    shutil.copytree(made_run(tmp_path_factory.getbasetemp()).store, store)
+    shutil.copytree(made_run(shared_folder(tmp_path_factory)).store, store)
     run_recipe(store, with_stages({"pass": "fuse"}, baseline=baseline), run="other")
     return store
 

@@ -22,6 +22,7 @@ from optimize.listener import Silent
 from optimize.run.job import Job, Opened, open_job
 from serve.runtime.errors import UserError
 
+from .runs_fixtures import UNCOMPILED
 from .workbench import TINY_NET
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +202,7 @@ def foreign(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stripes-data\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[optimize.data_formats]\nstripes = stripes_data\n")
     path = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "400"}
+    return {**os.environ, **UNCOMPILED, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "400"}
 
 
 @pytest.mark.slow

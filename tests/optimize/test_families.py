@@ -29,11 +29,23 @@ from serve.runtime.images import normalise
 
 from .workbench import CPU
 
+#: torchvision's own blocks in fewer and narrower stages.
+CONVNEXT = """
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+PREPROCESSING = {"resize": 64, "crop": [64, 64]}
+
+def small_convnext(num_classes):
+    stages = [CNBlockConfig(48, 96, 2), CNBlockConfig(96, 192, 2), CNBlockConfig(192, None, 2)]
+    return ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=num_classes)
+"""
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "convnext_tiny"])
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "small_convnext"])
 def test_a_family_keeps_its_answers_through_fuse_ptq_and_int8_onnx(name: str, digits, tmp_path: Path) -> None:
-    source = resolve_model(name)
+    (tmp_path / "convnext.py").write_text(CONVNEXT)
+    source = resolve_model(f"{tmp_path / 'convnext.py'}:{name}" if name == "small_convnext" else name)
     preprocessing = choose_preprocessing(source, digits).preprocessing
     context = Context(digits, preprocessing, CPU)
     pixels = decoded(subset(digits.val, 24), preprocessing)

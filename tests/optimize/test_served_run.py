@@ -32,17 +32,18 @@ pytestmark = pytest.mark.slow
 KINDS = ("fuse", "half-bf16", "dynamic", "ptq", "onnx", "onnx-half", "onnx-int8")
 
 
-def test_served_answers_equal_those_of_the_artifacts_in_process(tiny_run: TinyRun) -> None:
+def test_served_answers_equal_those_of_the_artifacts_in_process(tiny_run: TinyRun, copied_store: Path) -> None:
     kinds = [name for name in KINDS if tiny_run.row(name).measured]
     assert set(kinds) >= set(KINDS) - {"half-bf16"}
-    archives = {f"tiny-{name}": tiny_run.folder / "archives" / f"tiny-{name}.mar" for name in kinds}
+    folder = copied_store / "tiny"
+    archives = {f"tiny-{name}": folder / "archives" / f"tiny-{name}.mar" for name in kinds}
     images = [source for source in open_data("digits").val.sources[:3] if isinstance(source, bytes)]
-    images += [jpeg(1), (tiny_run.folder / "sample.png").read_bytes()]
-    running = server.start(tiny_run.store, archives, ports=free_ports(), deadline_s=300)
+    images += [jpeg(1), (folder / "sample.png").read_bytes()]
+    running = server.start(copied_store, archives, ports=free_ports(), deadline_s=300)
     try:
-        with running.client(tiny_run.store) as client:
+        with running.client(copied_store) as client:
             for name in kinds:
-                serving = read_serving(tiny_run.folder / "artifacts" / name)
+                serving = read_serving(folder / "artifacts" / name)
                 assert serving is not None
                 described = client.describe(f"tiny-{name}")
                 assert described["execution"] == execution_id(serving.executions[0])
@@ -52,7 +53,7 @@ def test_served_answers_equal_those_of_the_artifacts_in_process(tiny_run: TinyRu
                 assert measured[0] is not None
                 assert described["accuracy"]["top1"] == measured[0].accuracy.top1
                 assert described["accuracy"]["images"] == measured[0].accuracy.images
-                predictor = Predictor(tiny_run.folder / "artifacts" / name, serving.executions[0])
+                predictor = Predictor(folder / "artifacts" / name, serving.executions[0])
                 for image in images:
                     # One at a time, as it is sent: dynamic quantization takes its scale from the batch.
                     (labels,) = predictor.predict([image], k=10)
@@ -62,7 +63,7 @@ def test_served_answers_equal_those_of_the_artifacts_in_process(tiny_run: TinyRu
                     served = {entry["index"]: entry["probability"] for entry in answer}
                     assert served == pytest.approx({label.index: label.probability for label in labels}, abs=1e-4)
     finally:
-        server.stop(tiny_run.store)
+        server.stop(copied_store)
 
 
 def test_a_run_that_is_made_again_while_it_is_served_touches_nothing_that_is_served(copied_store: Path) -> None:

@@ -20,7 +20,7 @@ from optimize.listener import Silent
 from optimize.measure import pool, processes
 from optimize.measure.pool import Pool
 from optimize.measure.processes import Worker, environment, template, worker
-from optimize.measure.references import pickled
+from optimize.measure.references import open_reference, pickled
 from optimize.measure.timing import Timing
 from serve.runtime.card import Preprocessing, load_card
 from serve.runtime.engines.base import executions_for
@@ -217,6 +217,18 @@ def test_a_compiled_reference_answers_as_the_eager_one(child: Worker) -> None:
     with torch.no_grad():
         wanted = module(((images / 255) - 0.5) / 0.25)
     torch.testing.assert_close(child.logits(images), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("switch", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_compiler_that_is_switched_off_gives_no_time_of_a_compiled_module(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = environment()
+    monkeypatch.setenv(switch, "1")
+    assert environment() == before | {switch: "1"}  # and so in the keys of what is measured
+    with pytest.raises(EngineError, match=f"torch.compile is switched off by {switch}=1"):
+        open_reference("torch.compile", Net(), GREY8, "cpu")
+    open_reference("eager", Net(), GREY8, "cpu")
 
 
 # --- ends
