@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from optimize.measure.timing import Timing
     from optimize.models.preprocessing import PreprocessingConfig
     from optimize.passes.dynamic import Dynamic
+    from optimize.passes.equalize import Equalize
     from optimize.passes.fuse import Fuse
     from optimize.passes.half import Half
     from optimize.passes.onnx import Onnx
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from optimize.passes.onnx_int8 import OnnxInt8
     from optimize.passes.ptq import Ptq
     from optimize.passes.qat import Qat
+    from optimize.passes.reestimate import Reestimate
     from optimize.report.comparison import Comparison
     from optimize.training.loop import TrainingConfig as Training
     from optimize.variant import Variant
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Comparison",
     "Dynamic",
+    "Equalize",
     "Fuse",
     "Half",
     "NotApplicableError",
@@ -48,6 +51,7 @@ __all__ = [
     "PreprocessingConfig",
     "Ptq",
     "Qat",
+    "Reestimate",
     "ServingOptions",
     "Timing",
     "Training",
@@ -72,6 +76,8 @@ _HOMES = {
     "Timing": "optimize.measure.timing",
     "Dynamic": "optimize.passes.dynamic",
     "PreprocessingConfig": "optimize.models.preprocessing",
+    "Equalize": "optimize.passes.equalize",
+    "Reestimate": "optimize.passes.reestimate",
     "Fuse": "optimize.passes.fuse",
     "Half": "optimize.passes.half",
     "Onnx": "optimize.passes.onnx",

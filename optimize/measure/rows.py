@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
 from optimize.measure.timing import Timing
+from optimize.store.effects import Effect
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
@@ -218,6 +219,7 @@ class Row(Record):
     ``operation`` is the pass (``baseline`` for the first), ``made`` when the artifact was made, ``seconds`` how
     long that took, ``cached`` whether it was at an earlier run. ``pairs`` has an entry for each execution that the
     artifact was to be measured with; ``skip`` says why it was not made, or with none of them measured.
+    ``effects`` are figures of single layers, before the pass and after it.
     """
 
     name: str
@@ -232,6 +234,7 @@ class Row(Record):
     pairs: tuple[Pair, ...] = ()
     skip: Skip | None = None
     notes: tuple[str, ...] = ()
+    effects: tuple[Effect, ...] = ()
 
     @model_validator(mode="after")
     def _measured_or_skipped(self) -> Self:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import Field
+from torch import fx
 
 from optimize.context import Context
 from optimize.passes.base import Pass, register
@@ -14,32 +16,49 @@ from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import Choices, check_choices, overrides_note, resolve
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, check_quantized
-from optimize.quantization.targets import Observer, target_named
+from optimize.quantization.ranges import MEANING, Observer
+from optimize.quantization.recovery import Recovery, choose_weights, recover
+from optimize.quantization.targets import target_named
+from optimize.quantization.trying import best_observer
 from optimize.store.artifact import Artifact, Product
+from optimize.store.effects import write_effects
 
 
-class Ptq(Choices):
+class Ptq(Choices, Recovery):
     """Settings of ``ptq``."""
 
-    observer: Observer = Field(
+    observer: Observer | Literal["auto"] = Field(
         default="histogram",
-        description="how activation ranges are found: histogram (least squared error), minmax (all that was seen), "
-        "moving_average (the mean over batches of each batch's extremes, all batches of 32 weighing the same)",
+        description=f"how activation ranges are found: {MEANING}; auto: the one of them with which the logits are "
+        "nearest to the float network's, tried on three of four of the calibration images and judged on the others",
     )
     images: int = Field(
         default=256, ge=1, description="training images that the ranges are calibrated on, stratified by class"
     )
+    seed: int | None = Field(default=None, ge=0, description="which images those are; by default the run's seed")
 
 
 def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
     target = target_named(config.target)
     example = context.example()
     traced, chosen = trace_calls(parent.module()), resolve(next(parent.line()).module, config)
-    mapping = choose(traced, target.post_training(config.observer), chosen, target.observing)
-    prepared = prepare(traced, mapping, example, target)
-    overridden = overrides_note(prepared, chosen)
+    seed = context.seed if config.seed is None else config.seed
+    shown = dataclasses.replace(context, seed=seed).calibration(config.images)
+
+    def observed(observer: Observer) -> fx.GraphModule:
+        mapping = choose(traced, target.post_training(observer), chosen, target.observing)
+        model = prepare(traced, mapping, example, target)
+        choose_weights(model, config)
+        return model
+
+    observer, tried = config.observer, ""
+    if observer == "auto":
+        observer, tried = best_observer(observed, parent.module(), context, shown)
+    prepared = observed(observer)
+    overridden = (tried, *overrides_note(prepared, chosen)) if tried else overrides_note(prepared, chosen)
     prepared.to(context.device)
-    calibrate(prepared, context, config.images)
+    calibrate(prepared, context, shown)
+    write_effects(recover(prepared, context, shown, config), folder)
     product = write_quantized(prepared.cpu(), example, target, folder)
     images = context.example(IMAGES)
     with torch.no_grad():

@@ -23,7 +23,8 @@ from optimize.quantization.choices import Choices, check_choices, overrides_note
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, check_quantized
 from optimize.quantization.observers import activations, observe
-from optimize.quantization.targets import Observer, target_named
+from optimize.quantization.ranges import Observer
+from optimize.quantization.targets import target_named
 from optimize.store.artifact import Artifact, Product
 from optimize.training.loop import TrainingConfig, train
 
@@ -53,9 +54,8 @@ class Qat(TrainingConfig, Choices):
         description="training images that the ranges start from, before the first step, as the float network has them",
     )
     observer: Observer = Field(
-        default="moving_average",
-        description="how the ranges that training starts from are found, as in ptq: moving_average (the mean over "
-        "batches of 32 of each batch's extremes), minmax, histogram",
+        default="moving-average",
+        description="how the ranges that training starts from are found, as in ptq",
     )
     range_horizon: int = Field(
         default=100,

@@ -45,15 +45,18 @@ def bound_relus(module: fx.GraphModule, mapping: QConfigMapping, but_not: Collec
     bounds: dict[str, float] = {}
     for node in list(module.graph.nodes):
         most = _bound(module, node)
-        layer = _layer_before(module, node) if most is not None else None
+        given = _input(node)
+        layer = _layer_before(module, given) if most is not None and given is not None else None
         if most is None or layer is None or layer in but_not or not _quantized(module, layer, mapping):
             continue
         name = f"{layer.replace('.', '_')}_relu"
         module.add_submodule(name, nn.ReLU().train(module.training))
         with module.graph.inserting_before(node):
-            relu = module.graph.call_module(name, (node.args[0],))
+            relu = module.graph.call_module(name, (given,))
         node.replace_all_uses_with(relu)
         module.graph.erase_node(node)
+        for unused in [before for before in module.graph.nodes if before.target is torch.relu and not before.users]:
+            module.graph.erase_node(unused)
         bounds[layer] = most
     module.recompile()
     return bounds
@@ -85,26 +88,39 @@ def bind(prepared: fx.GraphModule, bounds: Mapping[str, float]) -> frozenset[str
 
 
 def _bound(module: fx.GraphModule, node: fx.Node) -> float | None:
-    """The bound of a ReLU6, or of a Hardtanh from 0; None for other nodes."""
+    """The bound of a ReLU6, or of a Hardtanh from 0, or the largest of a ReLU's channels; None for other nodes."""
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
         if type(layer) in (nn.ReLU6, nn.Hardtanh) and isinstance(layer, nn.Hardtanh) and layer.min_val == 0:
             return float(layer.max_val)
     if node.op == "call_function" and node.target is functional.relu6:
         return 6.0
+    if node.op == "call_function" and node.target is torch.minimum:  # as `equalize` writes it
+        relu, bounds = node.args
+        if _is_relu(relu) and isinstance(bounds, fx.Node) and bounds.op == "get_attr":
+            return float(getattr(module, str(bounds.target)).max())
     return None
 
 
-def _layer_before(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """The layer whose output, normalised or not, this node alone takes."""
-    before = node.args[0]
-    while isinstance(before, fx.Node) and before.op == "call_module" and len(before.users) == 1:
+def _is_relu(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is torch.relu and len(node.users) == 1
+
+
+def _input(node: fx.Node) -> fx.Node | None:
+    """What a bounded ReLU is given."""
+    before = node.all_input_nodes[0] if node.all_input_nodes else None
+    return before.all_input_nodes[0] if node.target is torch.minimum and _is_relu(before) and before else before
+
+
+def _layer_before(module: fx.GraphModule, before: fx.Node) -> str | None:
+    """The layer whose output, normalised or not, this node is, for one user alone."""
+    while before.op == "call_module" and len(before.users) == 1:
         kind = type(module.get_submodule(str(before.target)))
         if kind in _LAYERS:
             return str(before.target)
         if kind not in _NORMS:
             return None
-        before = before.args[0]
+        before = before.all_input_nodes[0]
     return None
 
 

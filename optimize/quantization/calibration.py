@@ -6,8 +6,8 @@ with their constant of 0.01 it would still hold 93 % of the range after eight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -16,19 +16,27 @@ from torch.ao.quantization.observer import HistogramObserver, ObserverBase
 
 from optimize.context import Context
 from optimize.quantization.observers import MeanMinMaxObserver, activations, observe, watched
+from optimize.quantization.ranges import CountingObserver
 from serve.runtime.images import normalise
 
 
-def calibrate(prepared: nn.Module, context: Context, images: int) -> None:
-    """Show an observed model ``images`` training images, and settle the observers that take means.
+class Batches(Iterable[tuple[torch.Tensor, torch.Tensor]], Protocol):
+    """Batches of ``uint8 (N, C, H, W)`` pixels with their labels, as a loader's or a list's."""
+
+    def __len__(self) -> int:
+        """How many batches there are."""
+
+
+def calibrate(prepared: nn.Module, context: Context, batches: Batches) -> None:
+    """Show an observed model training images, and settle the observers that take means.
 
     Args:
         prepared: with observers, on ``context.device``, in eval mode.
-        context: data, preprocessing and device; its listener is told how far it is.
-        images: how many; fewer where there are not so many.
+        context: preprocessing and device; its listener is told how far it is.
+        batches: such as ``context.calibration(256)``.
     """
     means = [layer for layer in prepared.modules() if isinstance(layer, MeanMinMaxObserver)]
-    _show(prepared, context, images, means)
+    _show(prepared, context, batches, means)
 
 
 def start_ranges(
@@ -48,7 +56,8 @@ def start_ranges(
     observe(fakes, False)
     prepared.apply(disable_fake_quant)
     try:
-        _show(prepared, context, images, [twin for twin in seeing if isinstance(twin, MeanMinMaxObserver)])
+        batches = context.calibration(images)
+        _show(prepared, context, batches, [twin for twin in seeing if isinstance(twin, MeanMinMaxObserver)])
     finally:
         for handle in handles:
             handle.remove()
@@ -72,14 +81,15 @@ def _seen_by(twin: ObserverBase) -> Callable[[nn.Module, tuple[torch.Tensor, ...
 
 def _range(observer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The least and the largest value that an observer's integers stand for, or that it saw."""
+    if isinstance(observer, CountingObserver):
+        return observer.range()
     if not isinstance(observer, HistogramObserver):
         return observer.min_val, observer.max_val
     scale, zero_point = observer.calculate_qparams()
     return ((observer.quant_min - zero_point) * scale).squeeze(), ((observer.quant_max - zero_point) * scale).squeeze()
 
 
-def _show(prepared: nn.Module, context: Context, images: int, means: Sequence[MeanMinMaxObserver]) -> None:
-    batches = context.calibration(images)
+def _show(prepared: nn.Module, context: Context, batches: Batches, means: Sequence[MeanMinMaxObserver]) -> None:
     with torch.no_grad():
         for done, (batch, _) in enumerate(batches, start=1):
             prepared(normalise(batch, context.preprocessing, context.device, torch.float32))

@@ -14,7 +14,8 @@ from torch import fx, nn
 
 from optimize.quantization.gate import Gate
 from optimize.quantization.observers import watched
-from optimize.quantization.targets import Observer, TargetName, check_target
+from optimize.quantization.ranges import Observer
+from optimize.quantization.targets import TargetName, check_target
 from serve.runtime.errors import UserError, did_you_mean
 
 

@@ -25,7 +25,8 @@ from optimize.quantization.choices import Chosen
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.qdq import reference_program
-from optimize.quantization.targets import Observer, Target
+from optimize.quantization.ranges import Observer
+from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import save_program

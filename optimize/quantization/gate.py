@@ -59,10 +59,10 @@ def check_answers(expected: torch.Tensor, found: torch.Tensor, gate: Gate, parti
     """
     _require_finite(found, parties)
     same = int((expected.argmax(1) == found.argmax(1)).sum())
-    sqnr = _sqnr(expected, found)
-    spelled = "equal logits" if sqnr == math.inf else f"SQNR {sqnr:.1f} dB"
+    ratio = sqnr(expected, found)
+    spelled = "equal logits" if ratio == math.inf else f"SQNR {ratio:.1f} dB"
     note = f"{parties}: {spelled}, same top-1 on {same} of {len(found)} training images"
-    if sqnr < gate.min_sqnr or same < gate.min_agreement * len(found):
+    if ratio < gate.min_sqnr or same < gate.min_agreement * len(found):
         raise PassError(
             f"{note}; this is broken (min_sqnr is {gate.min_sqnr:g} dB, min_agreement {gate.min_agreement:g})"
         )
@@ -91,8 +91,8 @@ def check_quantized(folder: Path, file: str, images: torch.Tensor, expected: tor
         meant = load_program(folder / REFERENCE_FILE).module()(images)
     parties = "int8 against float arithmetic"
     _require_finite(found, parties)
-    lost, kept = _sqnr(expected, found), _sqnr(expected, meant)
-    if _sqnr(meant, found) < _KERNELS_AGREE and kept > lost + _KERNELS_LOSE:
+    lost, kept = sqnr(expected, found), sqnr(expected, meant)
+    if sqnr(meant, found) < _KERNELS_AGREE and kept > lost + _KERNELS_LOSE:
         raise PassError(
             f"torch's int8 kernels compute something else than these integers mean: SQNR {lost:.1f} dB where exact "
             f"arithmetic has {kept:.1f}"
@@ -105,7 +105,7 @@ def _require_finite(found: torch.Tensor, parties: str) -> None:
         raise PassError(f"{parties}: logits are not finite on training images")
 
 
-def _sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
+def sqnr(expected: torch.Tensor, found: torch.Tensor) -> float:
     """`sqnr_db` with infinities for equal tensors, and for noise without a signal."""
     if not expected.any():
         return -math.inf if found.any() else math.inf

@@ -15,8 +15,6 @@ from torch.ao.quantization.backend_config import BackendConfig
 from torch.ao.quantization.backend_config.x86 import get_x86_backend_config
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torch.ao.quantization.observer import (
-    HistogramObserver,
-    MinMaxObserver,
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
     ObserverBase,
@@ -24,20 +22,12 @@ from torch.ao.quantization.observer import (
 )
 from torch.ao.quantization.qconfig import default_reuse_input_qconfig
 
-from optimize.quantization.observers import MeanMinMaxObserver
+from optimize.quantization.ranges import OBSERVERS, Observer
 from serve.runtime.errors import UserError
 from serve.runtime.integers import ANY_X86, VNNI_X86, has_vnni, saturates
 
 _TRANSPOSED = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
-
-Observer = Literal["histogram", "minmax", "moving_average"]
-
-_OBSERVERS: dict[Observer, type[ObserverBase]] = {
-    "histogram": HistogramObserver,
-    "minmax": MinMaxObserver,
-    "moving_average": MeanMinMaxObserver,
-}
 
 
 @dataclass(frozen=True)
@@ -60,11 +50,11 @@ class Target:
         weight = PerChannelMinMaxObserver.with_args(
             dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-127, quant_max=127
         )
-        return QConfig(activation=_OBSERVERS[observer].with_args(**self._range), weight=weight)  # type: ignore[no-untyped-call]
+        return QConfig(activation=OBSERVERS[observer].with_args(**self._range), weight=weight)  # type: ignore[no-untyped-call]
 
     def observer(self, name: Observer) -> ObserverBase:
         """A new observer of activations."""
-        return _OBSERVERS[name](**self._range)
+        return OBSERVERS[name](**self._range)
 
     @property
     def _range(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def write_html(report: Report, path: Path, charts: Charts, columns: Sequence[Col
             yardsticks=yardsticks(report),
             rejected=_rejected(report),
             notes=notes(report),
+            effects=[(row.name, row.effects) for row in report.rows if row.effects],
             taken=moment(report.measurement.taken),
             created=moment(report.created),
             results=[column for column in columns if column.table == "results"],

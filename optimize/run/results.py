@@ -16,6 +16,7 @@ from optimize.run.halves import Right
 from optimize.run.session import Step
 from optimize.run.turns import Turns, fastest, turns
 from optimize.store.artifact import Artifact
+from optimize.store.effects import read_effects
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 from serve.runtime.execution import Execution
 
@@ -225,6 +226,7 @@ def _row(step: Step, every: _Every, refused: Skip | None) -> Row:
         pairs=pairs,
         skip=refused or (skips[0] if all(skips) else None),
         notes=artifact.card.notes,
+        effects=read_effects(artifact.folder),
     )
 
 

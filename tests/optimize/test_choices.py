@@ -132,7 +132,7 @@ def test_an_override_changes_the_range_of_its_layer_and_no_other(name, tmp_path:
         context = noise_context(train=noise_with_outliers())
         parent = parent_of(outliers(), context, folder / "parent")
         if name == "ptq":
-            product = PTQ.apply(parent, Ptq(observer="moving_average", overrides=overrides), context, folder)
+            product = PTQ.apply(parent, Ptq(observer="moving-average", overrides=overrides), context, folder)
         else:
             settings = {**SHORT_QAT, "learning_rate": 1e-9, "images": 128, "batch_size": 32}
             product = QAT.apply(parent, Qat(overrides=overrides, **settings), context, folder)
@@ -152,7 +152,7 @@ def noise_with_outliers() -> Split:
     return Split(tuple(png(image) for image in pixels), torch.arange(128) % 4)
 
 
-@pytest.mark.parametrize("observer", ["minmax", "histogram", "moving_average"])
+@pytest.mark.parametrize("observer", ["minmax", "histogram", "moving-average"])
 def test_qat_starts_from_the_ranges_that_were_asked_for(observer, session, trained) -> None:
     """Frozen from the start, and with weights that hardly move, they are those of ptq."""
     config = {**SHORT_QAT, "learning_rate": 1e-9, "freeze_norms_at": 0}

@@ -43,7 +43,7 @@ from .workbench import (
     with_running_statistics,
 )
 
-OBSERVERS = ("minmax", "moving_average", "histogram")
+OBSERVERS = ("minmax", "moving-average", "histogram")
 
 
 def small() -> nn.Sequential:
@@ -159,7 +159,7 @@ def mean_range(context: Context, images: int) -> tuple[float, float]:
 def test_moving_average_ranges_are_the_mean_of_each_batchs_extremes(tmp_path):
     pixels = [np.random.default_rng(n).integers(120 - n, 130 + n, (16, 16)) for n in range(120)]
     context = noise_context(train=Split(tuple(png(image) for image in pixels), torch.arange(120) % 4))
-    folder = ptq(small(), context, tmp_path, observer="moving_average", images=96)
+    folder = ptq(small(), context, tmp_path, observer="moving-average", images=96)
     assert len(seen_inputs(context, 96)) == 3
     scale, zero_point = affine(*mean_range(context, 96), x86_target().activation_max)
     assert quantizers(folder)[0][0] == pytest.approx(scale, rel=1e-4)
@@ -209,7 +209,7 @@ def test_validation_images_do_not_move_any_range(tmp_path):
 def test_the_same_seed_gives_the_same_integers_and_another_seed_other_images(tmp_path):
     train = noise(200, 1)
     runs = {
-        name: ptq(small(), noise_context(seed, train=train), tmp_path / name, images=8, observer="moving_average")
+        name: ptq(small(), noise_context(seed, train=train), tmp_path / name, images=8, observer="moving-average")
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
     }
     assert quantizers(runs["a"]) == quantizers(runs["b"])
@@ -367,7 +367,7 @@ def test_a_mean_range_that_branches_share_holds_them_all(name, tmp_path):
     torch.manual_seed(0)
     module, context = Joined().eval(), noise_context()
     if name == "ptq":
-        ptq(module, context, tmp_path, observer="moving_average", images=64)
+        ptq(module, context, tmp_path, observer="moving-average", images=64)
     else:
         qat(module, context, tmp_path, epochs=1, freeze_observers_at=0, learning_rate=1e-9, images=64)
     batches = seen_inputs(context, 64)

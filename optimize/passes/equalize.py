@@ -1,0 +1,85 @@
+"""``equalize``: neighbouring layers' channels scaled to like ranges, so that one scale a tensor fits all of them.
+
+It computes what its parent does; it helps what comes after it, ``ptq``. Norms must be folded first (``fuse``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from torch import fx, nn
+
+from optimize.context import Context
+from optimize.errors import NotApplicableError, PassError
+from optimize.export.program import write_program, write_weights
+from optimize.export.trace import trace
+from optimize.passes.base import Pass, register
+from optimize.quantization.equalization import Pair, bound_channels, equalize, pairs
+from optimize.store.artifact import Artifact, Product
+from optimize.store.effects import write_effects
+from serve.config import Config
+
+
+class Equalize(Config):
+    """Settings of ``equalize``."""
+
+    tolerance: float = Field(
+        default=1e-3,
+        gt=0,
+        description="largest allowed difference of any logit to the parent's, relative to the parent's largest logit",
+    )
+
+
+def _bounded(module: nn.Module) -> tuple[fx.GraphModule, list[Pair]]:
+    """The module traced, its pairs, and their ReLU6 with bounds of their own."""
+    traced = trace(module)
+    found = pairs(traced)
+    bound_channels(traced, found)
+    return traced.eval(), found
+
+
+def _rebuild(module: nn.Module, example: torch.Tensor) -> nn.Module:
+    return _bounded(module)[0]
+
+
+def _apply(parent: Artifact, config: Equalize, context: Context, folder: Path) -> Product:
+    example = context.example(16)
+    module, found = _bounded(parent.module())
+    if not found:
+        raise NotApplicableError("equalize finds no two layers with only a ReLU between them; fuse folds norms first")
+    effects = equalize(module, found)
+    with torch.no_grad():
+        expected, actual = parent.module()(example), module(example)
+    difference = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
+    if not difference <= config.tolerance:
+        raise PassError(
+            f"equalize: logits differ from the parent's by {difference:.2e} of the largest, "
+            f"more than the tolerance {config.tolerance:g}"
+        )
+    write_weights(module, folder)
+    write_effects(effects, folder)
+    file, file_format = write_program(module, example, folder)
+    before, after = (max(getattr(effect, side) for effect in effects) for side in ("before", "after"))
+    bounded = sum(pair.bound is not None for pair in found)
+    notes = [
+        f"{len(found)} pairs of layers equalized: the largest channel's weights reach {after:.1f} times as far as the "
+        f"median's in the worst layer, {before:.1f} before; logits changed by {difference:.1e} of the largest"
+    ]
+    if bounded:
+        notes.append(f"{bounded} ReLU6 have a bound for each channel; quantized, they have the largest of a layer's")
+    return Product(file, file_format, parent.card.precision, notes=tuple(notes))
+
+
+EQUALIZE = register(
+    Pass(
+        name="equalize",
+        summary="scale neighbouring layers' channels to like ranges, for int8 with one scale a tensor",
+        config=Equalize,
+        accepts=frozenset({"module"}),
+        yields="module",
+        apply=_apply,
+        rebuild=_rebuild,
+    )
+)

@@ -1,0 +1,101 @@
+"""``reestimate``: the statistics of batch norms measured anew, on training images, for the weights as they are.
+
+For weights that were changed after the norms saw them (averaged, rounded, pruned), and for a checkpoint whose images
+went through another preprocessing. Before ``fuse``, which folds the norms away.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from optimize.context import Context
+from optimize.errors import NotApplicableError
+from optimize.export.program import write_program, write_weights
+from optimize.passes.base import Pass, register
+from optimize.store.artifact import Artifact, Product
+from optimize.store.effects import Effect, write_effects
+from serve.config import Config
+from serve.runtime.images import normalise
+
+MEAN = "running mean of the norm (RMS over channels)"
+DEVIATION = "running deviation of the norm (mean over channels)"
+
+
+class Reestimate(Config):
+    """Settings of ``reestimate``."""
+
+    images: int = Field(default=1024, ge=2, description="training images that are looked at, stratified by class")
+
+
+def reestimate(module: nn.Module, context: Context, images: int) -> list[Effect]:
+    """Give each norm the mean over batches of their means and variances, in place; returns what changed.
+
+    Args:
+        module: in eval mode; only its norms are put into training mode, and back.
+        context: data, preprocessing, device.
+        images: how many to look at.
+    """
+    norms = {name: layer for name, layer in module.named_modules() if _counts(layer)}
+    before = {name: _figures(norm) for name, norm in norms.items()}
+    momenta = {name: norm.momentum for name, norm in norms.items()}
+    module.to(context.device)
+    for norm in norms.values():
+        norm.reset_running_stats()
+        norm.momentum = None  # torch's word for the mean over all batches
+        norm.train()
+    batches = context.calibration(images, batch_size=64)
+    with torch.no_grad():
+        for done, (batch, _) in enumerate(batches, start=1):
+            if len(batch) > 1:
+                module(normalise(batch, context.preprocessing, context.device, torch.float32))
+            context.listener.progressed(done / len(batches), "measuring norms")
+    for name, norm in norms.items():
+        norm.momentum = momenta[name]
+        norm.eval()
+    module.cpu()
+    return [
+        Effect(name, figure, was, now)
+        for name, norm in norms.items()
+        for figure, was, now in zip((MEAN, DEVIATION), before[name], _figures(norm), strict=True)
+    ]
+
+
+def _counts(layer: nn.Module) -> bool:
+    return isinstance(layer, _BatchNorm) and layer.running_mean is not None
+
+
+def _figures(norm: nn.Module) -> tuple[float, float]:
+    mean, variance = norm.running_mean, norm.running_var
+    return float(mean.square().mean().sqrt()), float(variance.sqrt().mean())  # type: ignore[operator]
+
+
+def _apply(parent: Artifact, config: Reestimate, context: Context, folder: Path) -> Product:
+    module = parent.module()
+    if not any(_counts(layer) for layer in module.modules()):
+        raise NotApplicableError("this model has no batch norm with statistics; reestimate comes before fuse")
+    effects = reestimate(module, context, config.images)
+    write_weights(module, folder)
+    write_effects(effects, folder)
+    file, file_format = write_program(module, context.example(), folder)
+    norms = len(effects) // 2
+    note = f"statistics of {norms} batch norms measured anew on {config.images} training images"
+    return Product(file, file_format, parent.card.precision, notes=(note,))
+
+
+REESTIMATE = register(
+    Pass(
+        name="reestimate",
+        summary="measure the statistics of batch norms anew on training images",
+        config=Reestimate,
+        accepts=frozenset({"module"}),
+        yields="module",
+        apply=_apply,
+        data="calibration",
+        rebuild=lambda module, example: module,
+    )
+)

@@ -1,0 +1,83 @@
+"""A calibrated model in float arithmetic that rounds as its integers will: what int8 does to it, layer by layer.
+
+Every observed tensor and every weight is quantized and dequantized at once. It needs no kernel and no conversion, and
+each of its layers can be looked at and changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.ao.nn.intrinsic.modules.fused import _FusedModule
+from torch.ao.quantization import QConfig
+from torch.ao.quantization.observer import ObserverBase
+
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+_INTEGERS = (torch.quint8, torch.qint8, torch.uint8, torch.int8)
+
+
+class _Rounded(nn.Module):
+    """Quantizes and dequantizes with one scale."""
+
+    def __init__(self, scale: float, zero_point: int, low: int, high: int) -> None:
+        super().__init__()
+        self.scale, self.zero_point, self.low, self.high = scale, zero_point, low, high
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rounded: torch.Tensor = torch.fake_quantize_per_tensor_affine(
+            x, self.scale, self.zero_point, self.low, self.high
+        )
+        return rounded
+
+
+def weighted(prepared: fx.GraphModule) -> dict[str, nn.Module]:
+    """The convolutions and linear layers of a prepared model that will be quantized, in the graph's order.
+
+    By the name by which the graph calls them; a layer that is fused with its ReLU is called as both, and stands here
+    itself.
+    """
+    found: dict[str, nn.Module] = {}
+    for node in prepared.graph.nodes:
+        if node.op != "call_module":
+            continue
+        called = prepared.get_submodule(str(node.target))
+        layer: nn.Module = called[0] if isinstance(called, _FusedModule) else called
+        if type(layer) in _LAYERS and getattr(called, "qconfig", None) is not None:
+            found[str(node.target)] = layer
+    return found
+
+
+def weight_grid(prepared: fx.GraphModule, name: str) -> tuple[torch.Tensor, int, int]:
+    """Scale of the weight of a layer, of a shape that multiplies with it, and its least and largest integer."""
+    weight: torch.Tensor = weighted(prepared)[name].weight  # type: ignore[assignment]
+    qconfig: QConfig = prepared.get_submodule(name).qconfig  # type: ignore[assignment]
+    observer: Any = qconfig.weight().to(weight.device)
+    observer(weight.detach())
+    scale, zero_point = observer.calculate_qparams()
+    assert not zero_point.any()  # weights are symmetric
+    return scale.view(-1, *[1] * (weight.ndim - 1)), int(observer.quant_min), int(observer.quant_max)
+
+
+def simulated(prepared: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a calibrated model that rounds all tensors, and weights to the nearest, as its integers will.
+
+    Args:
+        prepared: with observers that have seen images; it is not changed.
+    """
+    module = copy.deepcopy(prepared)
+    for name, layer in list(weighted(module).items()):
+        scale, low, high = weight_grid(module, name)
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        weight.data = (weight.data / scale).round().clamp(low, high) * scale
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
+        if not isinstance(layer, ObserverBase):
+            continue
+        observer: Any = layer
+        if observer.dtype in _INTEGERS:
+            scale, zero_point = observer.calculate_qparams()
+            ends = int(observer.quant_min), int(observer.quant_max)
+            module.set_submodule(name, _Rounded(float(scale), int(zero_point), *ends))
+    return module

@@ -1,0 +1,68 @@
+"""``observer: auto``: each observer is tried on calibration images, and judged on others of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+from optimize.context import Context
+from optimize.quantization.calibration import Batches, calibrate
+from optimize.quantization.gate import sqnr
+from optimize.quantization.ranges import OBSERVERS, Observer
+from optimize.quantization.simulate import simulated
+from serve.runtime.images import normalise
+
+#: Of four images one is kept to judge by.
+_JUDGED = 4
+_BATCH = 32
+
+
+def best_observer(
+    prepared: Callable[[Observer], fx.GraphModule], module: nn.Module, context: Context, batches: Batches
+) -> tuple[Observer, str]:
+    """The observer with which the quantized model's logits are nearest to the float one's.
+
+    Args:
+        prepared: a new model with observers of this name, in eval mode.
+        module: the float model, in eval mode.
+        context: preprocessing and device.
+        batches: of calibration images, of which each fourth judges and is not calibrated on.
+
+    Returns:
+        Its name, and a note of the figures of all.
+    """
+    pixels, labels = (torch.cat(part) for part in zip(*batches, strict=True))
+    judging = torch.arange(len(pixels)) % _JUDGED == _JUDGED - 1
+    if not judging.any():
+        judging[-1] = True
+    shown = list(zip(_batched(pixels[~judging]), _batched(labels[~judging]), strict=True)) or list(batches)
+    judges = [
+        normalise(batch, context.preprocessing, context.device, torch.float32) for batch in _batched(pixels[judging])
+    ]
+    expected = _answers(module.to(context.device), judges)
+    found: dict[Observer, float] = {}
+    for name in OBSERVERS:
+        candidate = prepared(name).to(context.device)
+        calibrate(candidate, context, shown)
+        found[name] = sqnr(expected, _answers(simulated(candidate), judges))
+    chosen = max(found, key=lambda name: found[name])
+    return chosen, _note(chosen, found, int(judging.sum()))
+
+
+def _batched(rows: torch.Tensor) -> list[torch.Tensor]:
+    return [rows[first : first + _BATCH] for first in range(0, len(rows), _BATCH)]
+
+
+def _answers(module: nn.Module, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([module(batch) for batch in batches]).cpu()
+
+
+def _note(chosen: Observer, found: Mapping[Observer, float], images: int) -> str:
+    others = ", ".join(f"{name} {ratio:.1f}" for name, ratio in found.items() if name != chosen)
+    return (
+        f"observer auto: {chosen}, SQNR of the logits {found[chosen]:.1f} dB against the float network's on {images} "
+        f"calibration images that ranges were not found on ({others})"
+    )
