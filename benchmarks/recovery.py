@@ -1,0 +1,140 @@
+"""Int8 that falls apart and comes back: ``examples/recovery.yaml`` on a MobileNetV2 and CIFAR-10, as a page.
+
+``python -m benchmarks.recovery --data imagefolder:DIR --write docs/recovery.md``. What was made before comes from the
+store, so that it can be stopped and goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from optimize.listener import Silent
+from optimize.measure.rows import Report, Row
+from optimize.report.words import percent, points
+from optimize.run.job import Job
+from optimize.run.pipeline import run
+
+RECIPE = Path("examples/recovery.yaml")
+MODEL = "examples/cifar_mobilenet.py:mobilenet_v2"
+
+#: What the stages of the recipe are, in the order of the table.
+TITLES = {
+    "baseline": "float",
+    "equalize": "float, equalized",
+    "tensor": "one scale a tensor",
+    "tensor-corrected": "… and biases corrected",
+    "equalized": "… equalized",
+    "equalized-corrected": "… equalized, biases corrected",
+    "equalized-adaround": "… equalized, AdaRound, biases corrected",
+    "channel": "a scale for each channel",
+    "channel-auto": "… `observer: auto`, biases corrected",
+    "qat": "a scale for each channel, QAT",
+}
+
+
+def page(report: Report) -> str:
+    """The table of a run of the recipe, the facts that it depends on, and what each layer's figures were."""
+    rows = {row.name: row for row in report.rows}
+    return "\n".join([*_facts(report), "", *_table(rows), "", *_notes(rows), "", *_layers(rows), ""])
+
+
+def _facts(report: Report) -> Iterator[str]:
+    baseline = report.rows[0]
+    measured = baseline.measured
+    assert measured is not None
+    machine = f"{report.machine.cpu}, {report.machine.cores} cores" if report.machine else "unknown"
+    versions = ", ".join(f"{name} {report.versions[name]}" for name in ("torch", "torchvision"))
+    yield (
+        f"Made by `python -m benchmarks.recovery` on {report.created:%Y-%m-%d}: {report.model} on {report.data.name}, "
+        f"{report.data.train:,} training images, {_trained(baseline)}; {machine}, "
+        f"{versions}. Top-1 on {measured.accuracy.images:,} images; differences are paired, with 95 % intervals."
+    )
+
+
+def _trained(baseline: Row) -> str:
+    if "epochs" in baseline.config:
+        return f"trained by the recipe for {baseline.config['epochs']} epochs"
+    return f"weights of the checkpoint {baseline.config['checkpoint'][:12]}…"
+
+
+def _table(rows: dict[str, Row]) -> Iterator[str]:
+    yield "| int8 weights | top-1 | difference to float | SQNR of the logits to its parent's |"
+    yield "|---|---:|---:|---:|"
+    for name, title in TITLES.items():
+        row = rows[name]
+        if row.measured is None:
+            yield f"| {title} | not made: {row.skip} | | |"
+            continue
+        accuracy, parity = row.measured.accuracy, row.measured.parity
+        difference = accuracy.difference
+        change = (
+            f"{points(difference.delta)} [{points(difference.low)}, {points(difference.high)}]" if difference else ""
+        )
+        ratio = f"{parity.sqnr_db:.1f} dB" if parity and parity.sqnr_db is not None else ""
+        yield f"| {title} | {percent(accuracy.top1)} | {change} | {ratio} |"
+
+
+def _notes(rows: dict[str, Row]) -> Iterator[str]:
+    yield "What the passes said:"
+    yield ""
+    for name in TITLES:
+        yield from (f"- {name}: {note}" for note in rows[name].notes if _tells(note))
+
+
+def _tells(note: str) -> bool:
+    return any(word in note for word in ("equalized", "observer auto", "ReLU6", "best of", "no better"))
+
+
+def _layers(rows: dict[str, Row]) -> Iterator[str]:
+    """The five layers whose weights' channels differ most, and what bias correction did where it did most."""
+    for name, title in (
+        ("equalize", "The layers whose channels differed most, before and after equalization"),
+        ("tensor-corrected", "The layers whose mean was off most, before and after bias correction"),
+    ):
+        figures: dict[str, list[tuple[str, float, float]]] = {}
+        for effect in rows[name].effects:
+            figures.setdefault(effect.figure, []).append((effect.layer, effect.before, effect.after))
+        for figure, entries in list(figures.items())[:1]:
+            yield f"{title} ({figure}):"
+            yield ""
+            yield "| layer | before | after |"
+            yield "|---|---:|---:|"
+            for layer, before, after in sorted(entries, key=lambda entry: -entry[1])[:5]:
+                yield f"| {layer} | {before:.3g} | {after:.3g} |"
+            yield ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the recipe and write the page between the marks of the file, or print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", required=True, help="CIFAR-10 as a data set, such as imagefolder:DIR")
+    parser.add_argument("--checkpoint", type=Path, help="weights of the float network; by default the recipe trains it")
+    parser.add_argument("--store", type=Path, default=Path("model_store"))
+    parser.add_argument(
+        "--write", type=Path, help="replace what stands below the line `<!-- measured -->` of this file"
+    )
+    options = parser.parse_args(arguments)
+    job = Job(
+        model=MODEL,
+        checkpoint=options.checkpoint,
+        data=options.data,
+        recipe=RECIPE,
+        store=options.store,
+        device="cpu",
+        measure="cpu",
+    )
+    text = page(run(job, Silent()).report)
+    if options.write is None:
+        sys.stdout.write(text)
+    else:
+        mark = "<!-- measured -->\n"
+        words = options.write.read_text(encoding="utf-8").partition(mark)[0]
+        options.write.write_text(f"{words}{mark}\n{text}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
