@@ -24,6 +24,9 @@ HEADER_FILE = "authorization"
 #: Keys are renewed when they have less than this to live, in seconds.
 _RENEW_BEFORE_S = 30.0
 
+# A removal waits until all that was asked of the model is answered.
+_REMOVAL_S = 600.0
+
 
 class ServerError(PipelineError):
     """The server does not answer, or answers with an error; ``status`` is its HTTP status (0: no answer)."""
@@ -147,13 +150,14 @@ class Client:
         self._send("PUT", f"/models/{model}/{version}/set-default", kind="management")
 
     def unregister(self, model: str, version: str | None = None) -> None:
-        """Serve it no more; nothing happens where it is not. What it has not answered is lost.
+        """Serve it no more, and return when what was asked of it is answered; nothing happens where it is not served.
 
         Raises:
             ServerError: it is the default version and there are others.
         """
         try:
-            self._send("DELETE", f"/models/{_versioned(model, version)}", kind="management")
+            path = f"/models/{_versioned(model, version)}"
+            self._send("DELETE", path, kind="management", timeout=_REMOVAL_S)
         except ServerError as error:
             if error.status != 404:
                 raise

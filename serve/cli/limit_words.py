@@ -30,11 +30,20 @@ HeldMb = Annotated[
 ]
 ReceiveS = Annotated[
     int,
-    typer.Option(help="Most seconds for a request to arrive; then its connection is closed.", rich_help_panel=_PANEL),
+    typer.Option(
+        help="Most seconds for a request to arrive, and for a connection to be idle; then it is closed.",
+        rich_help_panel=_PANEL,
+    ),
 ]
 DrainS = Annotated[
     int,
     typer.Option(help="Most seconds that `stop` waits for what was accepted to be answered.", rich_help_panel=_PANEL),
+]
+Connections = Annotated[
+    int,
+    typer.Option(
+        help="Most connections of clients at once; the next one is told 503, 'try again'.", rich_help_panel=_PANEL
+    ),
 ]
 AccessLog = Annotated[
     bool, typer.Option(help="Write a line for each request (logs/access_log.log, rotated).", rich_help_panel=_PANEL)

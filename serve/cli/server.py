@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serve.cli.limit_words import AccessLog, BodyMb, DrainS, HeldMb, Queue, ReceiveS
+from serve.cli.limit_words import AccessLog, BodyMb, Connections, DrainS, HeldMb, Queue, ReceiveS
 from serve.cli.words import (
     Artifacts,
     Data,
@@ -47,6 +47,7 @@ def start(
     held_mb: HeldMb = Limits.held_mb,
     receive_s: ReceiveS = Limits.receive_s,
     drain_s: DrainS = Limits.drain_s,
+    connections: Connections = Limits.connections,
     access_log: AccessLog = Limits.access_log,
     artifact: Artifacts = None,
     require_signed: RequireSigned = None,
@@ -79,7 +80,7 @@ def start(
         from serve.torchserve.configuration import Ports, check_host
         from serve.verified import policy_of
 
-        limits = Limits(queue, body_mb, held_mb, receive_s, drain_s, access_log)
+        limits = Limits(queue, body_mb, held_mb, receive_s, drain_s, access_log, connections)
         host = check_host(host, expose=expose)
         selection = _selected(store, targets, artifact, data, device, strict=strict_start)
         if server.running(store) is None:  # one before it may not have stopped in order

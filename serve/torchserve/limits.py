@@ -33,9 +33,10 @@ class Limits:
         held_mb: most MiB of all bodies together, of all models, from the moment that they are announced until they are
             answered; what comes then is told to try again (503) before it is read. So memory does not grow with the
             product of body, queue and models.
-        receive_s: most seconds for a request to arrive; then its connection is closed.
+        receive_s: most seconds for a request to arrive, and for a connection to be idle; then it is closed.
         drain_s: most seconds that stopping waits for what was accepted to be answered.
         access_log: write a line for each request.
+        connections: of clients, over HTTP, that are open at once; the next one is told to try again (503).
     """
 
     queue: int = 1000
@@ -44,6 +45,7 @@ class Limits:
     receive_s: int = 60
     drain_s: int = 60
     access_log: bool = False
+    connections: int = 2048
 
     def __post_init__(self) -> None:
         for option, value, most in (
@@ -52,6 +54,7 @@ class Limits:
             ("--held-mb", self.held_mb, 65_536),
             ("--receive-s", self.receive_s, 86_400),
             ("--drain-s", self.drain_s, 86_400),
+            ("--connections", self.connections, 1_000_000),
         ):
             if not 1 <= value <= most:
                 raise UserError(f"{option} must be between 1 and {most}, got {value}")
@@ -84,6 +87,7 @@ class Limits:
             f"-Dserve.body_bytes={self.body_mb * MIB}",
             f"-Dserve.held_bytes={self.held_mb * MIB}",
             f"-Dserve.receive_ms={self.receive_s * 1000}",
+            f"-Dserve.connections={self.connections}",
             f"-Dserve.drain_ms={self.drain_s * 1000}",
             f"-Dserve.log_bytes={LOG_FILE_BYTES}",
             f"-Dserve.log_files={LOG_FILES_KEPT}",

@@ -1,13 +1,12 @@
 """Changes what a running server serves, without a lost request: add, replace, remove.
 
-TorchServe (0.12) ends a worker that is told to go in the middle of a batch, and forgets what waits for it. So another
-version of the model takes the requests first, and the old one goes when it has answered all that it had accepted.
+TorchServe (0.12) ends a worker that is told to go in the middle of a batch, and forgets what waits for it. So
+the server lets a removal through when all that was asked of that version is answered: see ``ModelQueue.groovy``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ import psutil
 from serve.client import Client, ServerError
 from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
-from serve.torchserve import farewell
 from serve.torchserve.archive import serving_in
 from serve.torchserve.server import running, the_running
 from serve.torchserve.staging import Pack, stage
@@ -36,11 +34,6 @@ from serve.torchserve.watch import Log, wait_until_ready
 from serve.verified import Policy
 
 _DEADLINE_S = 600.0
-_POLL_S = 0.05
-# From when TorchServe has been told of another default until no request is still on its way to the old one: it looks
-# the version up once a request's body is whole, and puts it into that version's queue in the next step. Long against
-# that, because a busy machine may stop a thread in between, and nobody but the change waits for it.
-_ON_ITS_WAY_S = 1.0
 
 
 @dataclass
@@ -142,7 +135,7 @@ def replace(
         change.client.set_default(name, new.version)
         served = tuple(new if model == old else model for model in change.server.served)
         change.record(served=served)
-        _retire(change, old)
+        _unregister(change, old)
         return change.server
 
 
@@ -159,19 +152,12 @@ def remove(store: Path, names: list[str]) -> RunningServer:
         if not left:
             raise UserError(f"no model would be left: stop the server instead, with `{command('serve stop', store)}`")
         for model in gone:
-            # Its place is taken by one that refuses, so that nobody is added to a queue that is about to go.
-            refusing = with_changes(model, version=change.next_version(model.name))
-            folder = archives_folder(store)
-            farewell.build(folder / refusing.file, model.name, refusing.version)
-            _start(change, [refusing], {refusing: 1}, _DEADLINE_S, lambda name: None, answers=False)
-            change.client.set_default(model.name, refusing.version)
             default = change.server.default_model
             change.record(
                 served=tuple(entry for entry in change.server.served if entry != model),
                 default_model=default if default != model.name else left[0].name,
             )
-            _retire(change, model)
-            _retire(change, refusing)
+            _unregister(change, model)
         return change.server
 
 
@@ -200,7 +186,7 @@ def _tidy(change: _Change) -> None:
         # The default can go only when it is the last.
         left.sort(key=lambda version: version == change.client.registered(name)["modelVersion"])
         for version in left:
-            _retire(change, ServedModel(name, "", "", version))
+            _unregister(change, ServedModel(name, "", "", version))
 
 
 def _load(
@@ -231,8 +217,6 @@ def _start(
     workers: Mapping[ServedModel, int],
     deadline_s: float,
     on_ready: Callable[[str], None],
-    *,
-    answers: bool = True,
 ) -> None:
     log = Log.from_now(state_folder(change.store) / "logs")
     for model in models:
@@ -244,42 +228,11 @@ def _start(
         {model.name: model.version for model in models},
         deadline_s=deadline_s,
         on_ready=on_ready,
-        answers=answers,
     )
 
 
-def _retire(change: _Change, model: ServedModel) -> None:
-    """Take a version away when it has answered what it had accepted; it gets no more requests."""
-    time.sleep(_ON_ITS_WAY_S)
-    _drain(change.client, model)
-    _unregister(change, model)
-
-
-def _drain(client: Client, model: ServedModel) -> None:
-    """Return when nothing that was asked of a version is unanswered.
-
-    Its queue is first in, first out, and a worker takes a batch when it has answered the one before. So whoever answers
-    a question that was put now has answered all that it took before; and when each worker has, so has the version.
-    A worker that does not answer is killed by TorchServe when its time is up.
-    """
-    record = client.registered(model.name, model.version)
-    until = time.monotonic() + 2.0 * float(record.get("responseTimeout", 60)) + 10.0
-    answered: set[int] = set()
-    while time.monotonic() < until:
-        record = client.registered(model.name, model.version)
-        workers = {int(worker["pid"]) for worker in record["workers"] if worker["status"] == "READY"}
-        if workers <= answered:
-            return
-        with contextlib.suppress(ServerError):
-            told = client.describe(model.name, model.version)
-            if "pid" not in told:  # packed by an earlier version of this project
-                until = min(until, time.monotonic() + float(record.get("responseTimeout", 60)))
-                time.sleep(_POLL_S)
-            answered.add(int(told.get("pid", 0)))
-
-
 def _unregister(change: _Change, model: ServedModel) -> None:
-    """Take a version away, and its archive; the lines of its worker stay in the log."""
+    """Take a version away when it has answered what was asked of it; and its archive. Its lines stay in the log."""
     with contextlib.suppress(ServerError):  # it was never there, or the server is gone
         change.client.unregister(model.name, model.version)
     (archives_folder(change.store) / model.file).unlink(missing_ok=True)

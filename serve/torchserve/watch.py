@@ -74,7 +74,6 @@ def wait_until_ready(
     deadline_s: float,
     on_ready: Callable[[str], None] = lambda model: None,
     give_up: Callable[[str, StartError], None] | None = None,
-    answers: bool = True,
 ) -> None:
     """Return when each model has all its workers loaded and has answered one real prediction.
 
@@ -90,7 +89,6 @@ def wait_until_ready(
         on_ready: called with each model's name when it answers.
         give_up: called with the name of a model that does not come up, and why; if it returns, the others are
             waited for. None raises.
-        answers: whether a model must answer a prediction, too.
 
     Raises:
         StartError: the server or a worker died, or time is up; the message has the last lines it wrote.
@@ -112,7 +110,7 @@ def wait_until_ready(
             drop(model, error)
         for model, version in list(waiting.items()):
             if _is_loaded(client, model, version):
-                if answers and (fault := _fault_of_answer(client, model, version, image)) is not None:
+                if (fault := _fault_of_answer(client, model, version, image)) is not None:
                     drop(model, fault)
                     continue
                 del waiting[model]

@@ -1,6 +1,7 @@
 import groovy.transform.CompileDynamic
 import groovy.transform.CompileStatic
 import java.util.concurrent.TimeUnit
+import java.util.concurrent.atomic.AtomicInteger
 import java.util.concurrent.atomic.AtomicLong
 import org.pytorch.serve.ModelServer
 import org.pytorch.serve.job.Job
@@ -17,6 +18,8 @@ class Admission {
     final long bodyBytes
     final long receiveMs
     private final long heldBytes
+    private final int mostConnections
+    private final AtomicInteger connections = new AtomicInteger()
     private final AtomicLong requests = new AtomicLong()
     private final AtomicLong held = new AtomicLong()
     private final AtomicLong abandoned = new AtomicLong()
@@ -26,14 +29,25 @@ class Admission {
      * @param bodyBytes most of one body
      * @param heldBytes most of all bodies together
      * @param receiveMs most time for a request to arrive
+     * @param mostConnections of clients at once
      */
-    Admission(long bodyBytes, long heldBytes, long receiveMs) {
+    Admission(long bodyBytes, long heldBytes, long receiveMs, int mostConnections) {
         this.bodyBytes = bodyBytes
         this.heldBytes = heldBytes
         this.receiveMs = receiveMs
+        this.mostConnections = mostConnections
         Thread sweeper = new Thread(this.&sweep as Runnable, 'abandoned')
         sweeper.setDaemon(true)
         sweeper.start()
+    }
+
+    /** Count a connection; false where it is one too many. */
+    boolean connect() {
+        return connections.incrementAndGet() <= mostConnections
+    }
+
+    void disconnect() {
+        connections.decrementAndGet()
     }
 
     void begin() {
@@ -88,9 +102,8 @@ class Admission {
                 Model model = version.value
                 model.@jobsDb.values().each { queue -> queue.removeIf { Job job -> !job.isOpen() } }
                 manager.getWorkers(model.getModelVersionName()).each { worker ->
-                    bytes += (worker.@aggregator?.@jobs?.values()?.toList() ?: []).sum(0L) { Job job ->
-                        job.isOpen() ? 0L : size(job)
-                    } as long
+                    List<Job> held = worker.@aggregator instanceof Batches ? worker.@aggregator.held() : []
+                    bytes += held.sum(0L) { Job job -> job.isOpen() ? 0L : size(job) } as long
                 }
             }
         }

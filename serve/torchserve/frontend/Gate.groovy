@@ -14,6 +14,7 @@ import io.netty.handler.codec.http.FullHttpResponse
 import io.netty.handler.codec.http.HttpContent
 import io.netty.handler.codec.http.HttpHeaderNames
 import io.netty.handler.codec.http.HttpHeaderValues
+import io.netty.handler.codec.http.HttpMethod
 import io.netty.handler.codec.http.HttpRequest
 import io.netty.handler.codec.http.HttpResponse
 import io.netty.handler.codec.http.HttpResponseStatus
@@ -38,6 +39,7 @@ class Gate extends ChannelDuplexHandler {
     private static final String NO_TOKEN =
             'Token Authorization failed. Token either incorrect, expired, or not provided correctly'
     private static final String PING = '/ping'
+    private static final long SETTLING_MS = 10
 
     private final Admission admission
     private final boolean inference
@@ -50,6 +52,8 @@ class Gate extends ChannelDuplexHandler {
     private boolean closeWhenAnswered = false
     private String path = ''
     private String contentType = ''
+    private ModelQueue removed = null  // the one of the model that the present request removes
+    private List<Object> held = null  // of that request, until all is answered that was asked of the model before
 
     Gate(Admission admission, boolean inference) {
         this.admission = admission
@@ -63,6 +67,11 @@ class Gate extends ChannelDuplexHandler {
 
     @Override
     void channelRead(ChannelHandlerContext context, Object message) {
+        if (held != null) {
+            receiving = receiving && !(message instanceof LastHttpContent)
+            held.add(message)
+            return
+        }
         if (message instanceof HttpRequest && !accept(context, (HttpRequest) message)) {
             ReferenceCountUtil.release(message)
             return
@@ -82,7 +91,42 @@ class Gate extends ChannelDuplexHandler {
                 return
             }
         }
+        if (removed != null && message instanceof HttpRequest) {
+            held = [message]
+            pass(context, System.nanoTime() + TimeUnit.SECONDS.toNanos(removed.patienceS))
+            return
+        }
         context.fireChannelRead(message)
+    }
+
+    /**
+     * Let TorchServe remove a model when what was asked of it is answered: 0.12 ends a worker in the middle of a batch,
+     * and forgets what waits for it. What comes meanwhile is told that the model has been removed, or goes to the default
+     * version. Where nobody waits for the removal any more, it is given up.
+     */
+    private void pass(ChannelHandlerContext context, long until) {
+        if (context.isRemoved()) {
+            removed.reopen()
+            held.each { ReferenceCountUtil.release(it) }
+            return
+        }
+        if (!removed.isSettled() && System.nanoTime() < until) {
+            context.executor().schedule({ pass(context, until) } as Runnable, SETTLING_MS, TimeUnit.MILLISECONDS)
+            return
+        }
+        List<Object> messages = held
+        held = null
+        messages.each { context.fireChannelRead(it) }
+    }
+
+    /** The queue of the model that a request removes, where TorchServe will do so. */
+    private ModelQueue removedBy(HttpRequest request) {
+        List<String> words = path.tokenize('/')
+        if (inference || request.method() != HttpMethod.DELETE || !(words.size() in 2..3) || words[0] != 'models'
+                || !authorized(request, TokenAuthorization.TokenType.MANAGEMENT)) {
+            return null
+        }
+        return Models.removable(words[1], words.size() == 3 ? words[2] : null)
     }
 
     /** Whether the request may go on; where not, it is answered, and what follows of it is thrown away. */
@@ -101,7 +145,7 @@ class Gate extends ChannelDuplexHandler {
             // Who watches the server needs no key.
             return health(context)
         }
-        if (inference && body && !authorized(request)) {
+        if (inference && body && !authorized(request, TokenAuthorization.TokenType.INFERENCE)) {
             return refuse(context, 400, 'InvalidKeyException', NO_TOKEN, length > admission.bodyBytes)
         }
         if (length > admission.bodyBytes) {
@@ -115,6 +159,8 @@ class Gate extends ChannelDuplexHandler {
         bytes += length
         waiting++
         admission.begin()
+        removed = removedBy(request)
+        removed?.close()
         return true
     }
 
@@ -147,13 +193,13 @@ class Gate extends ChannelDuplexHandler {
 
     static final String NO_ROOM = 'the requests that wait hold all the memory there is for them: try again'
 
-    private boolean authorized(HttpRequest request) {
+    private static boolean authorized(HttpRequest request, TokenAuthorization.TokenType kind) {
         if (!TokenAuthorization.isEnabled()) {
             return true
         }
         String header = request.headers().get(HttpHeaderNames.AUTHORIZATION)
         return header != null && TokenAuthorization.checkTokenAuthorization(
-                TokenAuthorization.parseTokenFromBearerTokenHeader(header), TokenAuthorization.TokenType.INFERENCE)
+                TokenAuthorization.parseTokenFromBearerTokenHeader(header), kind)
     }
 
     /** Take the bytes that no header had announced. */
@@ -215,6 +261,10 @@ class Gate extends ChannelDuplexHandler {
     void write(ChannelHandlerContext context, Object message, ChannelPromise promise) {
         Object answer = message
         if (message instanceof HttpResponse && ((HttpResponse) message).status().code() != 100) {
+            if (removed != null && ((HttpResponse) message).status().code() != 200) {
+                removed.reopen()
+            }
+            removed = null
             if (message instanceof FullHttpResponse) {
                 answer = inWords((FullHttpResponse) message)
             }
@@ -229,6 +279,7 @@ class Gate extends ChannelDuplexHandler {
     }
 
     private void answered(ChannelHandlerContext context) {
+        since = receiving ? since : System.nanoTime()
         if (waiting > 0) {
             waiting--
             admission.end()
@@ -247,17 +298,22 @@ class Gate extends ChannelDuplexHandler {
         int status = answer.status().code()
         if (status == 503) {
             String text = answer.content().toString(StandardCharsets.UTF_8)
-            Matcher model = text =~ /Model \\"([^"\\]+)\\" [^"]*has no worker to serve inference request/
+            Matcher model = text =~ /Model \\"([^"\\]+)\\"(?: Version ([^"\\]+)\\")? has no worker to serve/
             if (model.find()) {
-                String name = model.group(1)
-                return instead(answer, 503, 'ServiceUnavailableException', hasWorkers(name)
-                        ? "the queue of $name is full: try again" : "no worker of $name is running: try again later")
+                return refused(answer, model.group(1), model.group(2))
+            }
+            Matcher ours = text =~ /^\{\s*"code": 503,\s*"type": "InternalServerException",\s*"message": "([^"\\]*)"/
+            if (ours.find()) {
+                return instead(answer, 503, 'ServiceUnavailableException', ours.group(1))
             }
         }
-        if ((status == 500 || status == 507) && says(answer, '"Worker died."')) {
-            // 0.12 takes SIGKILL for want of memory, and says 507.
-            return instead(answer, 503, 'ServiceUnavailableException',
-                    'the worker that had this request has died, and another is being started: try again later')
+        if (status == 404) {
+            // Its last version is gone, and its name is about to.
+            Matcher model = answer.content().toString(StandardCharsets.UTF_8) =~
+                    /Model version: null does not exist for model: ([^"\\]+)"/
+            if (model.find()) {
+                return instead(answer, 404, 'ModelNotFoundException', removedText(model.group(1)))
+            }
         }
         if (status == 500 && says(answer, 'ErrorDataDecoderException')) {
             return instead(answer, 400, 'BadRequestException', 'the body is not the form that its content type, '
@@ -284,18 +340,20 @@ class Gate extends ChannelDuplexHandler {
         return answer.content().toString(StandardCharsets.UTF_8).contains(words)
     }
 
-    private static boolean hasWorkers(String name) {
-        try {
-            Model model = ModelManager.getInstance().getModel(name, null)
-            return model != null && ModelManager.getInstance().getNumRunningWorkers(model.getModelVersionName()) > 0
-        } catch (Exception ignored) {
-            return true
-        }
+    private static String removedText(String name) {
+        return "Model not found: $name has been removed"
+    }
+
+    private static FullHttpResponse refused(FullHttpResponse answer, String name, String version) {
+        ModelQueue queue = Models.queueOf(name, version)
+        return queue == null || queue.isClosed()
+                ? instead(answer, 404, 'ModelNotFoundException', removedText(name))
+                : instead(answer, 503, 'ServiceUnavailableException', queue.refusal())
     }
 
     /**
-     * Close the connection of who does not go on: a request has to be whole within the time there is for one. Looked
-     * into now and then, which costs a request nothing.
+     * Close the connection of who does not go on: a request has to be whole within the time there is for one, and one has
+     * to be under way. Looked into now and then, which costs a request nothing.
      */
     private void lookAgain(ChannelHandlerContext context, long afterMs) {
         context.executor().schedule({
@@ -303,10 +361,11 @@ class Gate extends ChannelDuplexHandler {
                 return
             }
             long left = admission.receiveMs - TimeUnit.NANOSECONDS.toMillis(System.nanoTime() - since)
-            if (receiving && left <= 0) {
+            boolean answering = waiting > 0 && !receiving
+            if (!answering && left <= 0) {
                 context.close()
             } else {
-                lookAgain(context, receiving ? left : admission.receiveMs)
+                lookAgain(context, answering ? admission.receiveMs : left)
             }
         } as Runnable, afterMs, TimeUnit.MILLISECONDS)
     }

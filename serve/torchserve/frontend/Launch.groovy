@@ -1,5 +1,6 @@
 // TorchServe 0.12's main(), in the Groovy that its own jar brings, with what 0.12 leaves out: keys outlive the server, a
-// Gate stands before each HTTP port, and SIGTERM answers what was accepted before anything is closed.
+// Gate stands before each HTTP port, no request is forgotten when a worker dies or a model goes, and SIGTERM answers what
+// was accepted before anything is closed.
 
 import io.netty.channel.ChannelFuture
 import io.netty.util.internal.logging.InternalLoggerFactory
@@ -13,7 +14,8 @@ import org.pytorch.serve.util.TokenAuthorization
 
 ModelServer server = null
 Admission admission = new Admission(
-        Long.getLong('serve.body_bytes'), Long.getLong('serve.held_bytes'), Long.getLong('serve.receive_ms'))
+        Long.getLong('serve.body_bytes'), Long.getLong('serve.held_bytes'), Long.getLong('serve.receive_ms'),
+        Integer.getInteger('serve.connections'))
 try {
     def kept = Keys.read()
     def given = new DefaultParser().parse(ConfigManager.Arguments.getOptions(), args as String[], null, false)
@@ -36,6 +38,7 @@ try {
 
     // The future of a port is that of its close.
     List<ChannelFuture> ports = server.startRESTserver()
+    Models.watch()
     // In this order: inference, management, metrics.
     ports.eachWithIndex { port, place -> port.channel().pipeline().addFirst(new Door(admission, place == 0)) }
     Calls.start(server, admission)

@@ -1,0 +1,128 @@
+import groovy.transform.CompileStatic
+import java.util.concurrent.BlockingQueue
+import org.pytorch.serve.job.Job
+import org.pytorch.serve.util.messages.BaseModelRequest
+import org.pytorch.serve.util.messages.ModelLoadModelRequest
+import org.pytorch.serve.util.messages.ModelWorkerResponse
+import org.pytorch.serve.util.messages.Predictions
+import org.pytorch.serve.util.messages.RequestInput
+import org.pytorch.serve.wlm.BatchAggregator
+import org.pytorch.serve.wlm.Model
+import org.pytorch.serve.wlm.WorkerState
+
+/**
+ * What one worker has in hand, in the place of TorchServe's BatchAggregator. 0.12 forgets the requests of a batch whose
+ * worker dies while others are awaited for it, and those that an answer does not speak of; and it takes what a worker
+ * wrote last for the first answer of the one that follows. Here each request is answered once, or put back.
+ */
+@CompileStatic
+class Batches extends BatchAggregator {
+    static final String DIED =
+            'the worker that had this request has died, and another is being started: try again later'
+
+    private final ModelQueue queue
+    private final BlockingQueue<ModelWorkerResponse> replies
+
+    /**
+     * @param model the worker's
+     * @param queue of that model
+     * @param jobs what it has in hand now
+     * @param replies what it has answered, and nobody has read
+     */
+    Batches(Model model, ModelQueue queue, Map<String, Job> jobs, BlockingQueue<ModelWorkerResponse> replies) {
+        super(model)
+        this.queue = queue
+        this.replies = replies
+        this.jobs = Collections.synchronizedMap(jobs)
+    }
+
+    /** The requests now, for who counts them. */
+    List<Job> held() {
+        return new ArrayList<Job>(jobs.values())
+    }
+
+    @Override
+    BaseModelRequest getRequest(String thread, WorkerState state) {
+        try {
+            BaseModelRequest request = super.getRequest(thread, state)
+            if (request instanceof ModelLoadModelRequest) {
+                replies.clear()  // of the process before this one
+            }
+            return request
+        } catch (Exception fault) {
+            putBack()  // nothing of it has been sent to the worker
+            throw fault
+        }
+    }
+
+    @Override
+    boolean sendResponse(ModelWorkerResponse message) {
+        if (message.getCode() != 200) {
+            answerAll(message.getCode(), message.getMessage())
+            return true
+        }
+        boolean done = true
+        for (Predictions prediction : message.getPredictions()) {
+            boolean more = prediction.getHeaders().get(RequestInput.TS_STREAM_NEXT) == 'true'
+            String id = prediction.getRequestId()
+            Job job = more ? jobs.get(id) : jobs.remove(id)
+            if (job == null) {
+                throw new IllegalStateException("the worker answers what it was not asked: $id")
+            }
+            done = done && !more
+            if (more || queue.take(job)) {
+                job.response(prediction.getResp(), prediction.getContentType(), prediction.getStatusCode(),
+                        prediction.getReasonPhrase(), prediction.getHeaders())
+            }
+        }
+        if (done) {
+            cleanJobs()
+        }
+        return done
+    }
+
+    /** A worker has died (with what it was asked), or is told to go (null). */
+    @Override
+    void sendError(BaseModelRequest asked, String error, int status) {
+        if (asked instanceof ModelLoadModelRequest) {
+            super.sendError(asked, error, status)
+        } else if (asked == null && !queue.isClosed()) {
+            putBack()
+        } else {
+            boolean died = error == 'Worker died.'
+            answerAll(died ? 503 : status, died ? DIED : error)
+        }
+    }
+
+    /** TorchServe forgets what is left here; nothing may be. */
+    @Override
+    void cleanJobs() {
+        if (jobs != null) {
+            answerAll(503, DIED)
+        }
+    }
+
+    private void answerAll(int status, String message) {
+        for (Job job : taken()) {
+            if (queue.take(job)) {
+                job.sendError(status, message)
+            }
+        }
+    }
+
+    private void putBack() {
+        for (Job job : taken().reverse()) {
+            if (!job.isControlCmd()) {
+                queue.addFirst(job)
+            }
+        }
+    }
+
+    private List<Job> taken() {
+        synchronized (jobs) {
+            List<Job> all = new ArrayList<Job>(jobs.values())
+            jobs.clear()
+            return all
+        }
+    }
+}

@@ -1,0 +1,126 @@
+import groovy.transform.CompileStatic
+import java.util.concurrent.ConcurrentHashMap
+import java.util.concurrent.LinkedBlockingDeque
+import org.pytorch.serve.archive.model.ModelException
+import org.pytorch.serve.job.Job
+import org.pytorch.serve.wlm.Model
+import org.pytorch.serve.wlm.ModelManager
+
+/**
+ * What waits for one version of a model, in the place of TorchServe's deque: it takes nothing that no worker is there for,
+ * always has room for what is put back (0.12 ends a worker that has none), and can be closed. It knows each request that
+ * it took until that is answered.
+ */
+@CompileStatic
+class ModelQueue extends LinkedBlockingDeque<Job> {
+    private final Model model
+    private final int most
+    private final LinkedBlockingDeque<Job> before
+    private final Set<Job> unanswered = ConcurrentHashMap.newKeySet()
+    private boolean closed = false
+
+    /**
+     * @param model whose requests they are
+     * @param before TorchServe's deque, which may hold some, and gets one more from a thread that had found it already
+     */
+    ModelQueue(Model model, LinkedBlockingDeque<Job> before) {
+        this.model = model
+        this.before = before
+        this.most = before.remainingCapacity() + before.size()
+    }
+
+    /** By this TorchServe adds a request; false: it answers 503, of which `Gate` makes words. */
+    @Override
+    boolean offer(Job job) {
+        synchronized (this) {
+            if (!closed) {
+                return size() < most && Models.hasReadyWorker(model) && accept(job)
+            }
+        }
+        return passOn(job)
+    }
+
+    private boolean accept(Job job) {
+        unanswered.add(job)
+        return super.offer(job)
+    }
+
+    /** The version was looked up before another one became the default: that one answers. */
+    private boolean passOn(Job job) {
+        if (job.getModelVersion() != null) {
+            return false
+        }
+        try {
+            Model now = ModelManager.getInstance().getModel(job.getModelName(), null)
+            return now != null && !now.is(model) && ModelManager.getInstance().addJob(job)
+        } catch (ModelException ignored) {
+            return false
+        }
+    }
+
+    @Override
+    int remainingCapacity() {
+        return Math.max(0, most - size())
+    }
+
+    /** Whether a request is to be answered by who asks: once. */
+    boolean take(Job job) {
+        return unanswered.remove(job)
+    }
+
+    /** Answer that it was not to be, unless it is answered. */
+    void refuse(Job job, String message) {
+        if (take(job)) {
+            job.sendError(503, message)
+        }
+    }
+
+    /** The longest that a worker may take for what waits and for what it has. */
+    long getPatienceS() {
+        return 2L * model.getResponseTimeout() + 10L
+    }
+
+    synchronized boolean isClosed() {
+        return closed
+    }
+
+    synchronized void close() {
+        closed = true
+    }
+
+    synchronized void reopen() {
+        closed = false
+    }
+
+    /** Whether all that was taken is answered, or nobody waits for it any more. */
+    boolean isSettled() {
+        forgetThoseGone()
+        return unanswered.isEmpty()
+    }
+
+    private void forgetThoseGone() {
+        unanswered.removeIf { Job job -> !job.isOpen() }
+    }
+
+    /** Why a request that comes now is not taken. */
+    String refusal() {
+        String name = model.getModelName()
+        return Models.hasReadyWorker(model) ? "the queue of $name is full: try again"
+                : "no worker of $name is running: try again later"
+    }
+
+    /** Answer what waits where no worker is left, and take over what went to TorchServe's deque. */
+    void sweep() {
+        forgetThoseGone()
+        for (Job job = before.poll(); job != null; job = before.poll()) {
+            if (!offer(job)) {
+                job.sendError(503, refusal())
+            }
+        }
+        if (!isEmpty() && !Models.hasReadyWorker(model)) {
+            for (Job job = poll(); job != null; job = poll()) {
+                refuse(job, refusal())
+            }
+        }
+    }
+}
