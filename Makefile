@@ -32,7 +32,7 @@ REPLACE ?=
 # Options of `serve start` (make serve) by their names in capitals: those that take a value, several words, or none.
 ARTIFACTS ?=
 SERVE_VALUES := HOST PORT MANAGEMENT_PORT METRICS_PORT GRPC_INFERENCE_PORT GRPC_MANAGEMENT_PORT QUEUE BODY_MB HELD_MB \
-	RECEIVE_S DRAIN_S WORKERS THREADS BATCH_SIZE MAX_BATCH_DELAY_MS DECODE_THREADS DECODER QUEUE_LIMIT BUCKETS K INSTANCE_LIMIT \
+	RECEIVE_S DRAIN_S CONNECTIONS WORKERS THREADS BATCH_SIZE MAX_BATCH_DELAY_MS DECODE_THREADS DECODER QUEUE_LIMIT BUCKETS K INSTANCE_LIMIT \
 	RESPONSE_TIMEOUT_S STARTUP_TIMEOUT_S
 SERVE_LISTS := ENGINE OPTION BUDGET REQUIRE_SIGNED
 SERVE_FLAGS := EXPOSE STRICT STRICT_START ACCESS_LOG FOREIGN_CODE
@@ -105,7 +105,7 @@ bench-serve: $(VENV)/.installed-peers ## our servers, the stock one and none at 
 	$(BIN)/python -m benchmarks.serve --store '$(STORE)' $(if $(RUN),--run '$(RUN)') $(if $(PHOTOS),--photos '$(PHOTOS)') \
 		--write docs/bench-serve.md
 
-soak: $(VENV)/.installed-dev ## half an hour of mixed load and faults for each server; writes docs/reliability.md
+soak: $(VENV)/.installed-dev ## MINUTES (15) of mixed load and faults for each server; writes docs/reliability.md
 	$(BIN)/python -m benchmarks.soak --store '$(STORE)' $(if $(RUN),--run '$(RUN)') $(if $(PHOTOS),--photos '$(PHOTOS)') \
 		$(if $(MINUTES),--minutes '$(MINUTES)') --write docs/reliability.md
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from serve.load.histogram import Histogram
 from serve.load.plan import Plan, Target
 from serve.load.running import measure
 from serve.load.workload import Item, Workload
+from serve.processes import end, family, wait_until_ready
 from serve.runtime.errors import PipelineError
 from serve.runtime.execution import ENVIRONMENT
 from serve.runtime.serving import Serving
@@ -156,16 +156,11 @@ def echo_uvicorn(scratch: Path) -> Iterator[Live]:
             stderr=subprocess.STDOUT,
         )
     try:
-        for _ in range(200):
-            with contextlib.suppress(httpx.HTTPError):
-                httpx.post(f"http://{HOST}:{port}/", content=b"x", trust_env=False)
-                break
-            time.sleep(0.1)
-        else:
-            raise PipelineError(f"uvicorn does not get ready: {log.read_text()[-200:]}")
+        url = f"http://{HOST}:{port}/"
+        wait_until_ready(process, lambda: httpx.post(url, content=b"x", trust_env=False).is_success, log, within_s=20)
         yield Live({"echo": Target(f"{HOST}:{port}", "/")}, process.pid, log)
     finally:
-        process.terminate()
+        end(family(process.pid), patience_s=20)
         process.wait()
 
 

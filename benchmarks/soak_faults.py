@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import socket
 import threading
@@ -16,6 +17,11 @@ from serve.load.plan import Target
 from serve.load.workload import Item, request_bytes
 
 _TIMEOUT_S = 40.0
+#: Ends what became of a client while a worker was killed and another one started.
+DURING_A_KILL = ", while a worker was killed"
+#: Clients that keep within each server's limits, and are to be answered. Our own server takes a client that shuts its
+#: sending side for one that has gone (see docs/own-server.md).
+ANSWERED = {"own": ("slow body",), "torchserve": ("slow body", "half-closed")}
 #: Above the largest body that either server takes.
 _OVERSIZED = 100 << 20
 
@@ -35,6 +41,16 @@ class Badly:
         self._target, self._items, self._checker = target, items, Checker(tolerance)
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._random = random.Random(1)
+        self._kill = threading.Event()
+
+    @contextmanager
+    def excused(self) -> Iterator[None]:
+        """Tell apart what becomes of clients while the block runs, in which a worker is killed and comes back."""
+        self._kill.set()
+        try:
+            yield
+        finally:
+            self._kill.clear()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -58,12 +74,28 @@ class Badly:
             for thread in threads:
                 thread.join()
 
+    def seconds_until_answered(self, most_s: float) -> float:
+        """Seconds until a request that is sent from now on gets its known answer; infinite where none does in time."""
+        began = time.monotonic()
+        while time.monotonic() - began < most_s:
+            with contextlib.suppress(OSError):
+                item, request = self._request()
+                with self._connect() as opened:
+                    opened.sendall(request)
+                    if self._answer(opened, item) == "as known":
+                        return time.monotonic() - began
+            time.sleep(0.05)
+        return math.inf
+
     def _repeat(self, kind: str, ask: Callable[[], str]) -> None:
         while not self._stop.is_set():
+            killed = self._kill.is_set()
             try:
                 outcome = ask()
             except OSError as error:
                 outcome = "closed" if isinstance(error, ConnectionError) else type(error).__name__
+            if outcome == "status 503" and (killed or self._kill.is_set()):
+                outcome += DURING_A_KILL
             with self._lock:
                 self.outcomes[kind, outcome] += 1
             self._stop.wait(0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
 import time
 from collections import Counter
@@ -23,6 +24,8 @@ from serve.tune.servers import Live
 SHARE = 0.6
 _CHUNK_S = 10.0
 _WORKER = "model_service_worker"
+#: Load goes on for so long when a worker is killed.
+KILLED_S = 30.0
 _RECOVERY_S = 90.0
 #: Memory that grows by more in a minute, and by more than a twentieth in all, is a leak.
 LEAK_MB_A_MINUTE = 1.0
@@ -30,7 +33,12 @@ LEAK_MB_A_MINUTE = 1.0
 
 @dataclass(frozen=True)
 class Kill:
-    """A worker that was killed: how long until the server answered again, and what became of the requests meanwhile."""
+    """A worker that was killed under load: how long until the server answered again, and what became of the requests.
+
+    Attributes:
+        recovery_s: from the kill to the first known answer to a request that was sent after it; infinite: none came.
+        counts: the load's requests by verdict.
+    """
 
     recovery_s: float
     counts: Mapping[str, int]
@@ -112,6 +120,7 @@ class Phases:
         self._live, self._say, self._photos_items = live, say, photos
         self._photos = photos.save(scratch / "photos")
         self._mixed = mixed.save(scratch / "mixed")
+        self._badly = Badly(live.target, photos.items, photos.tolerance)
         self.found = Soaked(kind)
 
     def run(self, times: Course) -> Soaked:
@@ -120,7 +129,7 @@ class Phases:
         self._measure(self._mixed, None, min(5.0, times.capacity_s))  # what is first used is loaded now
         found.mixed_capacity = self._measure(self._mixed, None, times.capacity_s).throughput
         self._say(f"mixed load: {found.mixed_capacity:.0f} requests/s at saturation")
-        badly = Badly(self._live.target, self._photos_items.items, self._photos_items.tolerance)
+        badly = self._badly
         with badly.running():
             quiet = self._mix("faults and kills", times.faults_s, times.kill_every_s)
             quiet += self._mix("faults, memory watched", times.steady_s, None)
@@ -171,17 +180,15 @@ class Phases:
         return found
 
     def _killed(self, plan: Plan) -> Kill:
-        """Kill a worker under load, and wait until the server answers again."""
-        with started(plan, self._mixed) as process:
+        """Kill a worker under load; how long until the server answers again, while the load goes on."""
+        plan = dataclasses.replace(plan, seconds=KILLED_S)
+        with self._badly.excused(), started(plan, self._mixed) as process:
             time.sleep(2)
-            began = time.monotonic()
             for worker in self._workers()[:1]:
                 with contextlib.suppress(psutil.Error):
                     worker.kill()
+            recovery = self._badly.seconds_until_answered(_RECOVERY_S)
             result = finished(process, plan)
-        while time.monotonic() - began < _RECOVERY_S:
-            if self._measure(self._photos, None, 0.5, clients=1).good:
-                break
-        kill = Kill(time.monotonic() - began, result.counts)
-        self._say(f"a worker was killed: answered again after {kill.recovery_s:.0f} s, {dict(kill.counts)}")
+        kill = Kill(recovery, result.counts)
+        self._say(f"a worker was killed: answered again after {kill.recovery_s:.1f} s, {dict(kill.counts)}")
         return kill

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
-import time
 import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -17,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import torch
 import torchvision
 from PIL import Image
 
 from serve.load.plan import Target
 from serve.load.workload import Item, Known
+from serve.processes import end, family, wait_until_ready
 from serve.runtime.errors import PipelineError
 from serve.torchserve.configuration import HOST
 from serve.torchserve.java import java_executable
@@ -128,43 +126,21 @@ def stock_torchserve(models: Sequence[str], archives: Path, scratch: Path) -> It
             start_new_session=True,
         )
     try:
-        _wait(process, ports[1], models, log)
+        with httpx.Client(timeout=5, trust_env=False) as client:
+            wait_until_ready(process, lambda: _are_ready(client, ports[1], models), log, within_s=_READY_S, every_s=0.5)
         targets = {model: Target(f"{HOST}:{ports[0]}", f"/predictions/{model}") for model in models}
         yield Live(targets, process.pid, log)
     finally:
-        _end(process)
+        end(family(process.pid), patience_s=15)
+        process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, models: Sequence[str], log: Path) -> None:
-    until = time.monotonic() + _READY_S
-    waiting = set(models)
-    with httpx.Client(timeout=5, trust_env=False) as client:
-        while waiting and process.poll() is None and time.monotonic() < until:
-            for model in list(waiting):
-                with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, IndexError):
-                    workers = client.get(f"http://{HOST}:{port}/models/{model}").json()[0]["workers"]
-                    if workers and all(worker["status"] == "READY" for worker in workers):
-                        waiting.remove(model)
-            time.sleep(0.5)
-    if waiting:
-        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-        raise PipelineError(f"{', '.join(sorted(waiting))}: TorchServe does not get ready: {' '.join(tail)[:200]}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        own = psutil.Process(process.pid)
-        family = [*own.children(recursive=True), own]
-    except psutil.NoSuchProcess:
-        family = []
-    for one in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.terminate()
-    _, left = psutil.wait_procs(family, timeout=15)
-    for one in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
-    process.wait()
+def _are_ready(client: httpx.Client, port: int, models: Sequence[str]) -> bool:
+    for model in models:
+        workers = client.get(f"http://{HOST}:{port}/models/{model}").json()[0]["workers"]
+        if not workers or any(worker["status"] != "READY" for worker in workers):
+            return False
+    return True
 
 
 def _write(destination: Path, model: str, handler: str, files: dict[str, bytes], serialized: str | None = None) -> None:

@@ -33,7 +33,14 @@ def sound() -> Soaked:
         memory=[(10.0 * step, 500.0 + (step % 3)) for step in range(60)],
         overload={1.0: result(answered=990), 2.0: result(answered=950), 4.0: result(answered=920, rejected=3000)},
         afterwards=result(answered=10),
-        bad_clients=Counter({("no HTTP", "status 400"): 5}),
+        bad_clients=Counter(
+            {
+                ("no HTTP", "status 400"): 5,
+                ("slow body", "as known"): 3,
+                ("slow body", "not finished"): 1,
+                ("half-closed", "as known"): 2,
+            }
+        ),
     )
 
 
@@ -61,6 +68,30 @@ def test_an_error_that_a_bad_client_caused_fails() -> None:
     assert "behaves badly" in failing(found)[0]
 
 
+def test_a_client_that_is_slow_within_the_limits_and_is_dropped_fails() -> None:
+    found = sound()
+    found.bad_clients["slow body", "closed"] += 1
+    assert failing(found) == ["slow body: 3 clients answered as known, 1 not"]
+    found = sound()
+    del found.bad_clients["slow body", "as known"]
+    assert failing(found) == ["slow body: 0 clients answered as known, 0 not"], "none was tried"
+    found.bad_clients["slow body", "closed"] += 9
+    assert failing(found) == ["slow body: 0 clients answered as known, 9 not"]
+
+
+def test_clients_whose_worker_was_killed_are_told_to_try_again_and_others_are_not() -> None:
+    found = sound()
+    found.kind = "torchserve"
+    found.kills = [Kill(5.0, {"answered": 1})]
+    found.bad_clients["half-closed", "status 503, while a worker was killed"] += 1
+    assert failing(found) == []
+    found.bad_clients["half-closed", "status 503"] += 1
+    assert failing(found) == [
+        "1 5xx caused by a client that behaves badly",
+        "half-closed: 2 clients answered as known, 1 not",
+    ]
+
+
 def test_steady_growth_is_a_leak_and_noise_or_one_step_is_none() -> None:
     found = sound()
     found.memory = [(10.0 * step, 500.0 + 2.0 * step) for step in range(60)]  # 12 MB a minute
@@ -83,6 +114,13 @@ def test_a_worker_that_comes_back_late_fails() -> None:
     found.kind = "torchserve"
     found.kills = [Kill(5.0, {"answered": 1, "rejected": 9}), Kill(61.0, {"answered": 1})]
     assert "2 workers killed" in failing(found)[0]
+
+
+def test_a_request_that_a_killed_worker_left_without_an_answer_fails() -> None:
+    found = sound()
+    found.kind = "torchserve"
+    found.kills = [Kill(5.0, {"answered": 9, "rejected": 2, "lost": 1})]
+    assert "of the requests meanwhile 0 wrong, 0 failed, 1 lost" in failing(found)[0]
 
 
 def test_a_campaign_in_which_no_worker_of_torchserve_was_killed_shows_nothing_of_it() -> None:
@@ -116,6 +154,7 @@ def test_a_campaign_against_a_real_server_compares_every_answer(tmp_path: Path) 
     assert found.mixed.bad == 0, found.mixed.faults
     assert found.mixed.counts["refused"] > 0
     assert found.bad_client_faults == []
+    assert found.bad_clients["slow body", "as known"] > 0
     assert not any(outcome.startswith("status 5") for _, outcome in found.bad_clients)
     assert {kind for kind, _ in found.bad_clients} >= {"half-closed", "no HTTP", "gone before the answer"}
     assert all(over.bad == 0 for over in found.overload.values())

@@ -6,28 +6,29 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from serve.load.workload import Item, Known
-from serve.runtime.errors import PipelineError, Refusal
+from serve.runtime.chain import NO_GPU, first_working
+from serve.runtime.errors import EngineError, Refusal
 from serve.runtime.execution import Execution
-from serve.runtime.predictor import Predictor
+from serve.runtime.predictor import PassedOver, Predictor
 from serve.runtime.serving import Serving
 
 _KINDS = {b"\xff\xd8\xff": "image/jpeg", b"\x89PNG": "image/png"}
 
 
 def opened(folder: Path, serving: Serving) -> Predictor:
-    """An artifact opened by the first of its executions that works on this machine's CPU.
+    """An artifact as a server of this machine's CPU opens it: the first of its executions that works, and its decoder.
 
     Raises:
-        PipelineError: none does.
+        CardError: a file does not match the card.
+        EngineError: none does.
     """
-    reasons = []
-    for execution in serving.executions:
-        if execution.device_type == "cpu":
-            try:
-                return Predictor(folder, execution, max_batch=1, budget=serving.allowance)
-            except PipelineError as error:
-                reasons.append(f"{execution.engine}: {error}")
-    raise PipelineError(f"{folder.name}: nothing runs it on this machine's CPU ({'; '.join(reasons) or 'CUDA only'})")
+
+    def on_cpu(execution: Execution, passed: tuple[PassedOver, ...]) -> Predictor:
+        if execution.device_type != "cpu":
+            raise EngineError(NO_GPU)
+        return Predictor(folder, execution, max_batch=1, budget=serving.allowance, passed_over=passed)
+
+    return first_working(folder.name, serving, on_cpu)
 
 
 def known_answers(predictor: Predictor, images: Iterable[bytes]) -> list[Known]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from .predictor import PassedOver, Predictor
 from .serving import SERVING_FILE, Serving, read_serving
 
 _LOG = logging.getLogger(__name__)
-_NO_GPU = "it runs on a GPU, and none was assigned here"
+#: Why an execution for CUDA does not run where there is no GPU; nothing to speak of.
+NO_GPU = "it runs on a GPU, and none was assigned here"
 
 
 def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
@@ -43,11 +45,32 @@ def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
     serving = read_serving(folder)
     if serving is None:
         raise CardError(f"{folder}: there is no {SERVING_FILE}, which says what runs it; pack it again")
+    predictor = first_working(
+        card.name, serving, lambda execution, passed: _open(folder, execution, gpu, serving, passed)
+    )
+    _log(predictor)
+    return predictor, serving
+
+
+def first_working(
+    name: str, serving: Serving, opened: Callable[[Execution, tuple[PassedOver, ...]], Predictor]
+) -> Predictor:
+    """The first of an archive's executions that works, with the decoder that its ``serving.json`` names.
+
+    Args:
+        name: of the artifact, for messages.
+        serving: says which executions, in order, and which decoder.
+        opened: opens the artifact for an execution, and is told of those that were passed over before.
+
+    Raises:
+        CardError: ``opened`` raised one: a file does not match the card.
+        EngineError: no execution works here, or not the first and the file is strict; each is named, with its reason.
+    """
     passed: list[PassedOver] = []
     for execution in serving.executions:
-        told = tuple(entry for entry in passed if entry.reason != _NO_GPU)
+        told = tuple(entry for entry in passed if entry.reason != NO_GPU)
         try:
-            predictor = _open(folder, execution, gpu, serving, told)
+            predictor = opened(execution, told)
         except CardError:
             raise
         except Exception as error:  # noqa: BLE001 - a library may fail in any way; the next may do
@@ -56,13 +79,12 @@ def open_served(folder: Path, gpu: int | None) -> tuple[Predictor, Serving]:
             )
         else:
             _add_decoder(predictor, serving)
-            _log(predictor)
-            return predictor, serving
+            return predictor
         if serving.strict:
             break
     reasons = "; ".join(f"{entry.execution}: {entry.reason}" for entry in passed)
     rule = f" ({SERVING_FILE} is strict: nothing else may)" if serving.strict else ""
-    raise EngineError(f"{card.name}: what should run it does not work here{rule}: {reasons}")
+    raise EngineError(f"{name}: what should run it does not work here{rule}: {reasons}")
 
 
 def _open(
@@ -76,7 +98,7 @@ def _open(
     """
     if execution.device_type == "cuda":
         if gpu is None:
-            raise EngineError(_NO_GPU)
+            raise EngineError(NO_GPU)
         execution = replace(execution, device=f"cuda:{gpu}")
         if torch.cuda.is_available():
             torch.cuda.set_device(gpu)

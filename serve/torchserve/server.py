@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from serve.hints import command
+from serve.processes import end
 from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve.configuration import HOST, Ports, metrics_yaml, properties
 from serve.torchserve.identity import ALIVE_FILE, Identity, hold, is_held, life_of, nameless, new_nonce
@@ -318,22 +319,9 @@ def _stop(store: Path, state: RunningServer) -> None:
         # Collected first: when Java is gone, nothing tells whose children they were.
         workers = process.children(recursive=True)
         process.terminate()
-        _end([process], patience_s=state.limits.drain_s + _ENDING_S)
-        _end(workers, patience_s=5.0)
+        end([process], patience_s=state.limits.drain_s + _ENDING_S, ask=False)
+        end(workers, patience_s=5.0, ask=False)
     _clean(store)
-
-
-def _end(processes: Sequence[psutil.Process], *, patience_s: float) -> None:
-    """Wait for processes to end by themselves, then kill them."""
-    _, left = psutil.wait_procs(processes, timeout=patience_s)
-    for process in left:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    _, left = psutil.wait_procs(left, timeout=10.0)
-    if left:
-        raise PipelineError(f"processes {', '.join(str(process.pid) for process in left)} do not end")
 
 
 def _clean(store: Path) -> None:

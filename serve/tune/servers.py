@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import httpx
 import psutil
 
 from serve.load.plan import Target
-from serve.runtime.errors import PipelineError
+from serve.processes import end, family, wait_until_ready
 from serve.runtime.execution import ENVIRONMENT
 from serve.runtime.serving import SERVING_FILE, Serving
 from serve.torchserve import server as torchserve_process
@@ -58,10 +57,7 @@ class Live:
 
     def processes(self) -> list[psutil.Process]:
         """Its processes now."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            first = psutil.Process(self.pid)
-            return [first, *first.children(recursive=True)]
-        return []
+        return family(self.pid)
 
     def cpu_s(self) -> float:
         """Seconds of CPU that its processes have taken together."""
@@ -150,13 +146,10 @@ def end_left(path: Path) -> bool:
         pid, created = json.loads(path.read_text(encoding="utf-8"))
         process = psutil.Process(pid)
         left = bool(process.create_time() == created)
-        family = [*process.children(recursive=True), process] if left else []
     except (OSError, ValueError, psutil.Error):
-        left, family = False, []
-    for one in family:
-        with contextlib.suppress(psutil.Error):
-            one.kill()
-    psutil.wait_procs(family, timeout=10)
+        left = False
+    if left:
+        end(family(pid), patience_s=0, ask=False)
     path.unlink(missing_ok=True)
     return left
 
@@ -181,35 +174,16 @@ def _own(
         )
     try:
         on_start(process.pid)
-        _wait_until_ready(process, f"http://{HOST}:{port}/health/ready", log)
+        with httpx.Client(timeout=5, trust_env=False) as client:
+            url = f"http://{HOST}:{port}/health/ready"
+            wait_until_ready(process, lambda: client.get(url).is_success, log, within_s=_READY_S)
         targets = {model: Target(f"{HOST}:{port}", f"/predictions/{model}") for model in archives}
         yield Live(targets, process.pid, log)
     finally:
-        process.terminate()
-        try:
-            process.wait(40)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    until = time.monotonic() + _READY_S
-    with httpx.Client(timeout=5, trust_env=False) as client:
-        while time.monotonic() < until:
-            if process.poll() is not None:
-                break
-            with contextlib.suppress(httpx.HTTPError):
-                if client.get(url).is_success:
-                    return
-            time.sleep(0.05)
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    said = lines[-1] if lines else "it wrote nothing"
-    raise PipelineError(
-        f"the server ended before it was ready: {said}"
-        if process.poll() is not None
-        else f"the server was not ready after {_READY_S:.0f} s: {said}"
-    )
+        members = family(process.pid)
+        end(members[-1:], patience_s=40)  # which ends the others in order
+        end(members, patience_s=0, ask=False)
+        process.wait()
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from serve.load.known import known_answers
+from serve.load.known import opened as known_opened
 from serve.options import ServingOptions
 from serve.runtime.budget import SERVING, Budget
 from serve.runtime.card import Preprocessing, load_card
@@ -255,6 +257,17 @@ def test_reduced_gives_nearly_the_picture_of_a_whole_decoding(side: int, orienta
     difference = (found.int() - load(data, wanted).int()).abs().float()
     assert difference.mean() < 1
     assert difference.max() < 16
+
+
+def test_known_answers_are_those_of_the_decoder_that_serves(artifact: Path, tmp_path: Path) -> None:
+    handler = opened(context_of(artifact, tmp_path, None, decoder="reduced"))
+    image, served = jpeg(3, (800, 600)), handler._opened()
+    (labels,) = served.predictor.predict([image], 2)
+    assert isinstance(labels, list)
+    (known,) = known_answers(known_opened(artifact, served.serving), [image])
+    assert [known.probabilities[label.index] for label in labels] == [label.probability for label in labels]
+    (whole,) = known_answers(Predictor(artifact), [image])
+    assert known != whole, "an image on which it makes a difference"
 
 
 def test_a_broken_large_jpeg_gets_the_error_of_a_whole_decoding(artifact: Path, tmp_path: Path) -> None:

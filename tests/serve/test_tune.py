@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -16,7 +17,6 @@ from serve.runtime.card import load_card
 from serve.runtime.serving import read_serving
 from serve.torchserve.archive import build_archive, serving_of
 from serve.tune.search import Goal
-from serve.tune.servers import ServerKind
 from serve.tune.space import Stage
 from serve.tune.space import told as told_in_words
 from serve.tune.tuning import Settings, tune
@@ -24,8 +24,7 @@ from tests.serve import artifacts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["own"])
-def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(tmp_path: Path, kind: ServerKind) -> None:
+def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(tmp_path: Path) -> None:
     artifact = artifacts.onnx(tmp_path / "artifact")
     usual = serving_of(artifact, load_card(artifact))
     (artifact / "serving.json").write_text(usual.text)
@@ -35,7 +34,7 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(tmp_pa
     said: list[str] = []
     goal = Goal(p99_ms=500)  # on a machine that others use too
     stage = Stage("batch size", lambda base: [dataclasses.replace(base, batch_size=2)])
-    settings = Settings(kind, seconds=0.5, warm_s=0.1, images=4)
+    settings = Settings("own", seconds=0.5, warm_s=0.1, images=4)
     found = tune(artifact, goal, settings, said.append, [stage])
 
     assert read_serving(artifact) == found.chosen.way
@@ -61,9 +60,35 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(tmp_pa
     assert told["chosen"]["serving"]["batch_size"] == max(held, key=lambda size: held[size])
     assert all(point["bad"] == 0 and point["memory_bytes"] > 0 for trial in told["trials"] for point in trial["points"])
     assert len(told["curves"]["chosen"]) == 7
-    assert said[0].startswith(f"{told_in_words(usual)}: ")
-    assert re.search(r"; at most \d+ s left$", said[0])
+    first, second, last = said
+    assert re.fullmatch(
+        rf"{re.escape(told_in_words(usual))}: {re.escape(found.usual.outcome)}(; at most \d+ s left)?", first
+    )
+    assert second.startswith(f"{told_in_words(dataclasses.replace(usual, batch_size=2))}: ")
+    assert last == "measuring the curve …"
     load_card(artifact)  # it is whole as before
+
+
+@pytest.mark.slow
+def test_torchserve_is_started_as_each_way_says_and_asked(tmp_path: Path) -> None:
+    artifact = artifacts.onnx(tmp_path / "artifact")
+    usual = serving_of(artifact, load_card(artifact))
+    settings = Settings("torchserve", seconds=0.5, warm_s=0.2, images=4, curve=False)
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    found = tune(artifact, Goal(p99_ms=1000), settings, lambda line: None, [])
+
+    assert found.chosen.way == usual == read_serving(artifact)
+    told = json.loads((artifact / "tuning.json").read_text())
+    assert told["server"] == "torchserve"
+    (trial,) = told["trials"]
+    saturated, *at_rates = trial["points"]
+    assert saturated["rate"] is None
+    assert at_rates, "it was asked at stated rates too"
+    for point in trial["points"]:
+        assert point["throughput"] > 0
+        assert point["bad"] == 0
+        assert point["memory_bytes"] > 150e6, "Java's, and a worker's"
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before, "it is stopped"
 
 
 @pytest.mark.parametrize(
