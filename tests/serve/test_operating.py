@@ -223,8 +223,8 @@ def test_bodies_are_bounded_together_and_given_back_when_their_clients_are_gone(
     assert answers == [200, 200]
 
 
-def test_grpc_is_bounded_with_the_rest(operated: Operated) -> None:
-    grpc = pytest.importorskip("grpc")
+def grpc_message(image: bytes) -> bytes:
+    """PredictionsRequest of TorchServe's inference.proto."""
 
     def field(number: int, content: bytes) -> bytes:
         length, size = b"", len(content)
@@ -232,16 +232,44 @@ def test_grpc_is_bounded_with_the_rest(operated: Operated) -> None:
             length, size = length + bytes([size & 127 | 128]), size >> 7
         return bytes([number << 3 | 2]) + length + bytes([size]) + content
 
-    def message(image: bytes) -> bytes:  # PredictionsRequest of TorchServe's inference.proto
-        return field(1, QUICK.encode()) + field(3, field(1, b"data") + field(2, image))
+    return field(1, QUICK.encode()) + field(3, field(1, b"data") + field(2, image))
 
+
+PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
+
+
+def test_a_grpc_call_that_waits_is_answered_when_another_client_goes_away(operated: Operated) -> None:
+    grpc = pytest.importorskip("grpc")
+    name, _, token = operated.header.partition(": ")
+    with operated.running.client(operated.store) as client:
+        worker = psutil.Process(client.workers(QUICK)[0]["pid"])
+    with grpc.insecure_channel(f"{HOST}:{operated.running.ports.grpc_inference}") as channel:
+        call = channel.unary_unary(PREDICTIONS)
+        worker.suspend()  # so that the second waits in the queue
+        try:
+            calls = [
+                call.future(grpc_message(jpeg(1)), metadata=((name.lower(), token),), timeout=20) for _ in range(2)
+            ]
+            time.sleep(0.5)
+            with opened(operated) as gone:
+                send_head(gone, operated, QUICK, 300_000)
+                gone.sendall(jpeg(1).ljust(300_000, b"\0"))
+                time.sleep(0.2)
+            time.sleep(0.5)
+        finally:
+            worker.resume()
+        assert all(b'"label"' in one.result() for one in calls)
+
+
+def test_grpc_is_bounded_with_the_rest(operated: Operated) -> None:
+    grpc = pytest.importorskip("grpc")
     name, _, token = operated.header.partition(": ")
     size = 900 * 1024
     with grpc.insecure_channel(f"{HOST}:{operated.running.ports.grpc_inference}") as channel:
-        call = channel.unary_unary("/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions")
+        call = channel.unary_unary(PREDICTIONS)
 
         def predict(image: bytes) -> bytes:
-            answer: bytes = call(message(image), metadata=((name.lower(), token),), timeout=60)
+            answer: bytes = call(grpc_message(image), metadata=((name.lower(), token),), timeout=60)
             return answer
 
         assert b'"label"' in predict(jpeg(1))

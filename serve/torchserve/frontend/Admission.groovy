@@ -100,10 +100,10 @@ class Admission {
         manager.getAllModels().each { models ->
             models.value.getAllVersions().each { version ->
                 Model model = version.value
-                model.@jobsDb.values().each { queue -> queue.removeIf { Job job -> !job.isOpen() } }
+                model.@jobsDb.values().each { queue -> queue.removeIf { Job job -> !ModelQueue.isWanted(job) } }
                 manager.getWorkers(model.getModelVersionName()).each { worker ->
                     List<Job> held = worker.@aggregator instanceof Batches ? worker.@aggregator.held() : []
-                    bytes += held.sum(0L) { Job job -> job.isOpen() ? 0L : size(job) } as long
+                    bytes += held.sum(0L) { Job job -> ModelQueue.isWanted(job) ? 0L : size(job) } as long
                 }
             }
         }

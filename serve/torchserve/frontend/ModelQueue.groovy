@@ -2,6 +2,7 @@ import groovy.transform.CompileStatic
 import java.util.concurrent.ConcurrentHashMap
 import java.util.concurrent.LinkedBlockingDeque
 import org.pytorch.serve.archive.model.ModelException
+import org.pytorch.serve.job.GRPCJob
 import org.pytorch.serve.job.Job
 import org.pytorch.serve.wlm.Model
 import org.pytorch.serve.wlm.ModelManager
@@ -99,7 +100,16 @@ class ModelQueue extends LinkedBlockingDeque<Job> {
     }
 
     private void forgetThoseGone() {
-        unanswered.removeIf { Job job -> !job.isOpen() }
+        unanswered.removeIf { Job job -> !isWanted(job) }
+    }
+
+    /** Whether somebody still waits for the answer: 0.12 says the contrary of a gRPC call, or does not know. */
+    static boolean isWanted(Job job) {
+        try {
+            return job instanceof GRPCJob ? !job.isOpen() : job.isOpen()
+        } catch (NullPointerException ignored) {
+            return true
+        }
     }
 
     /** Why a request that comes now is not taken. */
