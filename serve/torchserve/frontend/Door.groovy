@@ -44,6 +44,7 @@ class Door extends ChannelInboundHandlerAdapter {
         @Override
         void channelActive(ChannelHandlerContext context) {
             context.channel().config().setAutoRead(false)
+            context.channel().config().setOption(ChannelOption.SO_LINGER, -1)  // see below
             context.writeAndFlush(Unpooled.copiedBuffer(FULL, StandardCharsets.US_ASCII))
             // Not at once: who is still sending would see the end of the connection and not the answer.
             context.executor().schedule({ context.close() } as Runnable, 1, TimeUnit.SECONDS)
