@@ -33,7 +33,8 @@ pytestmark = pytest.mark.slow
 
 #: One worker that gathers a batch for three seconds; and two that are gathering one for most of the time.
 ALONE, PAIR = "small-alone", "small-pair"
-KILLS = 4
+KILLS = 3
+IN_FLIGHT = 300
 PATIENCE_S = 30.0
 
 
@@ -155,17 +156,31 @@ def test_a_model_is_replaced_and_removed_with_hundreds_of_requests_in_flight(ser
     live.add(served.store, {extra: path})
     assert set(in_flight_while(served, extra, lambda: live.replace(served.store, extra, path))) == {200}
     with served.running.client(served.store) as client:
-        # As anybody may who has the key; `serve remove` does the same, and writes it down.
-        found = in_flight_while(served, extra, lambda: client.unregister(extra))
+        worker = psutil.Process(client.workers(extra)[0]["pid"])
+
+        def unregister() -> None:
+            # As anybody may who has the key; `serve remove` does the same, and writes it down.
+            resumed = threading.Timer(0.5, worker.resume)
+            resumed.start()
+            client.unregister(extra)
+            resumed.join()
+
+        def all_wait() -> bool:
+            return int(client.registered(extra)["jobQueueStatus"]["pendingRequests"]) >= IN_FLIGHT - 8
+
+        worker.suspend()
+        found = in_flight_while(served, extra, unregister, all_wait)
         assert extra not in client.models()
     assert set(found) == {200, 404}, found
-    assert found[200] >= 300, "what was accepted is answered"
+    assert found[200] >= IN_FLIGHT, "what was accepted is answered"
     assert served.post(extra).status_code == 404
     assert extra not in live.remove(served.store, [extra]).models
 
 
-def in_flight_while(served: Served, model: str, change: Callable[[], object]) -> Counter[int | str]:
-    """Outcomes of 300 requests that lie in the queue when a change begins, and of those that come while it lasts."""
+def in_flight_while(
+    served: Served, model: str, change: Callable[[], object], all_wait: Callable[[], bool] = lambda: True
+) -> Counter[int | str]:
+    """Outcomes of hundreds of requests that are under way when a change begins, and of those that come meanwhile."""
     image = jpeg(1)
     head = f"POST /predictions/{model} HTTP/1.1\r\nHost: x\r\n{served.header}\r\nContent-Type: image/jpeg\r\n"
     request = f"{head}Content-Length: {len(image)}\r\n\r\n".encode() + image
@@ -191,9 +206,13 @@ def in_flight_while(served: Served, model: str, change: Callable[[], object]) ->
                 answer_of(stream)
 
     with contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(connected(served)) for _ in range(300)]
+        streams = [stack.enter_context(connected(served)) for _ in range(IN_FLIGHT)]
         for stream in streams:
             stream.sendall(request)
+        until = time.monotonic() + PATIENCE_S
+        while not all_wait():
+            assert time.monotonic() < until
+            time.sleep(0.05)
         asking = [threading.Thread(target=ask) for _ in range(8)]
         for thread in asking:
             thread.start()
