@@ -23,6 +23,7 @@ from optimize.store.sources import PROJECT
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import EngineError
 from serve.runtime.predictor import infer
+from serve.runtime.transfer import open_transfer
 
 
 class Reference(NamedTuple):
@@ -91,11 +92,12 @@ def open_reference(name: str, module: nn.Module, preprocessing: Preprocessing, d
     """
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     engine = ModuleEngine(module.eval(), torch.device(device), REFERENCES[name])
+    transfer = open_transfer(engine.device, preprocessing.shape)  # as what is served has it
 
     def call(batch: torch.Tensor) -> torch.Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler
-            return infer(engine, batch, preprocessing, torch.float32)
+            return infer(engine, batch, preprocessing, torch.float32, transfer)
 
     return call, engine.provider
 

@@ -22,6 +22,7 @@ from .execution import Execution
 from .faults import device_answers, is_lost, lacks_memory
 from .images import normalise
 from .intake import NO_MEMORY, take_in
+from .transfer import Plain, Transfer, open_transfer
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,17 +52,23 @@ class Classified:
     postprocess: float
 
 
-def infer(engine: Engine, batch: torch.Tensor, preprocessing: Preprocessing, dtype: torch.dtype) -> torch.Tensor:
-    """``uint8`` images ``(N, C, H, W)`` on the host to ``float32`` logits ``(N, classes)`` on the host.
+def infer(
+    engine: Engine,
+    images: torch.Tensor | Sequence[torch.Tensor],
+    preprocessing: Preprocessing,
+    dtype: torch.dtype,
+    transfer: Transfer | None = None,
+) -> torch.Tensor:
+    """``uint8`` images, ``(N, C, H, W)`` or N of ``(C, H, W)``, to ``float32`` logits ``(N, classes)`` on the host.
 
     What a request pays for once its images are decoded: copy to the device, normalise (where the graph does not:
-    ``dtype`` is then ``uint8``), run, copy back.
+    ``dtype`` is then ``uint8``), run, copy back; ``transfer`` copies, if it is not left to torch.
     """
+    transfer = transfer or Plain(engine.device)
     with torch.inference_mode():
-        if dtype == torch.uint8:
-            return engine.run(batch.to(engine.device, non_blocking=True)).float().cpu()
-        inputs = normalise(batch, preprocessing, engine.device, dtype)
-        return engine.run(inputs).float().cpu()
+        batch = transfer.send(images)
+        inputs = batch if dtype == torch.uint8 else normalise(batch, preprocessing, engine.device, dtype)
+        return transfer.receive(engine.run(inputs))
 
 
 @dataclass(frozen=True)
@@ -117,12 +124,17 @@ class Predictor:
         self.device = self.engine.device
         self.seconds: dict[int, float] = {}
         self._dtype: torch.dtype = getattr(torch, self.card.input_dtype)
+        self._transfer = open_transfer(self.device, self.card.preprocessing.shape)
         self._turn = threading.Lock()
 
-    def logits(self, batch: torch.Tensor) -> torch.Tensor:
-        """``uint8`` images ``(N, C, H, W)`` on the host to ``float32`` logits ``(N, classes)`` on the host."""
+    def logits(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+        """``uint8`` images to ``float32`` logits ``(N, classes)`` on the host.
+
+        Args:
+            images: ``(N, C, H, W)``, or N of ``(C, H, W)``, each on the host or the engine's device; N >= 1.
+        """
         with self._turn:
-            return infer(self.engine, batch, self.card.preprocessing, self._dtype)
+            return infer(self.engine, images, self.card.preprocessing, self._dtype, self._transfer)
 
     def probabilities(self, batch: torch.Tensor) -> torch.Tensor:
         """As `logits`, with the softmax taken."""
@@ -184,9 +196,7 @@ class Predictor:
             BrokenError: the device is lost to this process.
         """
         started = time.perf_counter()
-        # What a decoder left on the device stays there; beside it, what the CPU decoded goes there.
-        devices = {image.device for image in images}
-        rows = self._rows(torch.stack([*images] if len(devices) == 1 else [image.to(self.device) for image in images]))
+        rows = self._rows(images)
         inferred = time.perf_counter()
         outcomes: list[Outcome] = []
         for found in rows:
@@ -196,23 +206,23 @@ class Predictor:
                 outcomes += self._best(found, wanted[len(outcomes) : len(outcomes) + len(found)])
         return Classified(outcomes, inferred - started, time.perf_counter() - inferred)
 
-    def _rows(self, batch: torch.Tensor) -> list[torch.Tensor | Refusal]:
+    def _rows(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor | Refusal]:
         """Logits ``(N, classes)`` of the batch's parts, in order, with a refusal for each image that has none."""
         try:
-            return [self.logits(batch)]
+            return [self.logits(images)]
         except Exception as error:  # noqa: BLE001 - a library raises what it likes
             if is_lost(error) or not device_answers(self.device):
                 raise BrokenError(
                     f"{self.card.name}: {self.device} is lost to this process: {one_line(error)}"
                 ) from None
             refusal = NO_MEMORY if lacks_memory(error) else Refusal(500, f"the engine failed: {one_line(error)}")
-            if len(batch) == 1:
+            if len(images) == 1:
                 _LOG.error("%s: %s fails: %s", self.card.name, self.execution_name, one_line(error))
                 return [refusal]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        middle = len(batch) // 2
-        return self._rows(batch[:middle]) + self._rows(batch[middle:])
+        middle = len(images) // 2
+        return self._rows(images[:middle]) + self._rows(images[middle:])
 
     def _best(self, logits: torch.Tensor, wanted: Sequence[int]) -> list[Outcome]:
         """The best classes of each row, best first; equal ones by index."""
