@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import sys
 from collections.abc import Iterator
@@ -317,6 +318,42 @@ def prune(
                 return
         removed = pruning.prune(opened, found)
         typer.echo(f"removed {len(removed.objects)} objects, {removed.size / 1e6:.1f} MB")
+
+
+@app.command()
+def lint(
+    file: Annotated[Path, typer.Argument(help="A quantized ONNX graph, of whatever tool.", metavar="FILE.onnx")],
+    target: Annotated[
+        str,
+        typer.Option(
+            help="What it is for: cpu (ONNX Runtime and OpenVINO, with VNNI), x86 (any x86 CPU: 7 bits) or tensorrt."
+        ),
+    ] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False,
+) -> None:
+    """Look for what is wrong with a quantized ONNX graph; exit code 1 if anything is.
+
+    Only its structure and constants are looked at: nothing runs.
+    """
+    with reported():
+        from optimize.lint.base import TARGETS, read_graph
+        from optimize.lint.base import lint as judge
+
+        chosen = next((name for name in TARGETS if name == target), None)
+        if chosen is None:
+            raise UserError(f"--target is one of {', '.join(TARGETS)}, not {target!r}")
+        findings = judge(read_graph(file), chosen)
+        if json:
+            found = [dataclasses.asdict(finding) for finding in findings]
+            sys.stdout.write(dumps({"file": str(file), "target": target, "findings": found}, indent=2) + "\n")
+        else:
+            for finding in findings:
+                typer.echo(f"{finding.severity}: {finding.node}: {finding.said}; {finding.remedy} [{finding.rule}]")
+            typer.echo(
+                f"{len(findings)} findings" if findings else f"nothing found: {file} is well-formed for {target}"
+            )
+        if findings:
+            raise typer.Exit(1)
 
 
 @app.command("passes")

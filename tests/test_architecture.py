@@ -26,6 +26,7 @@ FLOORS = {
     "optimize.training": 4,
     "optimize.measure": 4,
     "optimize.export": 4,
+    "optimize.lint": 4,
     "optimize.report": 5,
     "optimize.quantization": 5,
     "optimize.passes": 6,

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from optimize.errors import PassError
-from serve.runtime.onnx_session import cpu_session
+from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
 
 INPUT, OUTPUT = "input", "logits"
 
 
-def export_onnx(module: nn.Module, example: torch.Tensor, path: Path) -> onnx.ModelProto:
+def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int | None = None) -> onnx.ModelProto:
     """Export ``module`` with torch's dynamo exporter to ``path``.
 
     The graph takes ``input`` ``(batch, C, H, W)`` and gives ``logits`` ``(batch, classes)``, with
@@ -28,6 +28,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path) -> onnx.Mo
         module: in eval mode, with the weights to write.
         example: an input with N >= 2 (an example of batch 1 would fix the batch at 1).
         path: the file, with all weights inside.
+        opset: the version of ONNX's operators; None: the exporter's own choice (20 in torch 2.14).
 
     Raises:
         PassError: the graph has another input or output than those, or a fixed batch.
@@ -44,6 +45,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path) -> onnx.Mo
             input_names=[INPUT],
             output_names=[OUTPUT],
             dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
+            opset_version=opset,
         )
     assert program is not None
     model = program.model_proto
@@ -78,15 +80,16 @@ def _drop_metadata(model: onnx.ModelProto) -> None:
         item.doc_string = ""
 
 
-def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False) -> torch.Tensor:
+def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False, literal: bool = False) -> torch.Tensor:
     """Logits ``float32 (N, classes)`` of an ONNX file in ONNX Runtime on the CPU.
 
     Args:
         path: the file.
         batch: ``(N, C, H, W)``, pixels for a graph that takes them, else float32.
         half: whether the graph computes in FP16.
+        literal: leave quantizers as the graph has them, float operators between; integer kernels otherwise.
     """
-    session = cpu_session(str(path), half=half)
+    session = cpu_session(str(path), half=half, entries=LITERAL_QDQ if literal else None)
     wanted = session.get_inputs()[0]
     feed = batch.half() if wanted.type == "tensor(float16)" else batch
     (logits,) = session.run(None, {wanted.name: feed.numpy()})

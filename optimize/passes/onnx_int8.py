@@ -1,20 +1,32 @@
-"""``onnx-int8``: the QDQ graph of a ptq or qat artifact, with its integers, for ONNX Runtime on CPUs."""
+"""``onnx-int8``: the QDQ graph of a ptq or qat artifact, with its integers, for the target that they were made for.
+
+A graph for TensorRT cannot run where there is none: ONNX Runtime's CPU provider computes it literally, quantizers and
+float operators between, and stands in for its answers (never for its speed).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from pydantic import Field
 
 from optimize.context import Context
 from optimize.errors import PassError
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx import INPUT, run_onnx
 from optimize.export.pixels import INPUT_TYPES, TakesPixels, entered, graph_input
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES, Gate, check_answers
-from optimize.quantization.qdq import lower
+from optimize.quantization.qdq import QdqSummary, lower
+from optimize.quantization.targets import TargetName, target_named
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
+from optimize.store.files import write_json
+from serve.runtime.buckets import DEFAULT_BUCKETS
+from serve.runtime.engines.onnxruntime_tensorrt import PROFILE_ENDING, profile
+from serve.runtime.integers import TENSORRT
 from serve.runtime.program_file import load_program
 
 #: Graph structure, scales and names: what a file needs beside its weights, however small the network.
@@ -42,10 +54,12 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
     assert parent.parent is not None
     program = load_program(parent.folder / REFERENCE_FILE)
     path = folder / "model.onnx"
+    target = target_named(cast("TargetName", parent.card.target))
     summary = lower(
         program,
         graph_input(context, config.input, 4),
         path,
+        target,
         lambda module: entered(module, config.input, context.preprocessing),
     )
     size, floats = path.stat().st_size, (parent.parent.folder / WEIGHTS_FILE).stat().st_size
@@ -60,17 +74,40 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
     )
     with torch.no_grad():
         expected = program.module()(context.example(IMAGES))
-    answers = run_onnx(path, graph_input(context, config.input, IMAGES))
+    answers = run_onnx(path, graph_input(context, config.input, IMAGES), literal=not target.packed)
     found = check_answers(expected, answers, config, "ONNX Runtime against exact arithmetic")
+    for_tensorrt = target.name == TENSORRT
+    if for_tensorrt:
+        _write_profile(path, context.preprocessing.shape)
+        found += f"; computed on the CPU, where {TENSORRT} was not: its own answers and speed are not measured"
     return Product(
         path.name,
         "onnx",
         precision="int8",
-        device="cpu",
+        device="cuda" if for_tensorrt else "cpu",
         input_dtype=INPUT_TYPES[config.input],
-        target=parent.card.target,
-        notes=(note, found),
+        target=target.name,
+        notes=(note, found, *_warned(summary)),
     )
+
+
+def _write_profile(path: Path, shape: Sequence[int]) -> None:
+    """Write beside a graph which batches it is to be compiled for, as the engine's usual buckets have them."""
+    options = profile(INPUT, shape, DEFAULT_BUCKETS[-1], DEFAULT_BUCKETS[-1])
+    shapes = {option.split("_")[2]: shapes for option, shapes in options.items()}
+    document = {
+        "onnxruntime": options,
+        "trtexec": [f"--{which}Shapes={shapes[which]}" for which in ("min", "opt", "max")],
+    }
+    write_json(document, path.with_name(path.name + PROFILE_ENDING))
+
+
+def _warned(summary: QdqSummary) -> tuple[str, ...]:
+    """A note of what the linter would have otherwise."""
+    if not summary.warnings:
+        return ()
+    counts = Counter(finding.rule for finding in summary.warnings)
+    return (f"linter: {', '.join(f'{rule} ×{count}' for rule, count in sorted(counts.items()))}",)
 
 
 ONNX_INT8 = register(

@@ -28,8 +28,9 @@ class Choices(Gate):
 
     target: TargetName = Field(
         default="auto",
-        description="CPUs that the integers are for: x86-vnni (activations of 8 bits; CPUs without VNNI refuse them), "
-        "x86 (7 bits, for every x86 CPU), auto: this machine's",
+        description="what the integers are for: x86-vnni (activations of 8 bits; CPUs without VNNI refuse them), x86 "
+        "(7 bits, for every x86 CPU), auto: this machine's CPU, or tensorrt (signed activations around 0; torch has no "
+        "kernels for them, and its program computes what they mean in float arithmetic)",
     )
     keep_float: tuple[str, ...] = Field(
         default=(),

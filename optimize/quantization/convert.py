@@ -24,12 +24,15 @@ from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.choices import Chosen
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.observers import settle_weights
-from optimize.quantization.qdq import reference_program
+from optimize.quantization.outputs import free_outputs
+from optimize.quantization.qdq import quantized_weights, reference_program
 from optimize.quantization.ranges import Observer
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import save_program
+
+_NOTHING = "torch.ao.quantization found no layer that it can quantize in this model"
 
 
 def trace_calls(module: nn.Module) -> fx.GraphModule:
@@ -73,6 +76,8 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         prepared: fx.GraphModule = insert(bounded, mapping, (example,), whole, backend_config=target.backend_config())
         lost = bind(prepared, bounds)
         if not lost:
+            if not target.packed:
+                free_outputs(prepared, target.backend_config())
             return prepared
         unbound |= lost
 
@@ -109,7 +114,8 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     """Convert a calibrated or QAT-trained model and write it.
 
     Writes the TorchScript program that is served, and ``reference.pt2``, the same integers as a graph
-    of explicit quantize and dequantize operators, which ``onnx-int8`` is lowered from.
+    of explicit quantize and dequantize operators, which ``onnx-int8`` is lowered from. Of a target whose integers torch
+    has no kernels for, the second alone: it is the artifact, and computes what the integers mean in float arithmetic.
 
     Args:
         prepared: the observed or fake-quantized model on the CPU, in eval mode; its weights' ranges are settled.
@@ -120,13 +126,15 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     Raises:
         NotApplicableError: torch.ao found nothing to quantize in this model.
     """
-    use_int8_kernels()
     settle_weights(prepared, example)
     backend_config = target.backend_config()
+    if not target.packed:
+        return _write_reference(prepared, example, target, folder)
+    use_int8_kernels()
     converted = convert_fx(copy.deepcopy(prepared), backend_config=backend_config)
     layers = quantized_layers(converted)
     if not layers:
-        raise NotApplicableError("torch.ao.quantization found no layer that it can quantize in this model")
+        raise NotApplicableError(_NOTHING)
     program = reference_program(prepared, example, backend_config)
     clamp_packed(converted, program, example)
     save_program(program, folder / REFERENCE_FILE)
@@ -140,6 +148,26 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
         notes=(
             f"{layers} quantized layers, activations 0 to {target.activation_max} ({target.name})",
             *_left_in_float(converted),
+        ),
+    )
+
+
+def _write_reference(prepared: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path) -> Product:
+    program = reference_program(prepared, example, target.backend_config())
+    layers = quantized_weights(program)
+    if not layers:
+        raise NotApplicableError(_NOTHING)
+    save_program(program, folder / REFERENCE_FILE)
+    return Product(
+        REFERENCE_FILE,
+        "exported_program",
+        precision="int8 in float arithmetic",
+        device="cpu",
+        target=target.name,
+        notes=(
+            f"{layers} quantized layers, activations {target.activation_min} to {target.activation_max} "
+            f"({target.name}); torch has no kernels for them: this program computes what they mean in float "
+            f"arithmetic, and its speed is not theirs",
         ),
     )
 

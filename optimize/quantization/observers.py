@@ -40,12 +40,12 @@ class MeanMinMaxObserver(MinMaxObserver):
 
 def activations(prepared: nn.Module) -> list[FusedMovingAvgObsFakeQuantize]:
     """The fake-quantize modules of activations whose range is observed (a sigmoid's is known)."""
-    return [fake for fake in _observed(prepared) if fake.dtype == torch.quint8]
+    return [fake for fake in _observed(prepared) if not fake.is_per_channel]
 
 
 def weights(prepared: nn.Module) -> list[FusedMovingAvgObsFakeQuantize]:
     """The fake-quantize modules of weights."""
-    return [fake for fake in _observed(prepared) if fake.dtype == torch.qint8]
+    return [fake for fake in _observed(prepared) if fake.is_per_channel]
 
 
 def observe(fakes: Iterable[FakeQuantizeBase], enabled: bool) -> None:

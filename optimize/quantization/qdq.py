@@ -11,7 +11,8 @@ arithmetic is at hand:
 - the exporter ignores ``quant_min``/``quant_max`` of activations (onnxscript PR 3052): a range that is
   narrower than the type gets an explicit clamp.
 
-`lint` then proves that the graph is what was meant.
+`verify` then proves that the graph is what was meant: by the linter's rules for the target, and by counting what torch
+has. A pair that only dequantizes and quantizes again by the same scale (around what was a dropout) is taken away.
 """
 
 from __future__ import annotations
@@ -31,9 +32,18 @@ from torch import fx, nn
 
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx
+from optimize.lint.base import Finding, LintTarget, lint
+from optimize.quantization.targets import Target
+from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
 
 #: The type range of each integer type that torch.ao produces here.
 _FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+
+#: What the linter calls each target.
+_LINTED: dict[str, LintTarget] = {VNNI_X86: "cpu", ANY_X86: "x86", TENSORRT: "tensorrt"}
+
+#: Operators that give what they are given, in eval mode.
+_AS_IT_IS = (torch.ops.aten.dropout.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
 
 
 @dataclass(frozen=True)
@@ -48,11 +58,19 @@ class NarrowRange:
 
 @dataclass(frozen=True)
 class QdqSummary:
-    """What `lint` counted in a graph: activation and weight quantizers, and bytes of weights left in float."""
+    """What `verify` found in a graph.
+
+    Attributes:
+        activations: how many quantizers of activations it has.
+        weights: how many different int8 weights.
+        float_bytes: of weights left in float.
+        warnings: what the linter would have otherwise, and is not wrong.
+    """
 
     activations: int
     weights: int
     float_bytes: int
+    warnings: tuple[Finding, ...] = ()
 
 
 def reference_program(
@@ -73,6 +91,7 @@ def reference_program(
     module = _export(reference, example).module()
     assert isinstance(module, fx.GraphModule)
     _fold_weights(module)
+    _drop_doubled(module)
     return _export(module, example)
 
 
@@ -80,6 +99,7 @@ def lower(
     program: torch.export.ExportedProgram,
     example: torch.Tensor,
     path: Path,
+    target: Target,
     entered: Callable[[nn.Module], nn.Module] = lambda module: module,
 ) -> QdqSummary:
     """Write a reference program (see `reference_program`) as a QDQ ONNX file and check it.
@@ -88,6 +108,7 @@ def lower(
         program: what is written.
         example: what the graph takes, ``(N, C, H, W)`` with N >= 2.
         path: the file.
+        target: whose integers the program has.
         entered: puts in front of the program what lies between its input, normalised float32, and the graph's. It
             stays in float: no quantizer, and nothing that is folded into one.
 
@@ -98,20 +119,29 @@ def lower(
     assert isinstance(module, fx.GraphModule)
     expected = Counter(_operator(node) for node in module.graph.nodes if _operator(node))
     clamps = _clamp_narrow_ranges(module)
-    export_onnx(entered(module), example, path)
-    return lint(
+    export_onnx(entered(module), example, path, target.opset)
+    return verify(
         onnx.load(path),
+        _LINTED[target.name],
         activations=expected["quantize_per_tensor"],
         weights=len(_distinct_weights(module)),
         clamps=clamps,
     )
 
 
-def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: Sequence[NarrowRange] = ()) -> QdqSummary:
-    """Check that a QDQ graph has the quantizers that it should.
+def verify(
+    model: onnx.ModelProto,
+    target: LintTarget,
+    *,
+    activations: int,
+    weights: int,
+    clamps: Sequence[NarrowRange] = (),
+) -> QdqSummary:
+    """Check that a QDQ graph has the quantizers that it should, and that the linter finds no error in it.
 
     Args:
         model: the graph, with its initializers.
+        target: what it is for, in the linter's words.
         activations: how many activation tensors torch quantizes.
         weights: how many different weights torch quantizes per channel; the exporter writes equal ones once.
         clamps: the activation ranges that are narrower than their integer type. A Clip before the quantizer counts
@@ -119,8 +149,14 @@ def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: Sequ
 
     Raises:
         PassError: a quantizer or a clamp was lost, nothing is quantized (a silently float graph), a weight
-            is not an int8 initializer, or a scale is not a positive constant.
+            is not an int8 initializer, or the linter has an error.
     """
+    findings = lint(model, target)
+    # Which clamps there must be is known here, and judged below.
+    wrong = [finding for finding in findings if finding.severity == "error" and finding.rule != "lost-clamp"]
+    if errors := [*wrong, *(finding for finding in findings if finding.rule == "unfolded-weight")]:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise PassError(f"QDQ graph: {errors[0].node}: {errors[0].said}{more}")
     graph = model.graph
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     constants = initializers | {
@@ -130,24 +166,15 @@ def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: Sequ
     }
     producers = {output: node for node in graph.node for output in node.output}
     quantizers = [node for node in graph.node if node.op_type == "QuantizeLinear"]
-    if folded := [node.input[0] for node in quantizers if node.input[0] in initializers]:
-        raise PassError(f"QDQ graph: weight {folded[0]} is stored in float behind a QuantizeLinear, not as int8")
     folded_weights: set[bytes] = set()
     for node in graph.node:
-        if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
-            continue
-        scale = constants.get(node.input[1])
-        if scale is None:
-            raise PassError(f"QDQ graph: the scale of {node.name or node.op_type} is computed, not a constant")
-        if not (onnx.numpy_helper.to_array(scale) > 0).all():
-            raise PassError(f"QDQ graph: the scale of {node.name or node.op_type} is not positive")
         if node.op_type == "DequantizeLinear" and node.input[0] in initializers:
             kind = initializers[node.input[0]].data_type
             if kind != onnx.TensorProto.INT8:
                 raise PassError(
                     f"QDQ graph: weight {node.input[0]} is {onnx.TensorProto.DataType.Name(kind)}, not INT8"
                 )
-            values = (initializers[node.input[0]], scale)
+            values = (initializers[node.input[0]], constants[node.input[1]])
             folded_weights.add(b"".join(onnx.numpy_helper.to_array(value).tobytes() for value in values))
     if len(quantizers) != activations or len(folded_weights) != weights:
         raise PassError(
@@ -157,14 +184,14 @@ def lint(model: onnx.ModelProto, *, activations: int, weights: int, clamps: Sequ
     clamped = sum(_clamped(node, producers.get(node.input[0]), constants, clamps) for node in quantizers)
     if clamped < len(clamps):
         raise PassError(f"QDQ graph: {len(clamps)} activation ranges need a clamp, only {clamped} have one")
-    if not quantizers or not folded_weights:
+    if not folded_weights:
         raise PassError("QDQ graph: nothing is quantized, this is a float graph")
     left = sum(
         onnx.numpy_helper.to_array(tensor).nbytes
         for tensor in graph.initializer
         if tensor.data_type == onnx.TensorProto.FLOAT
     )
-    return QdqSummary(activations=len(quantizers), weights=len(folded_weights), float_bytes=left)
+    return QdqSummary(len(quantizers), len(folded_weights), left, findings)
 
 
 def _clamped(
@@ -231,6 +258,25 @@ def _fold_weights(module: fx.GraphModule) -> None:
     module.delete_all_unused_submodules()
     module.recompile()
     _drop_unused_tensors(module)
+
+
+def quantized_weights(program: torch.export.ExportedProgram) -> int:
+    """How many weights a reference program dequantizes."""
+    return sum(_operator(node) == "dequantize_per_channel" for node in program.graph.nodes)
+
+
+def _drop_doubled(module: fx.GraphModule) -> None:
+    """Take away pairs that dequantize and quantize again by the same scale, which changes no integer."""
+    for node in _quantizers(module, "quantize_per_tensor"):
+        before = node.args[0]
+        while isinstance(before, fx.Node) and before.target in _AS_IT_IS:
+            before = before.args[0]
+        paired = isinstance(before, fx.Node) and _operator(before) == "dequantize_per_tensor"
+        if paired and before.args[1:6] == node.args[1:6]:
+            node.replace_all_uses_with(before.args[0])
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
 
 
 def _distinct_weights(module: fx.GraphModule) -> set[bytes]:

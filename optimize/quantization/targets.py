@@ -2,6 +2,8 @@
 
 A target is not a device: the same CPU runs torch's x86 kernels and ONNX Runtime, and a graph for
 TensorRT (symmetric int8 activations) is another target than one for a CPU (unsigned activations).
+torch has no kernels for TensorRT's integers: it computes what they mean, in float arithmetic between
+explicit quantizers.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from typing import Any, Literal
 
 import torch
 from torch.ao.quantization import QConfig, QConfigMapping, get_default_qat_qconfig_mapping, get_default_qconfig_mapping
-from torch.ao.quantization.backend_config import BackendConfig
+from torch.ao.quantization.backend_config import (
+    BackendConfig,
+    BackendPatternConfig,
+    DTypeConfig,
+    ObservationType,
+    get_tensorrt_backend_config,
+)
 from torch.ao.quantization.backend_config.x86 import get_x86_backend_config
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torch.ao.quantization.observer import (
@@ -24,7 +32,7 @@ from torch.ao.quantization.qconfig import default_reuse_input_qconfig
 
 from optimize.quantization.ranges import OBSERVERS, Observer
 from serve.runtime.errors import UserError
-from serve.runtime.integers import ANY_X86, VNNI_X86, has_vnni, saturates
+from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86, has_vnni, saturates
 
 _TRANSPOSED = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
@@ -34,16 +42,28 @@ _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.
 class Target:
     """Integer ranges of a backend.
 
-    Activations are ``quint8`` within ``[0, activation_max]``; weights are symmetric ``qint8`` within
+    Activations are ``quint8`` within ``[0, activation_max]``, or ``qint8`` with zero-point 0 within
+    ``[activation_min, activation_max]`` where the least is negative; weights are symmetric ``qint8`` within
     [−127, 127], one scale per output channel, so that −w is representable whenever w is.
+
+    Attributes:
+        name: the word for it in recipes and cards; see `serve.runtime.integers`.
+        activation_max: largest integer of an activation.
+        activation_min: least integer of an activation.
+        packed: whether torch has kernels for these integers; else its program is the reference form.
+        opset: of its ONNX graphs; None: the exporter's own.
     """
 
     name: str
     activation_max: int
+    activation_min: int = 0
+    packed: bool = True
+    opset: int | None = None
 
     def post_training(self, observer: Observer) -> QConfigMapping:
         """What FX ``prepare_fx`` inserts: ``observer`` on activations, min-max on weights."""
-        return self._mapping(get_default_qconfig_mapping("x86"), self.observing(observer))
+        usual = get_default_qconfig_mapping("x86") if self.packed else QConfigMapping()
+        return self._mapped(usual, self.observing(observer))
 
     def observing(self, observer: Observer) -> QConfig:
         """How one layer is calibrated: ``observer`` on what it gives, min-max on its weight."""
@@ -58,7 +78,10 @@ class Target:
 
     @property
     def _range(self) -> dict[str, Any]:
-        return {"dtype": torch.quint8, "quant_min": 0, "quant_max": self.activation_max}
+        range_: dict[str, Any] = {"quant_min": self.activation_min, "quant_max": self.activation_max}
+        if self.activation_min < 0:
+            return range_ | {"dtype": torch.qint8, "qscheme": torch.per_tensor_symmetric}
+        return range_ | {"dtype": torch.quint8}
 
     def quantization_aware(self, horizon: int) -> QConfigMapping:
         """What FX ``prepare_qat_fx`` inserts: fake-quantize with moving-average observers.
@@ -80,20 +103,20 @@ class Target:
             averaging_constant=1.0,
         )
         qconfig = QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]
-        return self._mapping(get_default_qat_qconfig_mapping("x86"), qconfig)
+        return self._mapped(get_default_qat_qconfig_mapping("x86") if self.packed else QConfigMapping(), qconfig)
 
     def backend_config(self) -> BackendConfig:
         """The patterns that the backend's kernels fuse."""
-        return get_x86_backend_config()
+        return get_x86_backend_config() if self.packed else _tensorrt_backend_config()
 
-    @staticmethod
-    def _mapping(mapping: QConfigMapping, qconfig: QConfig) -> QConfigMapping:
+    def _mapped(self, mapping: QConfigMapping, qconfig: QConfig) -> QConfigMapping:
         # The default mapping carries what some operators need (fixed ranges of sigmoid and softmax,
         # per-tensor weights of transposed convolutions); only the general case is ours.
         mapping = mapping.set_global(qconfig)
         # Served, dropout does nothing, and torch's packed form lets its input through; a range of its own
         # would be trained and exported (a second rounding and clipping) and then not be served.
-        for dropout in (*_DROPOUTS, torch.nn.functional.dropout):
+        # TensorRT's backend config says so itself.
+        for dropout in (*_DROPOUTS, torch.nn.functional.dropout) if self.packed else ():
             mapping = mapping.set_object_type(dropout, default_reuse_input_qconfig)
         # torch's x86 kernels of these give other numbers than its reference form (2.14: 70 steps off, seen).
         for transposed in _TRANSPOSED:
@@ -101,8 +124,26 @@ class Target:
         return mapping
 
 
+def _tensorrt_backend_config() -> BackendConfig:
+    """What torch has for TensorRT, with what it leaves out: an activation goes through a dropout as it is."""
+    config = get_tensorrt_backend_config()
+    as_it_is = DTypeConfig(input_dtype=torch.qint8, output_dtype=torch.qint8)
+    for dropout in (*_DROPOUTS, torch.nn.functional.dropout):
+        config.set_backend_pattern_config(
+            BackendPatternConfig(dropout)
+            .set_observation_type(ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT)
+            .add_dtype_config(as_it_is)
+        )
+    return config
+
+
 #: The target of a machine's CPU (auto), or one by name.
-TargetName = Literal["auto", "x86-vnni", "x86"]
+TargetName = Literal["auto", "x86-vnni", "x86", "tensorrt"]
+
+#: TensorRT's integers are symmetric, of activations −128 to 127 ("Working with Quantized Types" in its documentation).
+#: Its parser reads opsets 9 to 24 (onnx-tensorrt, docs/operators.md of 10.15); from 21 on a Q/DQ may have attributes
+#: that earlier releases of 10 do not know, and below 19 a scale in FP16 is not legal.
+_TENSORRT_TARGET = Target(TENSORRT, activation_max=127, activation_min=-128, packed=False, opset=20)
 
 
 def x86_target() -> Target:
@@ -119,6 +160,8 @@ def target_named(name: TargetName) -> Target:
     """The target that a setting names; ``auto`` is this machine's."""
     if name == "auto":
         return x86_target()
+    if name == TENSORRT:
+        return _TENSORRT_TARGET
     return Target(name, 255 if name == VNNI_X86 else 127)
 
 

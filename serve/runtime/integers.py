@@ -13,7 +13,8 @@ ANY_X86: Final = "x86"
 #: Integers of an artifact that only CPUs with VNNI compute: activations of 8 bits, 0 to 255.
 VNNI_X86: Final = "x86-vnni"
 
-#: Integers of an artifact that TensorRT computes: symmetric, -127 to 127 with zero-point 0, and biases in float.
+#: Integers of an artifact that TensorRT computes: symmetric, -128 to 127 with zero-point 0 (weights from -127), and
+#: biases in float.
 TENSORRT: Final = "tensorrt"
 
 

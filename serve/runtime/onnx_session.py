@@ -18,6 +18,9 @@ from .errors import EngineError, one_line
 
 CPU_PROVIDER = "CPUExecutionProvider"
 
+#: Leaves Q/DQ nodes as they are: by itself ONNX Runtime rewrites them for kernels of its own.
+LITERAL_QDQ = {"session.disable_quant_qdq": "1"}
+
 #: Arithmetic on shapes, which ONNX Runtime puts on the CPU on purpose (`GetCpuPreferredNodes`).
 _SHAPE_OPERATORS = frozenset(
     {
@@ -79,18 +82,21 @@ def make_session(
     )
 
 
-def cpu_session(model: str | bytes, *, half: bool, threads: int | None = None) -> Any:
+def cpu_session(
+    model: str | bytes, *, half: bool, threads: int | None = None, entries: Mapping[str, str] | None = None
+) -> Any:
     """A session on the CPU.
 
     Args:
         model: as `make_session`.
         half: whether the graph computes in FP16, which the CPU's provider turns to FP32.
         threads: as `make_session`.
+        entries: as `make_session`.
     """
     # ONNX Runtime 1.31 dies of a segmentation fault where FuseFp16InitializerToFp32NodeTransformer comes before
     # NchwcTransformer: seen with the FP16 graph of torchvision's VisionTransformer, its patch convolution in blocks.
     without = ("NchwcTransformer",) if half else ()
-    return make_session(model, [(CPU_PROVIDER, {})], threads=threads, without=without)
+    return make_session(model, [(CPU_PROVIDER, {})], threads=threads, without=without, entries=entries)
 
 
 def gpu_session(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from optimize.export.onnx import export_onnx
 from optimize.passes import onnx_int8
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
-from optimize.quantization.qdq import NarrowRange, lint
+from optimize.quantization.qdq import NarrowRange, verify
 from optimize.quantization.targets import TargetName, x86_target
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -62,6 +63,7 @@ def graph(
             numpy_helper.from_array(np.array(0.5, np.float32), "weight_scale"),
             numpy_helper.from_array(np.array(0, np.int8), "weight_zero"),
             numpy_helper.from_array(np.array(128, np.uint8), "zero"),
+            numpy_helper.from_array(np.array(0, np.uint8), "unsigned_zero"),
             numpy_helper.from_array(np.array((clip or (0, 0))[0], np.float32), "low"),
             numpy_helper.from_array(np.array((clip or (0, 0))[1], np.float32), "high"),
         ],
@@ -89,7 +91,7 @@ def graph(
         nodes.append(helper.make_node("DequantizeLinear", ["weight", "weight_scale", "weight_zero"], ["w"]))
     elif weight == "uint8":
         initializers.append(numpy_helper.from_array(matrix.astype(np.uint8), "weight"))
-        nodes.append(helper.make_node("DequantizeLinear", ["weight", "weight_scale", "zero"], ["w"]))
+        nodes.append(helper.make_node("DequantizeLinear", ["weight", "weight_scale", "unsigned_zero"], ["w"]))
     elif weight == "float behind Q":
         initializers.append(numpy_helper.from_array(matrix.astype(np.float32), "weight"))
         nodes.append(helper.make_node("QuantizeLinear", ["weight", "weight_scale", "weight_zero"], ["wq"]))
@@ -110,7 +112,7 @@ def graph(
 
 
 def test_a_whole_graph_is_counted():
-    summary = lint(graph(), activations=1, weights=1)
+    summary = verify(graph(), "cpu", activations=1, weights=1)
     assert (summary.activations, summary.weights) == (1, 1)
     assert summary.float_bytes == 4 * 4, "four float scalars: two scales and two bounds"
 
@@ -121,7 +123,7 @@ NARROW = NarrowRange(scale=0.1, zero_point=128, low=64, high=191)
 
 @pytest.mark.parametrize("bounds", [(-6.4, 6.3), (0.0, 6.0), (-6.44, 6.34)])
 def test_a_clamp_that_is_there_is_accepted(bounds):
-    assert lint(graph(clip=bounds), activations=1, weights=1, clamps=[NARROW]).activations == 1
+    assert verify(graph(clip=bounds), "cpu", activations=1, weights=1, clamps=[NARROW]).activations == 1
 
 
 @pytest.mark.parametrize(
@@ -139,24 +141,24 @@ def test_a_clamp_that_is_there_is_accepted(bounds):
 )
 def test_a_clip_that_does_not_keep_to_the_quantizers_range_is_no_clamp(bounds, narrow):
     with pytest.raises(PassError, match="1 activation ranges need a clamp, only 0 have one"):
-        lint(graph(clip=bounds), activations=1, weights=1, clamps=[narrow])
+        verify(graph(clip=bounds), "cpu", activations=1, weights=1, clamps=[narrow])
 
 
 @pytest.mark.parametrize(
     ("model", "expected", "complaint"),
     [
-        (graph(quantized=False, weight="float"), (1, 1, []), "0 activation and 0 weight quantizers .* has 1 and 1"),
+        (graph(quantized=False, weight="float"), (1, 1, []), "nothing is quantized, this is a float graph"),
         (graph(quantized=False, weight="float"), (0, 0, []), "nothing is quantized, this is a float graph"),
         (graph(weight="float"), (1, 0, []), "nothing is quantized"),
-        (graph(weight="float behind Q"), (1, 1, []), "weight weight is stored in float behind a QuantizeLinear"),
+        (graph(weight="float behind Q"), (1, 1, []), "the constant weight is stored in float"),
         (graph(weight="uint8"), (1, 1, []), "weight weight is UINT8, not INT8"),
         (graph(), (2, 1, []), "1 activation and 1 weight quantizers came out of the export, torch has 2 and 1"),
         (graph(), (1, 2, []), "torch has 1 and 2"),
         (graph(), (1, 1, [NARROW]), "1 activation ranges need a clamp, only 0 have one"),
-        (graph(scale=0.0), (1, 1, []), "not positive"),
-        (graph(scale=-0.1), (1, 1, []), "not positive"),
-        (graph(scale=float("nan")), (1, 1, []), "not positive"),
-        (graph(scale=0.0, as_constant=True), (1, 1, []), "not positive"),
+        (graph(scale=0.0), (1, 1, []), "its scale is 0"),
+        (graph(scale=-0.1), (1, 1, []), "its scale is negative"),
+        (graph(scale=float("nan")), (1, 1, []), "its scale is NaN"),
+        (graph(scale=0.0, as_constant=True), (1, 1, []), "its scale is 0"),
         (graph(computed_scale=True), (1, 1, []), "is computed, not a constant"),
     ],
 )
@@ -164,7 +166,7 @@ def test_a_graph_that_is_not_what_torch_meant_is_refused(model, expected, compla
     onnx.checker.check_model(model, full_check=True)  # ONNX itself has nothing against it
     activations, weights, clamps = expected
     with pytest.raises(PassError, match=complaint):
-        lint(model, activations=activations, weights=weights, clamps=clamps)
+        verify(model, "cpu", activations=activations, weights=weights, clamps=clamps)
 
 
 # --- from torch.ao to ONNX Runtime -------------------------------------------------------------------------------
@@ -175,8 +177,9 @@ def lowered(module: nn.Module, folder: Path, target: TargetName = "auto") -> tup
     context = noise_context()
     parent = parent_of(module, context, folder / "parent")
     (folder / "ptq").mkdir(parents=True, exist_ok=True)
-    PTQ.apply(parent, Ptq(observer="minmax", target=target), context, folder / "ptq")
-    artifact = type(parent)("ptq", "quantized", "1" * 64, folder / "ptq", parent.card, parent)
+    product = PTQ.apply(parent, Ptq(observer="minmax", target=target), context, folder / "ptq")
+    card = dataclasses.replace(parent.card, target=product.target)
+    artifact = type(parent)("ptq", "quantized", "1" * 64, folder / "ptq", card, parent)
     (folder / "onnx").mkdir()
     ONNX_INT8.apply(artifact, OnnxInt8(input="float"), context, folder / "onnx")
     return folder / "ptq", folder / "onnx" / "model.onnx"
@@ -365,12 +368,12 @@ def test_a_full_range_has_no_clamp(tmp_path):
 def test_a_lost_clamp_is_noticed(tmp_path, monkeypatch):
     from optimize.quantization import qdq
 
-    def losing(module, example, path):
+    def losing(module, example, path, opset):
         for node in list(module.graph.nodes):
             if node.target is torch.ops.aten.clamp.default:
                 node.replace_all_uses_with(node.args[0])
         module.recompile()
-        return export_onnx(module, example, path)
+        return export_onnx(module, example, path, opset)
 
     monkeypatch.setattr(qdq, "export_onnx", losing)
     with pytest.raises(PassError, match="need a clamp, only 0 have one"):
@@ -384,12 +387,12 @@ def test_a_lost_clamp_before_a_relu6_is_noticed(tmp_path, monkeypatch):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU6(), nn.Flatten(), nn.Linear(784, 4)).eval()
 
-    def losing(program, example, path):
+    def losing(program, example, path, opset):
         for node in list(program.graph.nodes):
             if node.target is torch.ops.aten.clamp.default:
                 node.replace_all_uses_with(node.args[0])
         program.recompile()
-        return export_onnx(program, example, path)
+        return export_onnx(program, example, path, opset)
 
     lowered(module, tmp_path / "whole", "x86")
     monkeypatch.setattr(qdq, "export_onnx", losing)
@@ -414,8 +417,6 @@ def test_a_file_with_its_weights_in_float_is_refused_for_its_size(tmp_path, monk
 
 @pytest.mark.slow
 def test_resnet18_has_at_most_three_tenths_of_the_float_graphs_bytes(tmp_path):
-    import dataclasses
-
     from torchvision.models import resnet18
 
     from optimize.passes.onnx import ONNX, Onnx
@@ -427,8 +428,9 @@ def test_resnet18_has_at_most_three_tenths_of_the_float_graphs_bytes(tmp_path):
     parent = parent_of(module, context, tmp_path / "parent")
     for name in ("ptq", "onnx-int8", "onnx"):
         (tmp_path / name).mkdir()
-    PTQ.apply(parent, Ptq(images=8), context, tmp_path / "ptq")
-    artifact = type(parent)("ptq", "quantized", "1" * 64, tmp_path / "ptq", parent.card, parent)
+    quantized = PTQ.apply(parent, Ptq(images=8), context, tmp_path / "ptq")
+    card = dataclasses.replace(parent.card, target=quantized.target)
+    artifact = type(parent)("ptq", "quantized", "1" * 64, tmp_path / "ptq", card, parent)
     product = ONNX_INT8.apply(artifact, OnnxInt8(), context, tmp_path / "onnx-int8")
     ONNX.apply(parent, Onnx(), context, tmp_path / "onnx")
     size, floats = ((tmp_path / name / "model.onnx").stat().st_size for name in ("onnx-int8", "onnx"))

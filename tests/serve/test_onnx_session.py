@@ -135,6 +135,8 @@ def test_tensorrt_gets_one_profile_for_every_batch_up_to_the_largest(folder: Pat
 )
 def test_tensorrt_may_use_the_arithmetic_that_the_card_names(precision: str, options: dict[str, bool]) -> None:
     assert precision_options(precision) == options
+    half = {"trt_fp16_enable": True} if precision == "int8" else {}
+    assert precision_options(precision, half=True) == options | half
 
 
 @pytest.mark.skipif(ctypes.util.find_library("nvinfer") is not None, reason="TensorRT is installed")

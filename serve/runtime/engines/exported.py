@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import torch
 
 from ..card import Card
 from ..execution import Execution
+from ..integers import ANY_X86, TENSORRT, VNNI_X86
 from ..program_file import program_on
 from .base import Engine, EngineType, register
 
@@ -18,6 +20,9 @@ class ExportedProgramEngine:
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
         self.device = torch.device(execution.device)
         self.provider = f"aten/{self.device.type}"
+        if card.target is not None:
+            # Registers the operators quantized_decomposed (torch 2.11 to 2.14).
+            importlib.import_module("torch.ao.quantization.fx._decomposed")
         self._module = program_on(folder / card.file, self.device).module()
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
@@ -35,5 +40,13 @@ def _probe(device: torch.device) -> torch.Tensor:
 
 
 EXPORTED = register(
-    EngineType("exported", formats=("exported_program",), open=_open, probe=_probe, devices=("cpu", "cuda"))
+    EngineType(
+        "exported",
+        formats=("exported_program",),
+        open=_open,
+        probe=_probe,
+        devices=("cpu", "cuda"),
+        # Run operator by operator, explicit quantizers give any integers what they mean.
+        targets=(ANY_X86, VNNI_X86, TENSORRT),
+    )
 )

@@ -22,13 +22,16 @@ from ..errors import EngineError
 from ..execution import Execution
 from ..integers import TENSORRT
 from ..onnx_file import TINY_GRAPH, check_graph
-from ..onnx_session import GpuBinding, gpu_session, run_tiny, runtime
+from ..onnx_session import LITERAL_QDQ, GpuBinding, gpu_session, run_tiny, runtime
 from .base import Engine, EngineOption, EngineType, register
 
 _PROVIDER = "TensorrtExecutionProvider"
 
 # ONNX Runtime's own rewriting of Q/DQ pairs leaves what TensorRT cannot read.
-_ENTRIES = {"session.disable_quant_qdq": "1"}
+_ENTRIES = LITERAL_QDQ
+
+#: Beside a graph that is made for TensorRT: the batches that it is compiled for, for whoever compiles it elsewhere.
+PROFILE_ENDING = ".profile.json"
 
 #: Those that ONNX Runtime 1.23 to 1.31 is built for (10); a later one may want the next.
 _MAJORS = (10, 11)
@@ -53,7 +56,7 @@ class OnnxRuntimeTensorRtEngine:
             raise EngineError(f"{card.name}: option optimum must be from 1 to the largest bucket, {self._largest}")
         machine = {"tensorrt": tensorrt_version(), "onnxruntime": runtime().__version__, **device_key(self.device)}
         options: dict[str, Any] = {
-            **precision_options(card.precision),
+            **precision_options(card.precision, half=settings["half"]),
             "trt_builder_optimization_level": settings["level"],
             **profile(input_name(path), card.preprocessing.shape, optimum, self._largest),
         }
@@ -90,13 +93,17 @@ def profile(name: str, shape: Sequence[int], optimum: int, largest: int) -> dict
     }
 
 
-def precision_options(precision: str) -> dict[str, bool]:
+def precision_options(precision: str, *, half: bool = False) -> dict[str, bool]:
     """Which arithmetic TensorRT may use, by a card's precision.
 
     ONNX Runtime makes weakly typed networks (onnxruntime 29779), where a type in the graph is not enough.
+
+    Args:
+        precision: the card's.
+        half: whether what an INT8 graph leaves in float may compute in FP16.
     """
     if precision.startswith("int8"):
-        return {"trt_int8_enable": True}
+        return {"trt_int8_enable": True} | ({"trt_fp16_enable": True} if half else {})
     kinds = {"bfloat16": "trt_bf16_enable", "float16": "trt_fp16_enable"}
     return next(({option: True} for kind, option in kinds.items() if kind in precision), {})
 
@@ -170,9 +177,10 @@ ONNXRUNTIME_TENSORRT = register(
         computes_with_torch=False,
         options={
             "optimum": EngineOption(0, "images in a batch that kernels are chosen by; 0: the largest bucket"),
+            "half": EngineOption(False, "let what an INT8 graph leaves in float32 compute in FP16"),
             "level": EngineOption(3, "how long TensorRT searches while compiling, 0 (seconds) to 5"),
         },
         libraries=("onnxruntime-gpu", "tensorrt-cu13", "tensorrt"),
-        companions=(".data",),
+        companions=(".data", PROFILE_ENDING),
     )
 )

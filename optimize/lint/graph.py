@@ -1,0 +1,148 @@
+"""A graph as the rules read it: who makes a tensor, who takes it, which are constants, and what quantizes what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+#: Operators with weights, whose integer kernels are what quantization is for.
+LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+#: What a kernel takes along behind a layer.
+ACTIVATIONS = ("Relu", "LeakyRelu", "Clip", "BatchNormalization", "Identity", "Dropout")
+#: What moves numbers and changes none.
+MOVES = ("Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Dropout")
+
+
+class Graph:
+    """A read-only view of a model's main graph."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        graph = model.graph
+        self.nodes: tuple[NodeProto, ...] = tuple(graph.node)
+        self.opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
+        self.outputs = {value.name for value in graph.output}
+        self.inputs = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+        self._tensors = {tensor.name: tensor for tensor in graph.initializer}
+        self._producers = {output: node for node in graph.node for output in node.output if output}
+        self._takers: defaultdict[str, list[NodeProto]] = defaultdict(list)
+        for node in graph.node:
+            for name in dict.fromkeys(node.input):
+                self._takers[name].append(node)
+            if node.op_type == "Constant" and (value := _constant_of(node)) is not None:
+                self._tensors[node.output[0]] = value
+        self._varying = self.inputs.keys() - self._tensors.keys()
+        for node in graph.node:  # a valid graph's nodes are in order
+            if self._varying & set(node.input) or (not node.input and node.op_type != "Constant"):
+                self._varying |= set(node.output)
+
+    def of(self, *operators: str) -> Iterator[NodeProto]:
+        """The nodes of some operators."""
+        return (node for node in self.nodes if node.op_type in operators and node.output)
+
+    def producer(self, node: NodeProto, number: int = 0) -> NodeProto | None:
+        """The node that makes an input; None for the graph's own inputs, constants, and inputs that are left out."""
+        return self._producers.get(node.input[number]) if number < len(node.input) else None
+
+    def takers(self, node: NodeProto) -> list[NodeProto]:
+        """The nodes that take a node's first output."""
+        return list(self._takers.get(node.output[0], ()))
+
+    def alone(self, node: NodeProto) -> bool:
+        """Whether a node's first output goes to one node, and is no answer of the graph."""
+        return len(self.takers(node)) == 1 and node.output[0] not in self.outputs
+
+    def tensor(self, node: NodeProto, number: int) -> TensorProto | None:
+        """An input that is an initializer or a constant; None where it is computed or left out."""
+        return self._tensors.get(node.input[number]) if number < len(node.input) else None
+
+    def values(self, node: NodeProto, number: int) -> np.ndarray | None:
+        """The values of a constant input; None as `tensor`."""
+        tensor = self.tensor(node, number)
+        return None if tensor is None else numpy_helper.to_array(tensor)
+
+    def constant(self, name: str) -> bool:
+        """Whether a tensor depends on nothing that the graph is given."""
+        return name not in self._varying
+
+    def integers(self, node: NodeProto) -> int:
+        """The element type (of ``TensorProto``) that a QuantizeLinear makes, or a DequantizeLinear takes."""
+        if node.op_type == "DequantizeLinear":
+            if (data := self.tensor(node, 0)) is not None:
+                return data.data_type
+            before = self.producer(node)
+            if before is not None and before.op_type == "QuantizeLinear":
+                return self.integers(before)
+        if (zero := self.tensor(node, 2)) is not None:
+            return zero.data_type
+        return int(attribute(node, "output_dtype", 0)) or TensorProto.UINT8
+
+    def weight(self, layer: NodeProto) -> NodeProto | None:
+        """The DequantizeLinear that gives a layer its weight, if its weight is a quantized constant."""
+        node = self.producer(layer, 1)
+        while node is not None and node.op_type in (*MOVES, "Cast"):
+            node = self.producer(node)
+        dequantizes = node is not None and node.op_type == "DequantizeLinear" and self.constant(node.output[0])
+        return node if dequantizes else None
+
+    def dequantized(self, node: NodeProto, number: int = 0) -> bool:
+        """Whether an input comes from integers, moved or not."""
+        before = self.producer(node, number)
+        while before is not None and before.op_type in (*MOVES, "Cast"):
+            before = self.producer(before)
+        return before is not None and before.op_type == "DequantizeLinear"
+
+    def in_integers(self, layer: NodeProto) -> bool:
+        """Whether a node is a layer whose input and weight are both quantized."""
+        return layer.op_type in LAYERS and self.dequantized(layer) and self.weight(layer) is not None
+
+    def behind_integers(self, node: NodeProto, number: int = 0) -> bool:
+        """Whether an input comes from a quantized layer or from integers, through activations and sums at most."""
+        waiting, seen = [self.producer(node, number)], set[str]()
+        while waiting:
+            before = waiting.pop()
+            if before is None or self.constant(before.output[0]) or before.output[0] in seen:
+                continue
+            if before.op_type == "DequantizeLinear" or self.in_integers(before):
+                return True
+            seen.add(before.output[0])
+            if before.op_type in (*ACTIVATIONS, *MOVES, "Cast"):
+                waiting.append(self.producer(before))
+            elif before.op_type in ("Add", "Sum"):
+                waiting += [self.producer(before, addend) for addend in range(len(before.input))]
+        return False
+
+    def before_integers(self, node: NodeProto) -> bool:
+        """Whether what a node gives is quantized, behind activations at most."""
+        waiting, seen = self.takers(node), set[str]()
+        while waiting:
+            taker = waiting.pop()
+            if taker.op_type == "QuantizeLinear":
+                return True
+            if taker.op_type in (*ACTIVATIONS, *MOVES, "Cast") and taker.output[0] not in seen:
+                seen.add(taker.output[0])
+                waiting += self.takers(taker)
+        return False
+
+
+def label(node: NodeProto) -> str:
+    """How a finding names a node: by its name, or by what it gives."""
+    return node.name or f"{node.op_type} of {next(iter(node.output), 'nothing')}"
+
+
+def attribute(node: NodeProto, name: str, default: object) -> object:
+    """The value of a node's attribute."""
+    return next((helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), default)
+
+
+def _constant_of(node: NodeProto) -> TensorProto | None:
+    for entry in node.attribute:
+        if entry.name == "value":
+            return entry.t
+        if entry.name in ("value_float", "value_floats", "value_int", "value_ints"):
+            kind = np.float32 if "float" in entry.name else np.int64
+            return numpy_helper.from_array(np.asarray(helper.get_attribute_value(entry), kind), node.output[0])
+    return None

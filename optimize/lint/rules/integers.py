@@ -1,0 +1,101 @@
+"""Rules of integers: that there are any, of types that the target computes with, within its range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onnx import NodeProto, TensorProto
+
+from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
+from optimize.lint.graph import LAYERS, Graph, label
+
+_PAIR = ("QuantizeLinear", "DequantizeLinear")
+_WHOLE = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "QLinearAdd", "QGemm")
+#: What DequantizeLinear takes, and QuantizeLinear makes, in TensorRT 10.15 (onnx-tensorrt, docs/operators.md).
+_OF_TENSORRT = {"INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1"}
+#: The largest activation of 7 bits.
+_SEVEN_BITS = 127
+
+
+@rule("nothing-quantized", "error")
+def nothing(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """A quantized graph has quantizers: exporters were seen to hand back a float graph without a word."""
+    if not any(graph.of(*_PAIR, *_WHOLE)):
+        yield Fault("the graph", "nothing is quantized, this is a float graph", "quantize it, and lint what comes out")
+
+
+@rule("integer-type", "error", TENSORRT)
+def types(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Integers are signed, of 8 bits (or of 4, or FP8, for weights).
+
+    onnx-tensorrt, docs/operators.md: DequantizeLinear takes INT8, FP8, FP4 and INT4, and "UINT8 is only supported as
+    network input or output tensor types"; its parser otherwise takes uint8 for int8 ("TensorRT will use INT8 instead").
+    """
+    for node in graph.of(*_PAIR):
+        kind = TensorProto.DataType.Name(graph.integers(node))
+        if kind not in _OF_TENSORRT and not (kind == "INT32" and graph.constant(node.input[0])):  # see int32-bias
+            yield Fault(label(node), f"its integers are {kind}", "quantize to int8 (torch.qint8, QuantType.QInt8)")
+
+
+@rule("slow-integers", "warning", CPUS)
+def slow(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Activations are uint8 and weights int8, which is what VNNI multiplies.
+
+    ONNX Runtime on a CPU was measured four times slower on int8 activations than on uint8 (1.31, ResNet-18).
+    """
+    for layer in graph.of(*LAYERS):
+        for number, wanted in ((0, "UINT8"), (1, "INT8")):
+            before = graph.weight(layer) if number else graph.producer(layer)
+            if before is None or before.op_type != "DequantizeLinear":
+                continue
+            kind = TensorProto.DataType.Name(graph.integers(before))
+            if kind != wanted:
+                what = "weight" if number else "input"
+                yield Fault(label(layer), f"its {what} is {kind}", f"quantize it to {wanted.lower()}")
+
+
+@rule("lost-clamp", "error", CPUS)
+def clamps(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Where activations keep to 7 bits, a Clip before each quantizer of a layer's input keeps them there.
+
+    QuantizeLinear saturates at its type's end, 255, not at 127. CPUs without VNNI add pairs of products in 16 bits,
+    which two of 255 · 127 overflow. The exporter of torch 2.11 to 2.14 drops the clamp (onnxscript pull request 3052).
+    For ``x86`` all need it; for ``cpu`` those of a graph where others have it. A ReLU6's Clip is none, unless its bound
+    becomes an integer within the range.
+    """
+    read = [node for node in graph.of("QuantizeLinear") if _feeds_layer(graph, node)]
+    unsigned = [node for node in read if graph.integers(node) == TensorProto.UINT8]
+    if target != "x86" and not any(_bounds(graph, node) == (0, _SEVEN_BITS) for node in unsigned):
+        return
+    for node in unsigned:
+        bounds = _bounds(graph, node)
+        if bounds is None or bounds[1] > _SEVEN_BITS:
+            largest = "255" if bounds is None else str(bounds[1])
+            yield Fault(
+                label(node),
+                f"a layer's input reaches {largest}, where 7 bits end at {_SEVEN_BITS}",
+                f"put a Clip with the bounds that {0} and {_SEVEN_BITS} stand for before it",
+            )
+
+
+def _feeds_layer(graph: Graph, quantizer: NodeProto) -> bool:
+    return any(
+        taker.op_type in LAYERS and not graph.constant(quantizer.input[0])
+        for dequantizer in graph.takers(quantizer)
+        if dequantizer.op_type == "DequantizeLinear"
+        for taker in graph.takers(dequantizer)
+    )
+
+
+def _bounds(graph: Graph, quantizer: NodeProto) -> tuple[int, int] | None:
+    """The integers that the bounds of the Clip before a quantizer become; None if there is no such Clip."""
+    before = graph.producer(quantizer)
+    if before is None or before.op_type != "Clip":
+        return None
+    values = [graph.values(before, 1), graph.values(before, 2), graph.values(quantizer, 1), graph.values(quantizer, 2)]
+    if any(value is None or value.size != 1 for value in values):
+        return None
+    low, high, scale, zero = (float(value.item()) for value in values if value is not None)
+    if not scale > 0:
+        return None
+    return round(low / scale + zero), round(high / scale + zero)

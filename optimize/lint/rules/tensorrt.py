@@ -1,0 +1,85 @@
+"""Rules of TensorRT's ONNX parser that are not about quantizers: opset, operators, and where uint8 may stand.
+
+From onnx-tensorrt's docs/operators.md of TensorRT 10.15; that of 11.2 has the same range of opsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from onnx import TensorProto
+
+from optimize.lint.base import TENSORRT, Fault, LintTarget, rule
+from optimize.lint.graph import Graph, attribute, label
+
+_OPSETS = (9, 24)
+_PER_CHANNEL = 13
+
+# fmt: off
+_UNSUPPORTED = frozenset({
+    "AffineGrid", "Bernoulli", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "CenterCropPad",
+    "Col2Im", "Compress", "ConcatFromSequence", "ConvInteger", "DFT", "Det", "DynamicQuantizeLinear",
+    "ImageDecoder", "MatMulInteger", "MaxRoiPool", "MaxUnpool", "MelWeightMatrix", "Multinomial",
+    "NegativeLogLikelihoodLoss", "Optional", "OptionalGetElement", "OptionalHasElement", "QLinearConv",
+    "QLinearMatMul", "SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert",
+    "SequenceLength", "SequenceMap", "SoftmaxCrossEntropyLoss", "SplitToSequence", "StringConcat",
+    "StringNormalizer", "StringSplit", "TfIdfVectorizer", "Unique",
+})
+# fmt: on
+
+
+@rule("opset", "error", TENSORRT)
+def opsets(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Opset 9 to 24 ("TensorRT 10.15 supports operators in the inclusive range of opset 9 to opset 24").
+
+    Below 13, ONNX has no scale for each channel.
+    """
+    low, high = _OPSETS
+    if not low <= graph.opset <= high:
+        yield Fault("the graph", f"its opset is {graph.opset}", f"export with an opset from {_PER_CHANNEL} to {high}")
+
+
+@rule("operator", "error", TENSORRT)
+def operators(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Every operator is one that the parser imports: of ONNX's own domain, and marked Y in docs/operators.md.
+
+    Those of ONNX Runtime's domain (``com.microsoft``) are its own, and QLinearConv and its like are not imported.
+    """
+    for node in graph.nodes:
+        foreign = node.domain not in ("", "ai.onnx")
+        if foreign or node.op_type in _UNSUPPORTED:
+            yield Fault(
+                label(node),
+                f"TensorRT's parser has no {node.domain + '.' if foreign else ''}{node.op_type}",
+                "write quantized layers as QuantizeLinear, DequantizeLinear and the float operator (quant_format QDQ)",
+            )
+
+
+@rule("pool-shape", "error", TENSORRT)
+def pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Pools have 2 or 3 dimensions and no dilations, and give no indices (docs/operators.md: MaxPool, AveragePool)."""
+    for node in graph.of("MaxPool", "AveragePool"):
+        kernel, dilations = attribute(node, "kernel_shape", ()), attribute(node, "dilations", ())
+        if (
+            np.size(kernel) not in (2, 3)
+            or any(entry != 1 for entry in np.asarray(dilations).tolist())
+            or len(node.output) > 1
+        ):
+            yield Fault(
+                label(node),
+                "it has another rank than 2 or 3, dilations, or indices",
+                "pool in 2 dimensions without them",
+            )
+
+
+@rule("uint8-inside", "error", TENSORRT)
+def bytes_inside(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """A uint8 input of the graph is cast to floats before anything else.
+
+    docs/operators.md: "UINT8 is only supported as network input or output tensor types".
+    """
+    pixels = {name for name, kind in graph.inputs.items() if kind == TensorProto.UINT8}
+    for node in graph.nodes:
+        if pixels & set(node.input) and node.op_type != "Cast":
+            yield Fault(label(node), "it computes with uint8", "cast the graph's input to float first")

@@ -1,0 +1,123 @@
+"""Rules of weights: integers in the file, one scale for each output channel, beside an input that is quantized, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from onnx import NodeProto, TensorProto
+
+from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
+from optimize.lint.graph import LAYERS, MOVES, Graph, attribute, label
+
+
+@rule("unfolded-weight", "warning")
+def unfolded(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Weights are integers in the file, not floats behind a QuantizeLinear.
+
+    Both are legal (TensorRT takes "high-precision" and "pre-quantized weights", see "Explicit Quantization" in its
+    documentation): the file is four times as large, and what folds the weights later rounds ties in its own way.
+    """
+    for node in graph.of("QuantizeLinear"):
+        if graph.constant(node.input[0]):
+            yield Fault(
+                label(node),
+                f"the constant {node.input[0]} is stored in float and quantized whenever the graph is loaded",
+                "store the integers themselves, with a DequantizeLinear alone",
+            )
+
+
+@rule("half-quantized-layer", "warning")
+def half_quantized(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Input and weight of a layer are quantized, or neither: with one of them in float it computes in float."""
+    for layer in graph.of(*LAYERS):
+        if len(layer.input) < 2 or not graph.constant(layer.input[1]):
+            continue
+        weight, taken = graph.weight(layer), graph.dequantized(layer)
+        if taken and weight is None:
+            yield Fault(
+                label(layer),
+                "its input is quantized and its weight is in float",
+                "quantize its weight, or keep both in float",
+            )
+        elif weight is not None and not taken and not graph.constant(layer.input[0]):
+            yield Fault(
+                label(layer),
+                "its weight is quantized and its input is in float",
+                "quantize its input, or keep both in float",
+            )
+
+
+@rule("axis", "error")
+def axes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """A weight with several scales has one for each output channel.
+
+    They lie along axis 0 of a convolution's weight, 1 of a transposed one's, and along the columns of the product of a
+    Gemm or MatMul. ONNX's default is axis 1. TensorRT's parser: "The number of scales is not equal to the number of
+    output channels" (onnx-tensorrt, ``QuantDequantLinearHelper``).
+    """
+    for layer in graph.of(*LAYERS):
+        weight = graph.weight(layer)
+        shape = _shape(graph, weight)
+        scale = graph.tensor(weight, 1) if weight is not None else None
+        if weight is None or scale is None or not shape or (count := int(np.prod(scale.dims))) == 1:
+            continue
+        given = int(str(attribute(weight, "axis", 1))) % len(shape)
+        wanted = _output_axis(graph, layer, len(shape))
+        if given != wanted or shape[given] != count:
+            yield Fault(
+                label(weight),
+                f"the weight {list(shape)} of {label(layer)} has {count} scales along axis {given}, and its output "
+                f"channels lie along axis {wanted}",
+                f"write axis={wanted} and a scale for each of the {shape[wanted]} channels",
+            )
+
+
+@rule("int32-bias", "error", TENSORRT)
+def int32_bias(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Biases are floats for TensorRT.
+
+    Of an int32 bias behind a DequantizeLinear its parser says "only activation types allowed as input to this layer"
+    (onnx-tensorrt issue 850, TensorRT issue 3360); docs/operators.md lists INT8, FP8, FP4 and INT4 for it.
+    """
+    for node in graph.of("DequantizeLinear"):
+        if graph.constant(node.input[0]) and graph.integers(node) == TensorProto.INT32:
+            yield Fault(
+                label(node),
+                "a bias of int32 is dequantized",
+                "write the bias in float (ONNX Runtime's quantizer: extra_options QuantizeBias=False)",
+            )
+
+
+@rule("weight-128", "warning", CPUS)
+def least_integer(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Symmetric weights of 8 bits keep to −127 … 127, so that −w is representable whenever w is.
+
+    A −128 shows that the tool clipped to other bounds than it computed scales by: torch's two conversions differ in it.
+    """
+    for layer in graph.of(*LAYERS):
+        weight = graph.weight(layer)
+        integers = graph.values(weight, 0) if weight is not None else None
+        if weight is not None and integers is not None and integers.dtype == np.int8 and (integers == -128).any():
+            count = int((integers == -128).sum())
+            yield Fault(label(weight), f"{count} integers are −128", "quantize weights to −127 … 127 (quant_min=-127)")
+
+
+def _shape(graph: Graph, weight: NodeProto | None) -> tuple[int, ...]:
+    """The shape of the constant that a DequantizeLinear takes, or that is quantized before it."""
+    node, tensor = weight, None
+    while node is not None and (tensor := graph.tensor(node, 0)) is None:
+        node = graph.producer(node)
+    return () if tensor is None else tuple(tensor.dims)
+
+
+def _output_axis(graph: Graph, layer: NodeProto, rank: int) -> int:
+    """The axis of a layer's stored weight that its output channels lie along."""
+    if layer.op_type in ("Conv", "ConvTranspose"):
+        return int(layer.op_type == "ConvTranspose")
+    last = not (layer.op_type == "Gemm" and attribute(layer, "transB", 0))
+    node = graph.producer(layer, 1)
+    while node is not None and node.op_type in (*MOVES, "Cast"):
+        last ^= node.op_type == "Transpose"
+        node = graph.producer(node)
+    return rank - 1 if last else max(rank - 2, 0)

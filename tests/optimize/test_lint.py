@@ -1,0 +1,433 @@
+"""The linter of quantized graphs: each rule fires on a graph that is broken in its way, and on none that is not."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, strategies
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+from typer.testing import CliRunner
+
+from optimize.cli import app
+from optimize.lint.base import TARGETS, LintTarget, lint, read_graph, rules
+from serve.runtime.errors import UserError
+
+
+class Written:
+    """``input`` → Q/DQ → Conv → Relu → Q/DQ → Conv, plus the shortcut → Relu → Q/DQ → pool → Q/DQ → ``logits``.
+
+    The second convolution gives the sum its floats; the shortcut has its Q/DQ. Every edit breaks one thing.
+    """
+
+    def __init__(self, signed: bool) -> None:
+        self.nodes: list[NodeProto] = []
+        self.tensors: dict[str, np.ndarray] = {}
+        self.kind: type[np.generic] = np.int8 if signed else np.uint8
+        self.opset = 20
+        self.rng = np.random.default_rng(0)
+        self.pair("input", "x")
+        self.conv("x", "first")
+        self.add("Relu", ["first"], "first_relu")
+        self.pair("first_relu", "y")
+        self.conv("y", "second")
+        self.add("Add", ["second", "y"], "sum")
+        self.add("Relu", ["sum"], "sum_relu")
+        self.pair("sum_relu", "z")
+        self.add("GlobalAveragePool", ["z"], "pooled")
+        self.pair("pooled", "logits")
+
+    def add(self, operator: str, taken: list[str], gives: str, **attributes: Any) -> None:
+        self.nodes.append(helper.make_node(operator, taken, [gives], name=f"{operator}_{gives}", **attributes))
+
+    def pair(self, taken: str, gives: str, scale: float = 0.1) -> None:
+        self.tensors |= {f"{gives}_scale": np.float32(scale), f"{gives}_zero": self.kind(0)}
+        self.add("QuantizeLinear", [taken, f"{gives}_scale", f"{gives}_zero"], f"{gives}_q")
+        self.add("DequantizeLinear", [f"{gives}_q", f"{gives}_scale", f"{gives}_zero"], gives)
+
+    def conv(self, taken: str, gives: str) -> None:
+        self.tensors |= {
+            f"{gives}_w": self.rng.integers(-127, 128, (4, 4, 1, 1)).astype(np.int8),
+            f"{gives}_ws": np.full(4, 0.01, np.float32),
+            f"{gives}_wz": np.zeros(4, np.int8),
+            f"{gives}_b": np.zeros(4, np.float32),
+        }
+        self.add("DequantizeLinear", [f"{gives}_w", f"{gives}_ws", f"{gives}_wz"], f"{gives}_wf", axis=0)
+        self.add("Conv", [taken, f"{gives}_wf", f"{gives}_b"], gives)
+
+    def node(self, gives: str) -> NodeProto:
+        return next(node for node in self.nodes if gives in node.output)
+
+    def before(self, gives: str, operator: str, taken: list[str], given: str, **attributes: Any) -> None:
+        """Put a node before the one that gives ``gives``."""
+        made = helper.make_node(operator, taken, [given], name=f"{operator}_{given}", **attributes)
+        self.nodes.insert(self.nodes.index(self.node(gives)), made)
+
+    def model(self, kind: int = TensorProto.FLOAT) -> onnx.ModelProto:
+        model = helper.make_model(
+            helper.make_graph(
+                self.nodes,
+                "written",
+                [helper.make_tensor_value_info("input", kind, ["batch", 4, 8, 8])],
+                [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 4, 1, 1])],
+                [numpy_helper.from_array(np.asarray(value), name) for name, value in self.tensors.items()],
+            ),
+            opset_imports=[helper.make_opsetid("", self.opset), helper.make_opsetid("com.microsoft", 1)],
+            ir_version=10,
+        )
+        onnx.checker.check_model(model)
+        return model
+
+
+def clamped(graph: Written, gives: str, scale: float = 0.1, high: float | None = None) -> None:
+    """A Clip before the quantizer of ``gives``, to the 7 bits of its scale or to ``high``."""
+    graph.tensors |= {f"{gives}_low": np.float32(0), f"{gives}_high": np.float32(127 * scale if high is None else high)}
+    quantizer = graph.node(f"{gives}_q")
+    graph.before(f"{gives}_q", "Clip", [quantizer.input[0], f"{gives}_low", f"{gives}_high"], f"{gives}_clipped")
+    quantizer.input[0] = f"{gives}_clipped"
+
+
+def whole(target: LintTarget) -> Written:
+    graph = Written(signed=target == "tensorrt")
+    if target == "x86":
+        for name in ("x", "y", "z"):
+            clamped(graph, name)
+    return graph
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_graph_that_is_made_for_its_target_has_no_findings(target: LintTarget) -> None:
+    assert lint(whole(target).model(), target) == ()
+
+
+def test_the_graph_that_the_others_are_made_of_runs() -> None:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(Written(signed=True).model().SerializeToString())
+    (found,) = session.run(None, {"input": np.random.default_rng(1).random((2, 4, 8, 8), np.float32)})
+    assert found.shape == (2, 4, 1, 1)
+    assert found.any()
+
+
+Edit = Callable[[Written], object]
+
+
+def scale(value: float) -> Edit:
+    return lambda graph: graph.tensors.update(y_scale=np.float32(value))
+
+
+def channel_scale(graph: Written) -> None:
+    graph.tensors["first_ws"][2] = 0
+
+
+def computed(graph: Written) -> None:
+    graph.before("y_q", "ReduceMax", ["first_relu"], "computed", keepdims=0)
+    graph.node("y_q").input[1] = graph.node("y").input[1] = "computed"
+
+
+def zero_point(graph: Written) -> None:
+    graph.tensors["y_zero"] = graph.kind(3)
+
+
+def weight_zero_point(graph: Written) -> None:
+    graph.tensors["second_wz"][1] = 2
+
+
+def fewer_zero_points(graph: Written) -> None:
+    graph.tensors["second_wz"] = np.zeros(1, np.int8)
+
+
+def per_channel_activation(graph: Written) -> None:
+    graph.tensors |= {"y_scale": np.full(4, 0.1, np.float32), "y_zero": np.zeros(4, graph.kind)}
+    for name in ("y_q", "y"):
+        graph.node(name).attribute.append(helper.make_attribute("axis", 1))
+
+
+def unfolded(graph: Written) -> None:
+    graph.tensors["first_w"] = graph.tensors["first_w"].astype(np.float32) * 0.01
+    graph.before("first_wf", "QuantizeLinear", ["first_w", "first_ws", "first_wz"], "first_wq", axis=0)
+    graph.node("first_wf").input[0] = "first_wq"
+
+
+def float_weight(graph: Written) -> None:
+    graph.tensors["first_wf"] = graph.tensors.pop("first_w").astype(np.float32)
+    graph.nodes.remove(next(node for node in graph.nodes if node.output[0] == "first_wf"))
+
+
+def float_input(graph: Written) -> None:
+    graph.node("first").input[0] = "input"
+
+
+def axis(graph: Written) -> None:
+    del graph.node("first_wf").attribute[:]  # and ONNX's default is 1
+
+
+def int32_bias(graph: Written) -> None:
+    graph.tensors |= {"first_b": np.zeros(4, np.int32), "first_bs": np.float32(0.001)}
+    graph.before("first", "DequantizeLinear", ["first_b", "first_bs"], "first_bf")
+    graph.node("first").input[2] = "first_bf"
+
+
+def least(graph: Written) -> None:
+    graph.tensors["first_w"][0, 0, 0, 0] = -128
+
+
+def floats_alone(graph: Written) -> None:
+    graph.nodes = [helper.make_node("GlobalAveragePool", ["input"], ["logits"])]
+    graph.tensors = {}
+
+
+def other_sign(graph: Written) -> None:
+    graph.tensors["y_zero"] = np.uint8(0) if graph.kind is np.int8 else np.int8(0)
+
+
+def wide(graph: Written) -> None:
+    graph.tensors["y_zero"] = np.int16(0)
+
+
+def one_clamp(graph: Written) -> None:
+    clamped(graph, "x")
+
+
+def relu6_instead(graph: Written) -> None:
+    clamped(graph, "x")
+    clamped(graph, "y", high=25.0)
+
+
+def doubled(graph: Written) -> None:
+    graph.pair("y", "again")
+    pair = [graph.nodes.pop(), graph.nodes.pop()][::-1]
+    place = graph.nodes.index(graph.node("second"))
+    graph.nodes[place:place] = pair
+    graph.node("second").input[0] = "again"
+
+
+def float_shortcut(graph: Written) -> None:
+    graph.node("sum").input[1] = "first_relu"
+
+
+def float_pool(graph: Written) -> None:
+    graph.nodes = [node for node in graph.nodes if node.output[0] not in ("z_q", "z")]
+    graph.node("pooled").input[0] = "sum_relu"
+
+
+def norm(graph: Written) -> None:
+    graph.tensors |= {name: np.ones(4, np.float32) for name in ("gamma", "beta", "mean", "var")}
+    graph.before("first_relu", "BatchNormalization", ["first", "gamma", "beta", "mean", "var"], "normed")
+    graph.node("first_relu").input[0] = "normed"
+
+
+def old(graph: Written) -> None:
+    graph.opset = 25
+
+
+def foreign(graph: Written) -> None:
+    graph.before("first_relu", "Gelu", ["first"], "gelu", domain="com.microsoft")
+    graph.node("first_relu").input[0] = "gelu"
+
+
+def unsupported(graph: Written) -> None:
+    graph.before("first_relu", "Det", ["first"], "unread")
+
+
+def dilated_pool(graph: Written) -> None:
+    graph.before("z_q", "MaxPool", ["sum_relu"], "dilated", kernel_shape=[2, 2], dilations=[2, 2])
+    graph.node("z_q").input[0] = "dilated"
+
+
+EVERYWHERE = ("cpu", "x86", "tensorrt")
+
+# The rule, the targets that it fires for, the node that it names, and what is done to the graph.
+BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
+    *[("scale", EVERYWHERE, "QuantizeLinear_y_q", scale(value)) for value in (0, -0.1, np.inf, np.nan, 1e-40)],
+    ("scale", EVERYWHERE, "DequantizeLinear_first_wf", channel_scale),
+    ("computed-scale", EVERYWHERE, "QuantizeLinear_y_q", computed),
+    ("zero-point", ("tensorrt",), "QuantizeLinear_y_q", zero_point),
+    ("zero-point", EVERYWHERE, "DequantizeLinear_second_wf", weight_zero_point),
+    ("zero-point", EVERYWHERE, "DequantizeLinear_second_wf", fewer_zero_points),
+    ("per-channel-activation", ("tensorrt",), "QuantizeLinear_y_q", per_channel_activation),
+    ("unfolded-weight", EVERYWHERE, "QuantizeLinear_first_wq", unfolded),
+    ("half-quantized-layer", EVERYWHERE, "Conv_first", float_weight),
+    ("half-quantized-layer", EVERYWHERE, "Conv_first", float_input),
+    ("axis", EVERYWHERE, "DequantizeLinear_first_wf", axis),
+    ("int32-bias", ("tensorrt",), "DequantizeLinear_first_bf", int32_bias),
+    ("weight-128", ("cpu", "x86"), "DequantizeLinear_first_wf", least),
+    ("nothing-quantized", EVERYWHERE, "the graph", floats_alone),
+    ("integer-type", ("tensorrt",), "QuantizeLinear_y_q", other_sign),
+    ("integer-type", ("tensorrt",), "QuantizeLinear_y_q", wide),
+    ("slow-integers", ("cpu", "x86"), "Conv_second", other_sign),
+    ("slow-integers", ("cpu", "x86"), "Conv_second", wide),
+    ("lost-clamp", ("cpu",), "QuantizeLinear_y_q", one_clamp),
+    ("lost-clamp", ("cpu",), "QuantizeLinear_y_q", relu6_instead),
+    ("doubled-pair", EVERYWHERE, "QuantizeLinear_again_q", doubled),
+    ("residual-in-float", EVERYWHERE, "Add_sum", float_shortcut),
+    ("pool-in-float", EVERYWHERE, "GlobalAveragePool_pooled", float_pool),
+    ("unfused-batchnorm", EVERYWHERE, "BatchNormalization_normed", norm),
+    ("opset", ("tensorrt",), "the graph", old),
+    ("operator", ("tensorrt",), "Gelu_gelu", foreign),
+    ("operator", ("tensorrt",), "Det_unread", unsupported),
+    ("pool-shape", ("tensorrt",), "MaxPool_dilated", dilated_pool),
+]
+
+
+@pytest.mark.parametrize(("rule", "targets", "node", "edit"), BROKEN, ids=[f"{e[0]}-{i}" for i, e in enumerate(BROKEN)])
+def test_each_fault_is_found_where_it_is(rule: str, targets: tuple[str, ...], node: str, edit: Edit) -> None:
+    for target in TARGETS:
+        if target == "x86" and rule == "lost-clamp":
+            continue  # below
+        graph = whole(target)
+        edit(graph)
+        found = [finding for finding in lint(graph.model(), target) if finding.rule == rule]
+        assert bool(found) == (target in targets), (target, found)
+        if found:
+            assert node in [finding.node for finding in found]
+            assert all(finding.said and finding.remedy for finding in found)
+
+
+def test_every_rule_has_a_graph_that_it_fires_on() -> None:
+    assert {entry[0] for entry in BROKEN} | {"uint8-inside"} == set(rules())
+
+
+def test_the_documentation_has_every_rule_in_its_own_words() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "int8.md").read_text(encoding="utf-8")
+    listed = [line for line in document.splitlines() if line.startswith("| `") and "`target`" not in line]
+    expected = []
+    for name, rule in rules().items():
+        first = (inspect.getdoc(rule.check) or "").split("\n\n", maxsplit=1)[0].replace("\n", " ")
+        told = "all" if rule.targets == TARGETS else ", ".join(rule.targets)
+        expected.append(f"| `{name}` ({rule.severity}) | {told} | {first} |")
+    assert [line for line in listed if line in expected] == expected
+
+
+@pytest.mark.parametrize("high", [None, 12.6, 25.0])
+def test_on_any_x86_cpu_every_layers_input_needs_a_clamp_of_7_bits(high: float | None) -> None:
+    graph = Written(signed=False)
+    clamped(graph, "x")
+    if high is not None:
+        clamped(graph, "y", high=high)
+    found = [(finding.node, finding.said) for finding in lint(graph.model(), "x86")]
+    reach = {None: "255", 25.0: "250"}
+    if high == 12.6:  # 126 steps: whatever it was meant for, it keeps the integers
+        assert found == []
+    else:
+        assert found == [("QuantizeLinear_y_q", f"a layer's input reaches {reach[high]}, where 7 bits end at 127")]
+
+
+def test_pixels_are_cast_before_anything_else_for_tensorrt() -> None:
+    graph = Written(signed=True)
+    graph.before("x_q", "Cast", ["input"], "floats", to=TensorProto.FLOAT)
+    graph.node("x_q").input[0] = "floats"
+    assert lint(graph.model(TensorProto.UINT8), "tensorrt") == ()
+    graph.before("floats", "Identity", ["input"], "bytes")
+    graph.node("floats").input[0] = "bytes"
+    assert [finding.rule for finding in lint(graph.model(TensorProto.UINT8), "tensorrt")] == ["uint8-inside"]
+
+
+def test_a_max_pool_commutes_with_tensorrts_quantizers_and_not_with_onnx_runtimes() -> None:
+    for target, expected in (("tensorrt", []), ("cpu", ["pool-in-float"])):
+        graph = whole(target)  # type: ignore[arg-type]
+        float_pool(graph)
+        graph.node("pooled").op_type = "GlobalMaxPool"
+        assert [finding.rule for finding in lint(graph.model(), target)] == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("operator", "shape", "axis", "attributes", "fires"),
+    [
+        ("Gemm", (4, 6), 0, {"transB": 1}, False),
+        ("Gemm", (4, 6), 1, {"transB": 1}, True),
+        ("Gemm", (6, 4), 1, {}, False),
+        ("Gemm", (6, 4), 0, {}, True),
+        ("MatMul", (6, 4), 1, {}, False),
+        ("MatMul", (6, 4), -1, {}, False),
+        ("MatMul", (6, 4), 0, {}, True),
+    ],
+)
+def test_output_channels_lie_where_the_operator_has_them(
+    operator: str, shape: tuple[int, int], axis: int, attributes: dict[str, int], fires: bool
+) -> None:
+    count = shape[axis]
+    tensors = {
+        "s": np.float32(0.1),
+        "z": np.uint8(0),
+        "w": np.ones(shape, np.int8),
+        "ws": np.full(count, 0.1, np.float32),
+        "wz": np.zeros(count, np.int8),
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["input", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["x"]),
+        helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wf"], axis=axis),
+        helper.make_node(operator, ["x", "wf"], ["logits"], **attributes),
+    ]
+    model = helper.make_model(
+        helper.make_graph(
+            nodes,
+            "linear",
+            [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", 6])],
+            [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 4])],
+            [numpy_helper.from_array(np.asarray(value), name) for name, value in tensors.items()],
+        ),
+        opset_imports=[helper.make_opsetid("", 20)],
+    )
+    onnx.checker.check_model(model)
+    assert [finding.rule for finding in lint(model, "cpu")] == (["axis"] if fires else [])
+
+
+def test_the_command_names_node_and_remedy_and_its_exit_code_says_whether_any(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.onnx", tmp_path / "bad.onnx"
+    onnx.save(Written(signed=True).model(), str(good))
+    broken = Written(signed=True)
+    zero_point(broken)
+    onnx.save(broken.model(), str(bad))
+    runner = CliRunner()
+    assert runner.invoke(app, ["lint", str(good), "--target", "tensorrt"]).exit_code == 0
+    result = runner.invoke(app, ["lint", str(bad), "--target", "tensorrt"])
+    assert result.exit_code == 1
+    line = "error: QuantizeLinear_y_q: its zero-point is 3, and tensorrt wants 0; quantize symmetrically"
+    assert line in result.output
+    result = runner.invoke(app, ["lint", str(bad), "--target", "tensorrt", "--json"])
+    assert result.exit_code == 1
+    findings = json.loads(result.stdout)["findings"]
+    assert [finding["node"] for finding in findings] == ["QuantizeLinear_y_q", "DequantizeLinear_y"]
+    assert set(findings[0]) == {"rule", "severity", "node", "said", "remedy"}
+    assert runner.invoke(app, ["lint", str(bad)]).exit_code == 1, "int8 activations, for a CPU"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing.onnx"], "No such file or directory"),
+        (["text.onnx"], "not a valid ONNX graph"),
+        (["empty.onnx"], "not a valid ONNX graph"),
+        (["empty.onnx", "--target", "gpu"], "--target is one of cpu, x86, tensorrt, not 'gpu'"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "text.onnx").write_text("no graph")
+    (tmp_path / "empty.onnx").write_bytes(b"")
+    result = CliRunner().invoke(app, ["lint", str(tmp_path / words[0]), *words[1:]])
+    assert (result.exit_code, said in result.output) == (2, True), result.output
+    assert result.output.count("\n") == 1
+
+
+@given(strategies.data())
+def test_a_file_that_is_no_graph_is_refused_and_never_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory, data: strategies.DataObject
+) -> None:
+    whole_file = Written(signed=True).model().SerializeToString()
+    at = data.draw(strategies.integers(0, len(whole_file) - 1))
+    patch = data.draw(strategies.binary(max_size=8))
+    path = tmp_path_factory.getbasetemp() / "fuzzed.onnx"
+    path.write_bytes(whole_file[:at] + patch + whole_file[at + len(patch) :][: data.draw(strategies.integers(0, 4000))])
+    with contextlib.suppress(UserError):
+        model = read_graph(path)
+        for target in TARGETS:
+            lint(model, target)
