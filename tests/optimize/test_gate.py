@@ -119,7 +119,9 @@ def test_kernels_that_saturate_are_noticed(tmp_path: Path, monkeypatch) -> None:
 
 def test_an_onnx_graph_that_computes_something_else_than_its_parent_fails(session, made, monkeypatch) -> None:
     original = run_onnx
-    monkeypatch.setattr("optimize.passes.onnx_int8.run_onnx", lambda path, images: original(path, images.flip(0)))
+    monkeypatch.setattr(
+        "optimize.passes.onnx_int8.run_onnx", lambda path, images, **how: original(path, images.flip(0), **how)
+    )
     with pytest.raises(PassError, match=r"ONNX Runtime against exact arithmetic: .* this is broken"):
         session.apply(made("ptq"), OnnxInt8(max_size_ratio=0.31))
 

@@ -81,6 +81,7 @@ def made_by(product: Product, name: str, folder: Path, parent: Artifact) -> Arti
         precision=product.precision,
         input_dtype=product.input_dtype,
         device=product.device,
+        target=product.target,
         preprocessing=COLOUR,
         classes=tuple("abcd"),
         files={path.name: sha256_file(path) for path in folder.iterdir()},
