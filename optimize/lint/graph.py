@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 #: Operators with weights, whose integer kernels are what quantization is for.
@@ -59,7 +61,7 @@ class Graph:
         """An input that is an initializer or a constant; None where it is computed or left out."""
         return self._tensors.get(node.input[number]) if number < len(node.input) else None
 
-    def values(self, node: NodeProto, number: int) -> np.ndarray | None:
+    def values(self, node: NodeProto, number: int) -> NDArray[Any] | None:
         """The values of a constant input; None as `tensor`."""
         tensor = self.tensor(node, number)
         return None if tensor is None else numpy_helper.to_array(tensor)
@@ -133,7 +135,7 @@ def label(node: NodeProto) -> str:
     return node.name or f"{node.op_type} of {next(iter(node.output), 'nothing')}"
 
 
-def attribute(node: NodeProto, name: str, default: object) -> object:
+def attribute(node: NodeProto, name: str, default: Any) -> Any:
     """The value of a node's attribute."""
     return next((helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), default)
 

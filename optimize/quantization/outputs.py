@@ -50,7 +50,8 @@ def free_outputs(prepared: fx.GraphModule, backend: BackendConfig) -> int:
         if branches := [addend for addend in node.args if _convolved(prepared, addend)]:
             freed.append(max(branches, key=depths.__getitem__))
     for node in dict.fromkeys(freed):
-        node.replace_all_uses_with(node.args[0])
+        before: Any = node.args[0]
+        node.replace_all_uses_with(before)
         prepared.graph.erase_node(node)
         if all(other.target != node.target for other in prepared.graph.nodes):
             prepared.delete_submodule(str(node.target))  # one that sees nothing has no range

@@ -268,11 +268,10 @@ def quantized_weights(program: torch.export.ExportedProgram) -> int:
 def _drop_doubled(module: fx.GraphModule) -> None:
     """Take away pairs that dequantize and quantize again by the same scale, which changes no integer."""
     for node in _quantizers(module, "quantize_per_tensor"):
-        before = node.args[0]
+        before: Any = node.args[0]
         while isinstance(before, fx.Node) and before.target in _AS_IT_IS:
             before = before.args[0]
-        paired = isinstance(before, fx.Node) and _operator(before) == "dequantize_per_tensor"
-        if paired and before.args[1:6] == node.args[1:6]:
+        if _operator(before) == "dequantize_per_tensor" and before.args[1:6] == node.args[1:6]:
             node.replace_all_uses_with(before.args[0])
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,6 +24,7 @@ from optimize.store.artifact import REFERENCE_FILE, Artifact
 from serve.runtime.card import Preprocessing
 from serve.runtime.engines.base import engines_for, executions_for
 from serve.runtime.program_file import load_program
+from tests.narrow import layer
 
 from .workbench import noise_context, parent_of, quantizers, run, with_running_statistics
 
@@ -160,7 +162,7 @@ def test_on_equal_integers_the_graph_gives_what_torch_does(build: Callable[[], n
 def test_a_relu6_is_none_the_less_one_where_floats_are_read_from_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU6(), nn.BatchNorm2d(4), nn.Flatten()).eval()
-    module[0].weight.data.mul_(20)  # type: ignore[operator, union-attr]
+    layer(module, 0, nn.Conv2d).weight.data.mul_(20)
     quantized, path = lowered(module, tmp_path)
     batch = noise_context().example(8)
     with torch.no_grad():
@@ -171,7 +173,7 @@ def test_a_relu6_is_none_the_less_one_where_floats_are_read_from_it(tmp_path: Pa
         assert (found - expected).abs().max() < 0.5
 
 
-def lowered(module: nn.Module, folder: Path, **config: object) -> tuple[Path, Path]:
+def lowered(module: nn.Module, folder: Path, **config: Any) -> tuple[Path, Path]:
     """``ptq`` for TensorRT and ``onnx-int8``; the folder of the first and the file of the second."""
     context = noise_context()
     parent = parent_of(module, context, folder / "parent")

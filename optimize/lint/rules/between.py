@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from onnx import NodeProto
 
 from optimize.lint.base import Fault, LintTarget, rule
@@ -85,7 +87,7 @@ def _straight_from_layer(graph: Graph, producer: NodeProto | None) -> bool:
     return producer is not None and producer.op_type in LAYERS and graph.alone(producer)
 
 
-def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+def _equal(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
     if one is None or other is None:
         return one is other
     return bool(np.array_equal(one, other))

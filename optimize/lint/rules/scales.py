@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optimize.lint.base import TENSORRT, Fault, LintTarget, rule
 from optimize.lint.graph import Graph, label
@@ -100,9 +102,9 @@ def per_channel_activations(graph: Graph, target: LintTarget) -> Iterator[Fault]
             yield Fault(label(node), "an activation has a scale for each channel", "quantize activations per tensor")
 
 
-def _smallest_normal(dtype: np.dtype) -> float:
+def _smallest_normal(dtype: np.dtype[Any]) -> float:
     return float(np.finfo(dtype).tiny) if dtype in (np.float16, np.float32, np.float64) else 0.0
 
 
-def _shown(zero: np.ndarray) -> str:
+def _shown(zero: NDArray[Any]) -> str:
     return str(zero.item()) if zero.size == 1 else f"{zero.min()} to {zero.max()}"

@@ -62,7 +62,7 @@ def axes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         scale = graph.tensor(weight, 1) if weight is not None else None
         if weight is None or scale is None or not shape or (count := int(np.prod(scale.dims))) == 1:
             continue
-        given = int(str(attribute(weight, "axis", 1))) % len(shape)
+        given = int(attribute(weight, "axis", 1)) % len(shape)
         wanted = _output_axis(graph, layer, len(shape))
         if given != wanted or shape[given] != count:
             yield Fault(
@@ -105,10 +105,12 @@ def least_integer(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 def _shape(graph: Graph, weight: NodeProto | None) -> tuple[int, ...]:
     """The shape of the constant that a DequantizeLinear takes, or that is quantized before it."""
-    node, tensor = weight, None
-    while node is not None and (tensor := graph.tensor(node, 0)) is None:
+    node = weight
+    while node is not None:
+        if (tensor := graph.tensor(node, 0)) is not None:
+            return tuple(tensor.dims)
         node = graph.producer(node)
-    return () if tensor is None else tuple(tensor.dims)
+    return ()
 
 
 def _output_axis(graph: Graph, layer: NodeProto, rank: int) -> int:
