@@ -143,7 +143,8 @@ def attribute(node: NodeProto, name: str, default: Any) -> Any:
 def _constant_of(node: NodeProto) -> TensorProto | None:
     for entry in node.attribute:
         if entry.name == "value":
-            return entry.t
+            tensor: TensorProto = entry.t
+            return tensor
         if entry.name in ("value_float", "value_floats", "value_int", "value_ints"):
             kind = np.float32 if "float" in entry.name else np.int64
             return numpy_helper.from_array(np.asarray(helper.get_attribute_value(entry), kind), node.output[0])

@@ -352,7 +352,7 @@ def test_a_max_pool_commutes_with_tensorrts_quantizers_and_not_with_onnx_runtime
     ],
 )
 def test_output_channels_lie_where_the_operator_has_them(
-    operator: str, shape: tuple[int, int], axis: int, attributes: dict[str, int], fires: bool
+    operator: str, shape: tuple[int, int], axis: int, attributes: dict[str, Any], fires: bool
 ) -> None:
     count = shape[axis]
     tensors = {

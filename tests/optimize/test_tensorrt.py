@@ -88,7 +88,8 @@ def test_the_graph_keeps_to_every_rule_that_is_known(name: str, chain: Chain) ->
             assert by[node.input[0]].op_type == "DequantizeLinear"
             weight = by[node.input[1]]
             integers, scales = values[weight.input[0]], values[weight.input[1]]
-            assert (integers.dtype, scales.shape) == (np.int8, integers.shape[:1])
+            assert integers.dtype == np.int8
+            assert scales.shape == integers.shape[:1]
             assert integers.min() >= -127
             assert values[node.input[2]].dtype == np.float32, "the bias"
 
