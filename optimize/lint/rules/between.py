@@ -75,6 +75,8 @@ def norms(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A batch norm behind a layer is part of its weights, and quantized with them."""
     for node in graph.of("BatchNormalization"):
         before = graph.producer(node)
+        while before is not None and before.op_type in ("QuantizeLinear", "DequantizeLinear") and graph.alone(before):
+            before = graph.producer(before)
         if before is not None and before.op_type in LAYERS and graph.alone(before):
             yield Fault(
                 label(node),
