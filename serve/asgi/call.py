@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 _ID = re.compile(r"[!-~]{1,128}")
 
+# An answer takes a few milliseconds; whether its client has gone is looked at from then on only: the task for it would
+# hold Python's lock in the very moment in which the engine's thread wakes up for the request.
+_WATCH_AFTER_S = 0.02
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -181,11 +185,16 @@ class Call:
         """
         self.observation.images = len(request.images)
         asking = Asking(served, request, self.deadline)
-        watching = asyncio.ensure_future(self._watch(asking.abandon))
+        watching: list[asyncio.Task[None]] = []
+        later = asyncio.get_running_loop().call_later(
+            _WATCH_AFTER_S, lambda: watching.append(asyncio.ensure_future(self._watch(asking.abandon)))
+        )
         try:
             answered = await asking.answered()
         finally:
-            watching.cancel()
+            later.cancel()
+            for task in watching:
+                task.cancel()
         self.observation.tell(answered)
         return answered
 

@@ -12,10 +12,13 @@ import json
 import logging
 import os
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from serve.runtime.protocol import Request
     from serve.runtime.service import Service
     from serve.runtime.work import Answered
+
+    _Batch = tuple[list[Answered], list[str]]
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,6 +46,9 @@ _PHRASES = {
 }
 
 _K_HEADER = "x-top-k"
+
+# Metrics are told so long after the first answer that they count, with those of all answers until then.
+_TELL_EVERY_S = 0.1
 
 # QueueTime is one of TorchServe's own metrics.
 _SAID_OTHERWISE = {"queue": "Wait", "infer": "Inference"}
@@ -74,6 +82,10 @@ class ImageClassifierHandler:
 
     def __init__(self) -> None:
         self._service: Service | None = None
+        self._context: Any = None
+        self._to_tell: SimpleQueue[_Batch] = SimpleQueue()
+        self._something_to_tell = threading.Event()
+        self._telling = threading.Lock()
 
     def initialize(self, context: Any) -> None:
         """Open the artifact as its ``serving.json`` says, on the GPU that TorchServe assigned if there is one.
@@ -89,8 +101,10 @@ class ImageClassifierHandler:
 
         properties = context.system_properties
         folder = Path(properties["model_dir"])
+        self._context = context
         with _one_at_a_time(folder.parent):
             self._service = open_service(folder, properties.get("gpu_id"))
+        threading.Thread(target=self._tell_for_ever, name="metrics", daemon=True).start()
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
         """Answer a batch of requests, one body for each, with its own status.
@@ -108,6 +122,7 @@ class ImageClassifierHandler:
         try:
             answers = iter(self._opened().answer_batch([entry for entry in asked if _is_request(entry)]))
         except BrokenError as error:
+            self.tell_metrics()
             _end_worker(error)
         answered: list[Answered] = []
         bodies: list[bytes] = []
@@ -126,7 +141,8 @@ class ImageClassifierHandler:
             bodies.append(body)
         refused = [f"request-{entry.status}" for entry in asked if isinstance(entry, Refusal)]
         if answered or refused:
-            self._emit(context, answered, refused)
+            self._to_tell.put((answered, refused))
+            self._something_to_tell.set()
         return bodies
 
     def describe_handle(self) -> dict[str, Any]:
@@ -167,14 +183,34 @@ class ImageClassifierHandler:
         except RequestError as error:
             return error.refusal
 
-    def _emit(self, context: Any, answered: list[Answered], refused: list[str]) -> None:
-        """Write this batch's metrics; TorchServe shows those that its metrics.yaml names.
+    def tell_metrics(self) -> None:
+        """Write the metrics of the batches since the last time; TorchServe shows those that metrics.yaml names."""
+        with self._telling:
+            batches: list[_Batch] = []
+            with suppress(Empty):
+                while True:
+                    batches.append(self._to_tell.get_nowait())
+            if batches:
+                self._emit(self._context, batches)
+
+    def _tell_for_ever(self) -> None:
+        # Beside the answers and not before them: each value is a line that the worker writes and TorchServe reads, and
+        # of a batch there are eight (0.3 ms).
+        while True:
+            self._something_to_tell.wait()
+            time.sleep(_TELL_EVERY_S)
+            self._something_to_tell.clear()
+            try:
+                self.tell_metrics()
+            except Exception:  # noqa: BLE001 - the next ones may be told
+                _LOG.exception("metrics were lost")
+
+    def _emit(self, context: Any, batches: list[_Batch]) -> None:
+        """Write the metrics of some batches; of their stages the mean is told.
 
         Args:
             context: TorchServe's.
-            answered: the requests that could be read; of their stages the mean is told, because each value is a line
-                that the worker writes and TorchServe reads.
-            refused: a word for each one that could not.
+            batches: of each the requests that could be read, and a word for each one that could not.
         """
         from ts.metrics.dimension import Dimension
         from ts.metrics.metric_type_enum import MetricTypes
@@ -182,13 +218,16 @@ class ImageClassifierHandler:
         from serve.runtime.errors import Refusal
 
         predictor = self._opened().predictor
+        answered = [entry for read, _ in batches for entry in read]
         outcomes = [outcome for entry in answered for outcome in entry.outcomes]
-        kinds = Counter([*refused, *(f"item-{entry.status}" for entry in outcomes if isinstance(entry, Refusal))])
+        kinds = Counter(word for _, refused in batches for word in refused)
+        kinds.update(f"item-{entry.status}" for entry in outcomes if isinstance(entry, Refusal))
         values: list[tuple[str, float, str, MetricTypes, str]] = []
         values.append(("Images", len(outcomes), "count", MetricTypes.COUNTER, ""))
         values += [("Refused", count, "count", MetricTypes.COUNTER, kind) for kind, count in kinds.items()]
         if outcomes:
-            values.append(("BatchSize", len(outcomes), "count", MetricTypes.GAUGE, ""))
+            largest = max(sum(len(entry.outcomes) for entry in read) for read, _ in batches)
+            values.append(("BatchSize", largest, "count", MetricTypes.GAUGE, ""))
         if computed := [entry.stages for entry in answered if entry.batch_size > 0]:
             values += [
                 (

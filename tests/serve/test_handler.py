@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def ask(handler: ImageClassifierHandler, context: Context, *bodies: Any, header:
     context.metrics = Metrics()
     context.stopping_criteria = None
     answers = handler.handle([{header: body} for body in bodies], context)
+    handler.tell_metrics()
     sent = create_predict_response(answers, dict(enumerate("abcdefgh"[: len(bodies)])), "", 200, context=context)
     assert len(sent) > 0
     statuses = [context.get_response_status(index)[0] for index in range(len(bodies))]
@@ -180,6 +182,25 @@ def test_refused_requests_are_counted_in_a_batch_without_a_single_image(
     stages = ("WaitTime", "DecodeTime", "PreprocessTime", "InferenceTime", "PostprocessTime")
     assert set(values) == {"Images", "Refused", "BatchSize", *stages}
     assert all(values[stage] > 0 for stage in stages[1:])
+
+
+KINDS = {"item-415": 1, "request-400": 1}
+
+
+def test_metrics_are_told_behind_the_answers_and_those_of_several_batches_together(
+    handler_and_context: tuple[ImageClassifierHandler, Context],
+) -> None:
+    handler, context = handler_and_context
+    ask(handler, context, "{")  # which sets the context up, and tells what came before
+    context.metrics = Metrics()
+    for bodies in ([artifacts.jpeg(1), b"no image", artifacts.jpeg(2)], [artifacts.jpeg(3), "{"]):
+        context.request_processor = [RequestProcessor({"body": {"content-type": "text/plain"}}) for _ in bodies]
+        handler.handle([{"body": body} for body in bodies], context)
+    deadline = time.monotonic() + 20
+    told = context.metrics.values
+    while (told.get("Images"), told.get("Refused")) != (4, 2) or context.metrics.kinds != KINDS:
+        assert time.monotonic() < deadline, told
+        time.sleep(0.01)
 
 
 def test_a_network_that_gives_no_number_is_a_500_of_that_image_that_says_so(tmp_path: Path) -> None:
