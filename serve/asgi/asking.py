@@ -26,7 +26,7 @@ class Asking:
     It has until its deadline, and no longer than ``response_timeout_s`` of how the model is served.
 
     Args:
-        served: who answers.
+        served: who answers; held by the caller until there is an answer.
         request: what is asked.
         deadline: when the client will have gone, in seconds of `time.monotonic`; None: never.
     """
@@ -47,18 +47,17 @@ class Asking:
             RefusedError: 503 (queue full, or closed), 504 (deadline), 500 (the engine failed).
             ClientGoneError: it was abandoned.
         """
-        with self._served.held():
-            left = self._deadline - time.monotonic()
-            if left <= 0:
-                raise self._late
-            timer = self._loop.call_later(left, self._fail, self._late)
-            computing = self._submit()
-            computing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._settle, done))
-            try:
-                return await self._outcome
-            finally:
-                computing.cancel()
-                timer.cancel()
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise self._late
+        timer = self._loop.call_later(left, self._fail, self._late)
+        computing = self._submit()
+        computing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._settle, done))
+        try:
+            return await self._outcome
+        finally:
+            computing.cancel()
+            timer.cancel()
 
     def abandon(self) -> None:
         """Say that the client has gone."""
