@@ -67,20 +67,23 @@ def check_choices(build: Callable[[], nn.Module], choices: Choices) -> None:
         choices: what the user chose.
 
     Raises:
-        UserError: this CPU would saturate, or a pattern matches no module; the message has the nearest names.
+        UserError: this CPU would saturate, or patterns match no module; a line for each, with the nearest names.
     """
     check_target(choices.target)
     if not choices.keep_float and not choices.overrides:
         return
     modules = {name: type(layer).__name__ for name, layer in build().named_modules() if name}
+    unmatched = []
     for field, patterns in (("keep_float", choices.keep_float), ("overrides", choices.overrides)):
         for pattern in patterns:
             if not _matching(modules, pattern):
                 near = did_you_mean(pattern, [*modules, *modules.values()])
-                raise UserError(
+                unmatched.append(
                     f"{type(choices).__name__.lower()}.{field}: the model has no module whose name or class is "
                     f"{pattern!r}{near}"
                 )
+    if unmatched:
+        raise UserError("\n".join(unmatched))
 
 
 def resolve(build: Callable[[], nn.Module], choices: Choices) -> Chosen:

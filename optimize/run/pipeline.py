@@ -31,7 +31,7 @@ from optimize.run.results import measure
 from optimize.run.session import BASELINE, Step
 from optimize.store.files import write_atomically, write_json
 from serve import layout
-from serve.runtime.errors import EngineError, PipelineError, one_line
+from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ def run(job: Job, listener: Listener) -> Outcome:
     with contextlib.closing(session):
         if not job.replace:
             refuse_replacing(folder, opened.identity)
-        for stage in recipe.stages:
-            session.check(stage.config)
+        _check(opened, recipe, path)
         steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, recipe.measure, opened.devices, remeasure=job.remeasure)
         measured = measure(steps, bench)
@@ -116,6 +115,18 @@ def run(job: Job, listener: Listener) -> Outcome:
             if charts.paper is not None:
                 write_atomically(folder / "pareto.svg", charts.paper)
     return Outcome(report, folder)
+
+
+def _check(opened: Opened, recipe: Recipe, path: Path) -> None:
+    """Refuse all settings that do not fit the model, each with its stage's line."""
+    wrong = []
+    for stage in recipe.stages:
+        try:
+            opened.session.check(stage.config)
+        except UserError as error:
+            wrong += [f"{path}:{stage.line}: {line}" for line in str(error).splitlines()]
+    if wrong:
+        raise UserError("\n".join(wrong))
 
 
 def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Step | Row]:

@@ -1,7 +1,7 @@
 """What the user asks for: a YAML file of stages, checked as a whole before anything runs.
 
 A recipe is a graph: each stage names a pass, its settings, and the stage (or ``baseline``) that it
-starts from. Everything that can be wrong with it is found here, and said with the line it stands on.
+starts from. Everything that can be wrong with it is found here, all of it at once, and said with the line it stands on.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, get_args
@@ -38,12 +39,16 @@ _MOST_VALUES = 10_000  # a few lines of anchors within anchors can mean billions
 
 @dataclass(frozen=True)
 class Stage:
-    """One node of the recipe: ``name`` is made by the pass ``operation`` with ``config`` from the stage ``parent``."""
+    """One node of the recipe: ``name`` is made by the pass ``operation`` with ``config`` from the stage ``parent``.
+
+    ``line`` is where it stands in its file.
+    """
 
     name: str
     operation: Pass[Any]
     config: Config
     parent: str
+    line: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True)
@@ -94,19 +99,18 @@ class _Node:
             return {name: entry.plain() for name, entry in self.value.items()}
         return [entry.plain() for entry in self.value] if isinstance(self.value, list) else self.value
 
-    def mapping(self, what: str, known: tuple[str, ...]) -> dict[str, _Node]:
-        """The fields of a mapping, none of them unknown."""
+    def mapping(self, what: str, known: tuple[str, ...], found: _Faults) -> dict[str, _Node]:
+        """The fields of a mapping; those that are unknown are faults, and left out."""
         if self.value is None:
             return {}
         if not isinstance(self.value, dict):
-            raise _Fault(self.line, f"{what} must be a mapping of {', '.join(known)}")
+            found.add(self.line, f"{what} must be a mapping of {', '.join(known)}")
+            return {}
         for name, entry in self.value.items():
             if name not in known:
-                raise _Fault(
-                    entry.line,
-                    f"unknown field {name!r} in {what}{did_you_mean(name, known)}; known are {', '.join(known)}",
-                )
-        return self.value
+                reason = f"unknown field {name!r} in {what}{did_you_mean(name, known)}; known are {', '.join(known)}"
+                found.add(entry.line, reason)
+        return {name: entry for name, entry in self.value.items() if name in known}
 
 
 class _Fault(Exception):  # noqa: N818 - becomes a UserError with the file's name
@@ -115,24 +119,52 @@ class _Fault(Exception):  # noqa: N818 - becomes a UserError with the file's nam
         self.line = line
 
 
+class _Faults:
+    """What is wrong with a recipe, as far as it was read."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int, str]] = []
+
+    def add(self, line: int, reason: str) -> None:
+        self._found.append((line, reason))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Leave the block at its first fault, and go on after it."""
+        try:
+            yield
+        except _Fault as fault:
+            self.add(fault.line, str(fault))
+
+    def check(self, path: Path) -> None:
+        """Raise all of them, a line each, in the order of the file."""
+        if self._found:
+            lines = sorted(dict.fromkeys(self._found), key=lambda fault: fault[0])
+            raise UserError("\n".join(f"{path}:{line}: {reason}" for line, reason in lines))
+
+
 def load_recipe(path: Path = DEFAULT_RECIPE) -> Recipe:
     """Read and check a recipe.
 
     Raises:
-        UserError: it cannot be read or is illegal; the message has the file, the line and the reason.
+        UserError: it cannot be read or is illegal; the message has a line for each fault, with file, line and reason.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"recipe {path} cannot be read: {reason}") from None
-    try:
-        return _parse(text)
-    except _Fault as fault:
-        raise UserError(f"{path}:{fault.line}: {fault}") from None
+    found = _Faults()
+    recipe = None
+    with found.kept():
+        recipe = _parse(text, found)
+    found.check(path)
+    assert recipe is not None
+    return recipe
 
 
-def _parse(text: str) -> Recipe:
+def _parse(text: str, found: _Faults) -> Recipe:
+    """The recipe, of which only what is no fault counts."""
     try:
         loader = yaml.SafeLoader(text)
         document = loader.get_single_node()
@@ -145,90 +177,130 @@ def _parse(text: str) -> Recipe:
         raise _Fault(1, "not valid YAML: nested without end") from None
     if root is None:
         raise _Fault(1, "the recipe is empty; it needs a list of stages")
-    fields = root.mapping("the recipe", ("stages", "baseline", "preprocessing", "measure", "recommend", "serving"))
+    known = ("stages", "baseline", "preprocessing", "measure", "recommend", "serving")
+    fields = root.mapping("the recipe", known, found)
     return Recipe(
-        stages=_stages(fields.get("stages"), root.line),
-        baseline=_config(TrainingConfig, fields.get("baseline"), "baseline"),
-        measure=_measure(fields.get("measure")),
-        recommend=_config(Recommend, fields.get("recommend"), "recommend"),
-        preprocessing=_config(PreprocessingConfig, fields.get("preprocessing"), "preprocessing"),
-        serving=_config(ServingOptions, fields.get("serving"), "serving"),
+        stages=_stages(fields.get("stages"), root.line, found),
+        baseline=_config(TrainingConfig, fields.get("baseline"), "baseline", found),
+        measure=_measure(fields.get("measure"), found),
+        recommend=_config(Recommend, fields.get("recommend"), "recommend", found),
+        preprocessing=_config(PreprocessingConfig, fields.get("preprocessing"), "preprocessing", found),
+        serving=_config(ServingOptions, fields.get("serving"), "serving", found),
     )
 
 
-def _measure(node: _Node | None) -> Timing:
-    timing: Timing = _config(Timing, node, "measure")
+def _measure(node: _Node | None, found: _Faults) -> Timing:
+    timing: Timing = _config(Timing, node, "measure", found)
     try:
         check_wanted(timing.executions or ())
     except UserError as error:
         assert node is not None
-        raise _Fault(node.value["executions"].line, f"measure.executions: {error}") from None
+        found.add(node.value["executions"].line, f"measure.executions: {error}")
     return timing
 
 
-def _stages(node: _Node | None, line: int) -> tuple[Stage, ...]:
+def _stages(node: _Node | None, line: int, found: _Faults) -> tuple[Stage, ...]:
+    """As far as they can be read, with the faults of each; what follows from a fault is none of its own."""
     if node is None or not isinstance(node.value, list) or not node.value:
-        raise _Fault(node.line if node else line, "stages must be a list of at least one stage")
-    kinds = {BASELINE: "module"}
+        found.add(node.line if node else line, "stages must be a list of at least one stage")
+        return ()
+    kinds: dict[str, str | None] = {BASELINE: "module"}  # None: of a pass that there is not
     stages: list[Stage] = []
-    previous = BASELINE
+    previous: str | None = BASELINE  # None: nothing can be said of it
     for entry in node.value:
-        fields = entry.mapping("a stage", ("pass", "name", "from", "config"))
-        if "pass" not in fields:
-            raise _Fault(entry.line, f"a stage needs a pass: one of {', '.join(passes())}")
-        try:
-            operation = find_pass(_text(fields["pass"], "pass"))
-        except UserError as error:
-            raise _Fault(fields["pass"].line, str(error)) from None
-        name = _text(fields["name"], "name") if "name" in fields else operation.name
-        name_line = fields["name"].line if "name" in fields else entry.line
-        if not _NAME.fullmatch(name):
-            raise _Fault(
-                name_line, f"name {name!r} must be of a-z, 0-9, '-', '_' and '.', beginning with a-z or 0-9, at most 64"
-            )
-        if name in REFERENCES:
-            raise _Fault(name_line, f"{name!r} is what a reference measurement is called; give this stage another name")
-        if name in kinds:
-            raise _Fault(name_line, f"two artifacts are called {name!r}; give this stage another name")
-        parent = _text(fields["from"], "from") if "from" in fields else previous
-        parent_line = fields["from"].line if "from" in fields else entry.line
-        if parent not in kinds:
-            raise _Fault(
-                parent_line,
-                f"{name} starts from {parent!r}, which is no earlier stage{did_you_mean(parent, kinds)}; "
-                f"earlier are {', '.join(kinds)}",
-            )
-        if (reason := operation.refuses(kinds[parent])) is not None:  # type: ignore[arg-type]
-            raise _Fault(parent_line, f"{name} cannot follow {parent}: {reason}")
-        stages.append(
-            Stage(name, operation, _config(operation.config, fields.get("config"), operation.name, entry.line), parent)
-        )
-        kinds[name] = operation.yields
+        fields = entry.mapping("a stage", ("pass", "name", "from", "config"), found)
+        operation = None
+        with found.kept():
+            operation = _operation(fields, entry)
+        name = operation.name if operation else None
+        if "name" in fields:
+            name = None
+            with found.kept():
+                name = _named(fields["name"], kinds)
+        elif name in kinds:
+            found.add(entry.line, f"two artifacts are called {name!r}; give this stage another name")
+            name = None
+        parent, parent_line = previous, entry.line
+        if "from" in fields:
+            parent, parent_line = None, fields["from"].line
+            with found.kept():
+                parent = _parent(fields["from"], name, kinds)
+        if operation is not None:
+            kind = kinds[parent] if parent is not None else None
+            if kind is not None and (reason := operation.refuses(kind)) is not None:  # type: ignore[arg-type]
+                found.add(parent_line, f"{name or operation.name} cannot follow {parent}: {reason}")
+            config = _config(operation.config, fields.get("config"), operation.name, found, entry.line)
+            stages.append(Stage(name or operation.name, operation, config, parent or BASELINE, entry.line))
+        if name is not None:
+            kinds[name] = operation.yields if operation else None
         previous = name
     return tuple(stages)
 
 
-def _config(kind: type[Any], node: _Node | None, what: str, line: int = 1) -> Any:
-    """Validate a mapping against a config type, with the line of the field that is wrong."""
+def _operation(fields: Mapping[str, _Node], entry: _Node) -> Pass[Any]:
+    if "pass" not in fields:
+        raise _Fault(entry.line, f"a stage needs a pass: one of {', '.join(passes())}")
+    try:
+        return find_pass(_text(fields["pass"], "pass"))
+    except UserError as error:
+        raise _Fault(fields["pass"].line, str(error)) from None
+
+
+def _named(node: _Node, kinds: Mapping[str, object]) -> str:
+    name = _text(node, "name")
+    if not _NAME.fullmatch(name):
+        raise _Fault(
+            node.line, f"name {name!r} must be of a-z, 0-9, '-', '_' and '.', beginning with a-z or 0-9, at most 64"
+        )
+    if name in REFERENCES:
+        raise _Fault(node.line, f"{name!r} is what a reference measurement is called; give this stage another name")
+    if name in kinds:
+        raise _Fault(node.line, f"two artifacts are called {name!r}; give this stage another name")
+    return name
+
+
+def _parent(node: _Node, name: str | None, kinds: Mapping[str, object]) -> str:
+    parent = _text(node, "from")
+    if parent not in kinds:
+        raise _Fault(
+            node.line,
+            f"{name or 'this stage'} starts from {parent!r}, which is no earlier stage{did_you_mean(parent, kinds)}; "
+            f"earlier are {', '.join(kinds)}",
+        )
+    return parent
+
+
+def _config(kind: type[Any], node: _Node | None, what: str, found: _Faults, line: int = 1) -> Any:
+    """A mapping as a config; settings that are wrong are faults, with their lines, and left at their defaults."""
     assert issubclass(kind, BaseModel)
-    fields = node.mapping(f"the config of {what}", tuple(kind.model_fields)) if node is not None else {}
+    fields = node.mapping(f"the config of {what}", tuple(kind.model_fields), found) if node is not None else {}
     values = {name: entry.plain() for name, entry in fields.items()}
-    for name, value in values.items():
+    for name in list(values):
         # YAML 1.1 reads yes and on as true, which pydantic would take for 1.
+        value = values[name]
         if isinstance(value, bool) and not _takes_truth(kind.model_fields[name].annotation):
-            raise _Fault(fields[name].line, f"{what}.{name}: must not be a truth value (it is {value})")
+            found.add(fields[name].line, f"{what}.{name}: must not be a truth value (it is {value})")
+            del values[name]
     try:
         config = kind.model_validate(values)
     except ValidationError as error:
-        first = faults(kind, error)[0]
-        name = first.field
-        where = fields[name].line if name in fields else (node.line if node is not None else line)
-        raise _Fault(where, f"{what}{'.' + name if name else ''}: {first.message}") from None
+        wrong = faults(kind, error)
+        # Defaults that are made of a setting that is wrong are wrong by its fault.
+        wrong = [fault for fault in wrong if fault.field in fields] or wrong
+        for fault in wrong:
+            where = fields[fault.field].line if fault.field in fields else (node.line if node is not None else line)
+            found.add(where, f"{what}{'.' + fault.field if fault.field else ''}: {fault.message}")
+        right = {name: value for name, value in values.items() if name not in {fault.field for fault in wrong}}
+        try:
+            return kind.model_validate(right)
+        except (ValidationError, UserError):  # what is wrong has been said
+            return kind.model_construct()
     except UserError as error:  # of a record within the settings
-        raise _Fault(node.line if node is not None else line, f"{what}: {error}") from None
+        found.add(node.line if node is not None else line, f"{what}: {error}")
+        return kind.model_construct()
     for name, value in config.model_dump().items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise _Fault(fields[name].line, f"{what}.{name}: must be a finite number (it is {value})")
+            found.add(fields[name].line, f"{what}.{name}: must be a finite number (it is {value})")
     return config
 
 

@@ -79,6 +79,16 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names(config
         check_choices(tiny, config)
 
 
+def test_all_patterns_that_match_nothing_are_named_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        check_choices(tiny, Ptq(keep_float=("haed", "head", "Liner"), overrides={"stem.9": {"observer": "minmax"}}))
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
+        "ptq.keep_float",
+        "ptq.keep_float",
+        "ptq.overrides",
+    ]
+
+
 def test_nothing_chosen_builds_no_model() -> None:
     def build() -> nn.Module:
         raise AssertionError("not needed")
@@ -169,9 +179,14 @@ def test_a_recipe_that_names_a_layer_wrongly_is_refused_before_anything_is_built
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "stages:\n  - pass: fuse\n  - pass: ptq\n    config:\n      keep_float: [haed]\n"
-        "      overrides: {stem: {observer: minmax}}\n"
+        "      overrides: {stem: {observer: minmax}}\n  - pass: qat\n    from: fuse\n    config: {keep_float: [stm]}\n"
     )
     job = Job(model=f"{TINY_NET}:tiny", recipe=recipe, store=tmp_path / "store", image_size=16)
-    with pytest.raises(UserError, match=r"ptq\.keep_float: .*'haed' \(did you mean head"):
+    with pytest.raises(UserError) as caught:
         run_recipe(job, Silent())
+    first, second = str(caught.value).splitlines()
+    assert first.startswith(f"{recipe}:3: ptq.keep_float: ")
+    assert "'haed' (did you mean head" in first
+    assert second.startswith(f"{recipe}:7: qat.keep_float: ")
+    assert "'stm' (did you mean stem" in second
     assert not list((tmp_path / "store").rglob("card.json"))

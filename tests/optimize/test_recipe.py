@@ -203,7 +203,7 @@ def test_an_illegal_recipe_is_refused_with_its_line_and_the_reason(
     with pytest.raises(UserError, match=reason) as caught:
         load(tmp_path, text)
     assert str(caught.value).startswith(f"{tmp_path / 'recipe.yaml'}:{line}: ")
-    assert "\n" not in str(caught.value)
+    assert all(each.startswith(f"{tmp_path / 'recipe.yaml'}:") for each in str(caught.value).splitlines())
 
 
 def test_anchors_that_multiply_are_refused_and_not_unfolded(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_any_text_is_a_recipe_or_the_users_mistake(tmp_path: Path, text: str) ->
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     outcome = outcome_of(path)
     if isinstance(outcome, str):
-        assert len(outcome.splitlines()) == 1
+        assert all(line.startswith((f"{path}:", f"recipe {path} ")) for line in outcome.splitlines())
     else:
         made = ["baseline", *(stage.name for stage in outcome.stages)]
         assert all(stage.parent in made[:place] for place, stage in enumerate(outcome.stages, 1))
@@ -270,7 +270,50 @@ def test_any_structure_is_a_recipe_or_the_users_mistake(tmp_path: Path, structur
     path.write_text(yaml.safe_dump(structure, allow_unicode=True), encoding="utf-8")
     outcome = outcome_of(path)
     if isinstance(outcome, str):
-        assert outcome.startswith(f"{path}:")
-        assert len(outcome.splitlines()) == 1
+        assert all(line.startswith(f"{path}:") for line in outcome.splitlines())
     else:
         assert outcome.stages
+
+
+def test_all_that_is_wrong_with_a_recipe_is_said_at_once_in_the_order_of_its_lines(tmp_path: Path) -> None:
+    text = """\
+stagess: []
+recommend: {max_drop: 7, confidance: 0.9}
+measure:
+  rounds: 0
+  executions: [openvin]
+baseline: {epochs: yes}
+stages:
+  - pass: fuse
+  - {pass: ptq, name: "p q"}
+  - pass: onnx-int8
+  - {pass: qatt, name: later}
+  - {pass: ptq, name: again, from: later}
+  - {pass: ptq, name: nowhere, from: fusee}
+  - pass: qat
+    from: fuse
+    config:
+      epochs: -1
+      observer: nonsense
+  - {pass: onnx, from: qat}
+"""
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text)
+    said = [line.partition("recipe.yaml:")[2] for line in str(caught.value).splitlines()]
+    expected = [
+        (1, "unknown field 'stagess'"),
+        (2, "unknown field 'confidance'"),
+        (2, "recommend.max_drop"),
+        (4, "measure.rounds"),
+        (5, "measure.executions: "),
+        (6, "baseline.epochs: must not be a truth value"),
+        (9, "name 'p q' must be of"),
+        (11, "unknown pass 'qatt'"),
+        (13, "nowhere starts from 'fusee'"),
+        (17, "qat.epochs"),
+        (18, "qat.observer"),
+        (19, "onnx cannot follow qat"),
+    ]
+    assert [line.partition(":")[0] for line in said] == [str(line) for line, _ in expected]
+    for line, words in expected:
+        assert any(found.startswith(f"{line}: {words}") for found in said), (line, words)
