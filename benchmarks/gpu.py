@@ -35,7 +35,7 @@ from benchmarks.gpu_ways import WAYS, Run, Unavailable, Way
 from serve.runtime.errors import first_line
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-JPEG_BATCHES = (1, 32, 128)
+CLIENTS = (1, 32, 256)
 LIBRARIES = (
     *("torch", "torchvision", "numpy", "triton", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
     *("tensorrt", "tensorrt-cu13", "torchcodec", "nvidia-nvimgcodec-cu13", "pillow"),
@@ -270,7 +270,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--images", type=int, default=256, help="images that answers are compared on")
     found.add_argument("--photos", type=Path, help="a folder of JPEG files, instead of drawn pictures")
     found.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script out")
-    found.add_argument("--jpeg-batches", type=_numbers, default=JPEG_BATCHES, help="batch sizes of the JPEG part")
+    found.add_argument("--clients", type=_numbers, default=CLIENTS, help="requests at once of the JPEG part")
     found.add_argument("--no-jpeg", action="store_true", help="leave out the part that begins with JPEG bytes")
     found.add_argument("--state", type=Path, default=Path("build/bench-gpu.json"), help="where figures are kept")
     found.add_argument("--resume", action="store_true", help="go on with what --state holds")
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.no_jpeg and whole:
             for subject in subjects[:1]:
                 done = partial(state.has, "jpeg")
-                for key, row in measure_jpeg(subject, device, options.jpeg_batches, options.seconds, done):
+                for key, row in measure_jpeg(subject, device, options.clients, options.seconds, done):
                     state.put("jpeg", key, row)
     given = shlex.join(sys.argv[1:] if arguments is None else arguments)
     document = page(state.body, f"python -m benchmarks.gpu {given}".strip(), whole=whole)

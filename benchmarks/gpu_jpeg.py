@@ -1,201 +1,205 @@
-"""From JPEG bytes to the best classes, with every decoder that is at hand; a part of `benchmarks.gpu`."""
+"""From JPEG bytes to JSON as it is served, with every decoder of the runtime; a part of `benchmarks.gpu`."""
 
 from __future__ import annotations
 
-import importlib
-import io
-import math
-import os
+import shutil
+import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torchvision.io import ImageReadMode, decode_jpeg
 
+from benchmarks.gpu_http import SERVERS, Ask, Classes, ask_over_http, best_class
 from benchmarks.gpu_subjects import Subject, jpegs
-from benchmarks.gpu_ways import WAYS, Run, Unavailable, Way
-from serve.runtime.errors import first_line
-from serve.runtime.images import decode, fit, normalise
-
-#: Bytes of a batch to ``uint8`` images ``(3, H, W)`` of any size.
-Decoder = Callable[[Sequence[bytes]], list[torch.Tensor]]
+from benchmarks.gpu_ways import Unavailable
+from serve.runtime.budget import Budget
+from serve.runtime.card import Preprocessing, load_card
+from serve.runtime.decoders.base import CPU, Decoder, decoders, open_decoder
+from serve.runtime.engines.base import execution_id, unavailable
+from serve.runtime.errors import PipelineError, first_line
+from serve.runtime.execution import Execution
+from serve.runtime.headers import read_header
+from serve.runtime.intake import load_items
+from serve.runtime.protocol import answer, parse
+from serve.runtime.service import Service, open_service
+from serve.runtime.serving import SERVING_FILE, Serving
+from serve.runtime.work import Answered
 
 _TOP = 5
+_MOST_BATCH = 128
+_COMPARED = 64  # images that pixels and answers are compared on
+
+# What every decoder feeds: the first of these that works here.
+_ENGINES = ("torch-cudagraph", "exported")
 
 
 @dataclass(frozen=True)
-class Classifier:
-    """A network that is open on a device, with what comes before and after it."""
+class Pixels:
+    """How far prepared images are from those of the runtime's own decoder, in levels of 255."""
 
-    network: Run
-    way: Way
-    subject: Subject
-    device: torch.device
-
-    def top(self, images: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The best classes ``(N, 5)`` of decoded images, on the CPU.
-
-        Images are fitted where they lie, and normalised on the device.
-        """
-        preprocessing = self.subject.preprocessing
-        fitted = torch.stack([fit(image, preprocessing) for image in images])
-        with torch.no_grad():
-            logits = self.network(normalise(fitted, preprocessing, self.device, self.way.dtype(self.device)))
-            return logits.float().softmax(1).topk(min(_TOP, logits.shape[1])).indices.cpu()
-
-
-#: What every decoder feeds: the first of these that works here.
-_NETWORKS = ("torch-cudagraph FP16", "exported FP16", "eager FP16")
+    mean: float
+    most: int
 
 
 def measure_jpeg(
-    subject: Subject, device: torch.device, batches: Sequence[int], seconds: float, done: Callable[[str], bool]
+    subject: Subject, device: torch.device, clients: Sequence[int], seconds: float, done: Callable[[str], bool]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure every decoder, alone and with the network behind it.
+    """Measure what is served, with every decoder, in process and over HTTP.
 
     Args:
         subject: the network.
         device: where it runs.
-        batches: ascending batch sizes.
+        clients: requests of one image that are under way at once.
         seconds: for each figure.
         done: whether a key was measured before.
 
     Yields:
-        A key ``decoder|batch``, and images a second of decoding, fitting and all of it, with the share of top-1
-        classes that are those of the runtime's own decoder.
+        A key ``where, decoder|clients``, and images a second, latencies, the share of top-1 classes that are those of
+        the runtime's own decoder in process, and how far pixels are from that one's; or why there are none.
     """
-    classifier = _classifier(subject, device, tuple(batches))
-    files = jpegs(subject, max(batches))
-    own = classifier.top([decode(data) for data in files])
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for name, make in decoders(device, pool).items():
-            for batch in batches:
-                key = f"{name}|{batch}"
-                if done(key):
-                    continue
-                try:
-                    yield key, _measure(make(), classifier, files, own, batch=batch, seconds=seconds)
-                except Exception as error:  # noqa: BLE001 - whatever one decoder does, the others are measured
-                    said = str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: "
-                    yield key, {"failed": said + ("" if isinstance(error, Unavailable) else first_line(error))}
+    work = subject.work / "jpeg"
+    files = jpegs(subject, max(_COMPARED, 2 * max(clients)))
+    wanted: list[int] | None = None
+    for name in (CPU, *sorted(decoders())):
+        for where in ("in process", *SERVERS):
+            keys = {count: f"{where}, {name}|{count}" for count in clients}
+            if wanted is not None and all(map(done, keys.values())):
+                continue
+            failed = ""
+            try:
+                decoder = open_decoder(name, device)
+                pixels = difference(files[:_COMPARED], decoder, subject.preprocessing)
+                folder, execution = served(subject, device, name, max(clients), work / f"{where} {name}")
+                opened = in_process(folder, device) if where == "in process" else ask_over_http(where, folder, device)
+                with opened as (ask, classes):
+                    top = classes(files[:_COMPARED])
+                    wanted = wanted or top
+                    told = {
+                        "network": execution,
+                        "top1": float(np.mean([one == other for one, other in zip(top, wanted, strict=True)])),
+                        "pixels_mean": pixels.mean,
+                        "pixels_max": pixels.most,
+                    }
+                    for count, key in keys.items():
+                        if not done(key):
+                            yield key, {**ask(files, count, seconds), **told}
+            except (Unavailable, PipelineError, ImportError) as error:
+                failed = str(error)
+            except Exception as error:  # noqa: BLE001 - whatever one decoder does, the others are measured
+                failed = f"{type(error).__name__}: {first_line(error)}"
+            if failed:
+                yield from ((key, {"failed": failed}) for key in keys.values() if not done(key))
 
 
-def _classifier(subject: Subject, device: torch.device, batches: tuple[int, ...]) -> Classifier:
-    """The first of the usual ways that works here; each decoder feeds the same."""
-    for name in _NETWORKS:
-        way = next(way for way in WAYS if way.name == name)
-        try:
-            return Classifier(way.open(subject, device, batches), way, subject, device)
-        except Unavailable:
-            continue
-    raise Unavailable("no way to run the network works here")
+def served(subject: Subject, device: torch.device, decoder: str, most: int, folder: Path) -> tuple[Path, str]:
+    """An artifact folder with its ``serving.json``, strict: what does not work is not replaced; and what runs it.
 
-
-def decoders(device: torch.device, pool: ThreadPoolExecutor) -> dict[str, Callable[[], Decoder]]:
-    """What makes each decoder; it raises `Unavailable` or `ImportError` where the decoder is not there.
-
-    Args:
-        device: where images go that a GPU decodes.
-        pool: the threads that decode on the CPU, one for each core.
+    Raises:
+        Unavailable: no engine for the device works here.
     """
-
-    def pillow() -> Decoder:
-        from PIL import Image
-
-        def one(data: bytes) -> torch.Tensor:
-            with Image.open(io.BytesIO(data)) as image:
-                return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-
-        return lambda files: list(pool.map(one, files))
-
-    def runtime() -> Decoder:
-        return lambda files: list(pool.map(decode, files))
-
-    def torchvision_cuda() -> Decoder:
-        _needs_cuda(device)
-
-        def run(files: Sequence[bytes]) -> list[torch.Tensor]:
-            decoded: Any = decode_jpeg([_buffer(data) for data in files], mode=ImageReadMode.RGB, device=device)
-            return list(decoded)
-
-        return run
-
-    def torchcodec(where: torch.device) -> Decoder:
-        library: Any = importlib.import_module("torchcodec.decoders")
-        if not hasattr(library, "decode_jpeg"):
-            raise Unavailable("TorchCodec decodes images since 0.16")
-        if where.type == "cuda":
-            _needs_cuda(device)
-            return lambda files: list(library.decode_jpeg([_buffer(data) for data in files], device=where))
-        return lambda files: list(pool.map(library.decode_jpeg, files))
-
-    def nvimgcodec() -> Decoder:
-        _needs_cuda(device)
-        library: Any = importlib.import_module("nvidia.nvimgcodec")
-        decoder = library.Decoder(device_id=device.index or 0)
-
-        def run(files: Sequence[bytes]) -> list[torch.Tensor]:
-            # Images (H, W, 3) in device memory, which say so by __cuda_array_interface__; None for a bad one.
-            return [torch.as_tensor(image, device=device).permute(2, 0, 1) for image in decoder.decode(list(files))]
-
-        return run
-
-    return {
-        "Pillow, CPU": pillow,
-        "torchvision, CPU (the runtime's)": runtime,
-        "TorchCodec, CPU": partial(torchcodec, torch.device("cpu")),
-        "torchvision, CUDA": torchvision_cuda,
-        "TorchCodec, CUDA": partial(torchcodec, device if device.type == "cuda" else torch.device("cuda")),
-        "nvImageCodec, CUDA": nvimgcodec,
-    }
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    reasons = [(engine, unavailable(engine, device.type)) for engine in _ENGINES]
+    engine = next((engine for engine, reason in reasons if reason is None), None)
+    if engine is None:
+        raise Unavailable("; ".join(f"{engine}: {reason}" for engine, reason in reasons))
+    batch = min(_MOST_BATCH, 1 << max(0, most - 1).bit_length())
+    buckets = tuple(1 << power for power in range(batch.bit_length())) if engine == "torch-cudagraph" else ()
+    execution = Execution(engine, device.type, buckets=buckets)
+    serving = Serving((execution,), strict=True, batch_size=batch, decoder=decoder, queue_limit=2 * most + batch)
+    shutil.copytree(subject.artifact("exported_program", dtype), folder, dirs_exist_ok=True)
+    (folder / SERVING_FILE).write_text(serving.text, encoding="utf-8")
+    named = execution_id(Execution(engine, device.type))
+    return folder, f"{named}, {load_card(folder).precision}, batches to {batch}"
 
 
-def _needs_cuda(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise Unavailable("needs a CUDA device")
+def difference(files: Sequence[bytes], decoder: Decoder | None, preprocessing: Preprocessing) -> Pixels:
+    """How far the prepared images of a decoder are from those of the runtime's own, which is None here."""
+    budget = Budget()
+    headers = [read_header(data, budget) for data in files]
+    images = [
+        [entry.image for entry in load_items(files, preprocessing, budget, headers, one)] for one in (None, decoder)
+    ]
+    total, most, count = 0.0, 0, 0
+    for own, found in zip(*images, strict=True):
+        if not (isinstance(own, torch.Tensor) and isinstance(found, torch.Tensor)):
+            raise PipelineError("an image of the benchmark was refused")
+        apart = (own.to(torch.int16) - found.cpu().to(torch.int16)).abs()
+        total, most, count = total + float(apart.sum()), max(most, int(apart.max())), count + apart.numel()
+    return Pixels(total / count, most)
 
 
-def _buffer(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+@contextmanager
+def in_process(folder: Path, device: torch.device) -> Iterator[tuple[Ask, Classes]]:
+    """The service that every server holds, without a server: what asks it, and what gives images' best classes."""
+    with open_service(folder, (device.index or 0) if device.type == "cuda" else None) as service:
+        inside = _InProcess(service)
+        yield inside.ask, inside.classes
 
 
-def _measure(
-    decoder: Decoder, classifier: Classifier, files: Sequence[bytes], own: torch.Tensor, *, batch: int, seconds: float
-) -> dict[str, Any]:
-    device = classifier.device
-    chunks = [files[start : start + batch] for start in range(0, len(files) - batch + 1, batch)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torchvision 0.29: of decode_jpeg, for each call
-        top = torch.cat([classifier.top(decoder(chunk)) for chunk in chunks])
-        decoding, _ = _rate(lambda number: decoder(chunks[number % len(chunks)]), batch, device, seconds)
-        whole, latencies = _rate(
-            lambda number: classifier.top(decoder(chunks[number % len(chunks)])), batch, device, seconds
-        )
-    return {
-        "decoded_s": decoding,
-        "images_s": whole,
-        "p50_ms": float(np.percentile(latencies, 50)),
-        "p99_ms": float(np.percentile(latencies, 99)),
-        "top1": float((top[:, 0] == own[: len(top), 0]).double().mean()),
-        "network": classifier.way.name,
-    }
+class _InProcess:
+    """Request bytes to JSON bytes."""
 
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
-def _rate(work: Callable[[int], object], batch: int, device: torch.device, seconds: float) -> tuple[float, list[float]]:
-    """Images a second, and the milliseconds of each call to its end."""
-    latencies: list[float] = []
-    for number in range(2):
-        work(number)
-    while len(latencies) < 3 or math.fsum(latencies) < seconds * 1e3:
+    def _submit(self, data: bytes, done: Callable[[int, bytes], None]) -> None:
+        request = parse({"body": data}, says_json=False, request_type="image/jpeg", default_k=_TOP, instance_limit=64)
+
+        def answered(future: Future[Answered]) -> None:
+            try:
+                done(*answer(request, future.result().outcomes))
+            except Exception as error:  # noqa: BLE001 - nobody else would hear of it
+                done(500, str(error).encode())
+
+        self._service.submit(request).add_done_callback(answered)
+
+    def classes(self, files: Sequence[bytes]) -> list[int]:
+        found: dict[int, tuple[int, bytes]] = {}
+        for number, data in enumerate(files):
+            came = threading.Event()
+
+            def done(status: int, body: bytes, number: int = number, came: threading.Event = came) -> None:
+                found[number] = status, body
+                came.set()
+
+            self._submit(data, done)
+            came.wait()
+        return [best_class(*found[number]) for number in range(len(files))]
+
+    def ask(self, files: Sequence[bytes], clients: int, seconds: float) -> dict[str, Any]:
+        self._round(files, clients, seconds / 4)  # warms up
+        latencies, elapsed = self._round(files, clients, seconds)
+        return {
+            "images_s": len(latencies) / elapsed,
+            "p50_ms": float(np.percentile(latencies, 50)),
+            "p99_ms": float(np.percentile(latencies, 99)),
+        }
+
+    def _round(self, files: Sequence[bytes], clients: int, seconds: float) -> tuple[list[float], float]:
+        """Milliseconds of each request, ``clients`` of them under way at once; and the seconds that all of it took."""
+        free, latencies, faults = threading.Semaphore(clients), list[float](), list[str]()
         begun = time.perf_counter()
-        work(len(latencies))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        latencies.append((time.perf_counter() - begun) * 1e3)
-    return batch * len(latencies) / math.fsum(latencies) * 1e3, latencies
+        number = 0
+        while time.perf_counter() - begun < seconds or number < 2 * clients:
+            free.acquire()
+            sent = time.perf_counter()
+
+            def done(status: int, body: bytes, sent: float = sent) -> None:
+                latencies.append((time.perf_counter() - sent) * 1e3)
+                if status != 200:
+                    faults.append(f"{status}: {body[:120]!r}")
+                free.release()
+
+            self._submit(files[number % len(files)], done)
+            number += 1
+        for _ in range(clients):
+            free.acquire()
+        if faults:
+            raise PipelineError(f"{len(faults)} of {number} requests failed, {faults[0]}")
+        return latencies, time.perf_counter() - begun

@@ -15,11 +15,18 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.gpu_http import ask_over_http
+from benchmarks.gpu_jpeg import Pixels, difference, in_process, served
 from benchmarks.gpu_page import page
-from benchmarks.gpu_subjects import draw, make_subject
+from benchmarks.gpu_subjects import draw, jpegs, make_subject
+from serve.runtime.budget import Budget
 from serve.runtime.card import load_card
+from serve.runtime.decoders.base import open_decoder
 from serve.runtime.engines.base import open_engine
+from serve.runtime.errors import PipelineError
 from serve.runtime.execution import Execution
+from serve.runtime.headers import read_header
+from serve.runtime.images import load, normalise
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -27,7 +34,10 @@ ROOT = Path(__file__).parents[1]
 # As on a machine that has torch, torchvision and numpy only. Pillow comes with torchvision.
 BARE = """
 import sys
-for name in ("pydantic", "onnx", "onnxscript", "onnxruntime", "openvino", "safetensors", "sklearn", "pandas", "yaml"):
+for name in (
+    *("pydantic", "onnx", "onnxscript", "onnxruntime", "openvino", "safetensors", "sklearn", "pandas", "yaml"),
+    *("httpx", "psutil", "uvicorn", "starlette", "typer", "prometheus_client", "grpc"),
+):
     sys.modules[name] = None
 from benchmarks.gpu import main
 status = main(sys.argv[1:])
@@ -42,7 +52,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
     ways = "eager FP32,exported FP16,torch-cudagraph FP16,onnxruntime-cuda FP16"
     options = ["--device", "cpu", "--models", "tiny", "--batches", "1,3", "--images", "10", "--seconds", "0.01"]
-    options += ["--jpeg-batches", "1,2", "--ways", ways, "--state", str(folder / "state.json")]
+    options += ["--clients", "1,2", "--ways", ways, "--state", str(folder / "state.json")]
     command = [sys.executable, "-c", BARE, *options, "--write", str(folder / "page.md")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -68,20 +78,89 @@ def test_what_is_missing_is_skipped_by_name(measured: Path) -> None:
     state, text = json.loads((measured / "state.json").read_text()), (measured / "page.md").read_text()
     assert state["cells"]["tiny|torch-cudagraph FP16|1"] == {"failed": "torch-cudagraph runs on cuda, not on cpu"}
     assert "- torch-cudagraph FP16: torch-cudagraph runs on cuda, not on cpu\n" in text
-    assert "- torchvision, CUDA: needs a CUDA device\n" in text
+    assert "- in process, nvimgcodec: the decoder nvimgcodec works on cuda, and the engine runs on cpu\n" in text
+    assert "- own server, cpu: import of httpx halted; None in sys.modules\n" in text
+    assert "- TorchServe, cpu: import of httpx halted; None in sys.modules\n" in text
     assert "say nothing of a GPU" in text
     assert "| eager FP32 |" in text
-    assert "| torchvision, CPU (the runtime's) | 2 |" in text
+    assert "| in process, cpu | 2 |" in text
 
 
 @pytest.mark.slow
-def test_the_jpeg_part_has_the_runtimes_own_answers(measured: Path) -> None:
+def test_what_is_served_is_measured_in_process_with_each_decoder(measured: Path) -> None:
     rows = json.loads((measured / "state.json").read_text())["jpeg"]
-    for decoder in ("Pillow, CPU", "torchvision, CPU (the runtime's)"):
-        for batch in (1, 2):
-            assert rows[f"{decoder}|{batch}"]["top1"] == 1.0
-            assert rows[f"{decoder}|{batch}"]["decoded_s"] > 0
-            assert rows[f"{decoder}|{batch}"]["images_s"] > 0
+    for clients in (1, 2):
+        own, reduced = rows[f"in process, cpu|{clients}"], rows[f"in process, reduced|{clients}"]
+        assert own["top1"] == 1.0
+        assert own["pixels_mean"] == own["pixels_max"] == 0
+        assert reduced["pixels_max"] > 0, "drawn pictures are large enough for it, and a tiny network's input small"
+        for row in (own, reduced):
+            assert row["images_s"] > 0
+            assert 0 < row["p50_ms"] <= row["p99_ms"]
+            assert row["network"] == "exported, float32, batches to 2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["own server"])
+def test_a_server_is_asked_over_http_by_the_same_functions(where: str, tmp_path: Path) -> None:
+    subject = make_subject("tiny", tmp_path, 4, None)
+    files = jpegs(subject, 6)
+    folder, _ = served(subject, CPU, "reduced", 4, tmp_path / "served")
+    with in_process(folder, CPU) as (_, classes):
+        wanted = classes(files)
+    with ask_over_http(where, folder, CPU) as (ask, classes):
+        assert classes(files) == wanted
+        row = ask(files, 4, 0.3)
+    assert row["images_s"] > 0
+    assert 0 < row["p50_ms"] <= row["p99_ms"]
+
+
+def test_classes_are_those_of_the_network_on_the_decoders_pixels(tmp_path: Path) -> None:
+    subject = make_subject("tiny", tmp_path, 8, None)
+    files = jpegs(subject, 8)
+    folder, execution = served(subject, CPU, "cpu", 3, tmp_path / "served")
+    assert execution == "exported, float32, batches to 4"
+    batch = normalise(
+        torch.stack([load(data, subject.preprocessing) for data in files]), subject.preprocessing, CPU, torch.float32
+    )
+    with torch.no_grad():
+        wanted = subject.module(batch).argmax(1).tolist()
+    with in_process(folder, CPU) as (ask, classes):
+        assert classes(files) == wanted
+        with pytest.raises(PipelineError, match=r"requests failed, 4\d\d: "):
+            ask([*files, b"no image"], 2, 0.01)
+
+
+def test_pixels_are_compared_level_by_level(tmp_path: Path) -> None:
+    subject = make_subject("tiny", tmp_path, 2, None)
+    files = jpegs(subject, 3)
+    decoder = open_decoder("reduced", CPU)
+    assert decoder is not None
+    assert difference(files, None, subject.preprocessing) == Pixels(0.0, 0)
+    headers = [read_header(data, Budget()) for data in files]
+    there = np.stack([np.asarray(image) for image in decoder.load(files, headers, subject.preprocessing)])
+    own = np.stack([load(data, subject.preprocessing).numpy() for data in files])
+    apart = np.abs(there.astype(float) - own.astype(float))
+    found = difference(files, decoder, subject.preprocessing)
+    assert found.mean == pytest.approx(apart.mean())
+    assert found.most == apart.max() > 0
+
+
+def test_the_page_says_how_each_decoder_serves() -> None:
+    row = {"images_s": 3210.4, "p50_ms": 7.254, "p99_ms": 19.996, "network": "torch-cudagraph, float16"}
+    row |= {"top1": 0.984375, "pixels_mean": 0.4321, "pixels_max": 17}
+    rows = {
+        "in process, nvimgcodec|32": row,
+        "own server, nvimgcodec|32": {**row, "images_s": 2999.6},
+        "TorchServe, nvimgcodec|32": {"failed": "java is not installed"},
+    }
+    facts = {"device": "a GPU", "processor": "p", "torch": "2.14"}
+    text = page({"facts": facts, "weights": {}, "cells": {}, "jpeg": rows}, "command", whole=True)
+    assert "## From JPEG bytes to JSON\n" in text
+    assert "| in process, nvimgcodec | 32 | 3,210 | 7.25 ms | 20.00 ms | 98.44% | 0.432 | 17 |\n" in text
+    assert "| own server, nvimgcodec | 32 | 3,000 |" in text
+    assert "- TorchServe, nvimgcodec: java is not installed\n" in text
+    assert "run as torch-cudagraph, float16." in text
 
 
 def resume(state: Path, *more: str) -> int:

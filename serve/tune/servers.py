@@ -103,6 +103,8 @@ def serving(
     scratch: Path,
     queue: int | None = None,
     on_start: Callable[[int], None] = lambda pid: None,
+    *,
+    gpus: int | None = 0,
 ) -> Iterator[Live]:
     """Serve archives by model name from ``scratch`` until the block ends; yields when all of them answer.
 
@@ -112,11 +114,13 @@ def serving(
         scratch: a private folder for state and logs.
         queue: requests of a model that may wait; None: as the server has it.
         on_start: called with the id of its first process as soon as that is known, perhaps twice.
+        gpus: most GPUs that TorchServe gives to workers; None: all. Our own server takes one where there is one.
 
     Raises:
         PipelineError: the server does not come up; the message has its last line.
     """
-    with _own(archives, scratch, queue, on_start) if kind == "own" else _torchserve(archives, scratch, queue) as live:
+    own = kind == "own"
+    with _own(archives, scratch, queue, on_start) if own else _torchserve(archives, scratch, queue, gpus) as live:
         on_start(live.pid)
         yield live
 
@@ -187,10 +191,10 @@ def _own(
 
 
 @contextmanager
-def _torchserve(archives: Mapping[str, Path], scratch: Path, queue: int | None) -> Iterator[Live]:
+def _torchserve(archives: Mapping[str, Path], scratch: Path, queue: int | None, gpus: int | None) -> Iterator[Live]:
     ports = Ports(*free_ports(5))
     limits = None if queue is None else Limits(queue=queue)
-    running = torchserve_process.start(scratch, archives, ports=ports, limits=limits, gpus=0)
+    running = torchserve_process.start(scratch, archives, ports=ports, limits=limits, gpus=gpus)
     try:
         with running.client(scratch) as client:
             name, _, value = client.write_header_file().read_text(encoding="utf-8").strip().partition(": ")
