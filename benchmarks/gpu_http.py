@@ -56,7 +56,7 @@ def ask_over_http(where: str, folder: Path, device: torch.device) -> Iterator[tu
     with tempfile.TemporaryDirectory(prefix="bench-gpu-http-") as scratch:
         archive = pack(folder, told, Path(scratch), "measured")
         gpus = None if device.type == "cuda" else 0
-        with serving(SERVERS[where], {"measured": archive}, Path(scratch), gpus=gpus) as live:
+        with serving(SERVERS[where], {"measured": archive}, Path(scratch), told.queue_limit, gpus=gpus) as live:
 
             def ask(files: Sequence[bytes], clients: int, seconds: float) -> dict[str, Any]:
                 items = tuple(Item(str(number), data, "image/jpeg") for number, data in enumerate(files))

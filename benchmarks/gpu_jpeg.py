@@ -64,7 +64,7 @@ def measure_jpeg(
         the runtime's own decoder in process, and how far pixels are from that one's; or why there are none.
     """
     work = subject.work / "jpeg"
-    files = jpegs(subject, max(_COMPARED, 2 * max(clients)))
+    files = jpegs(subject, max(_COMPARED, *clients))
     wanted: list[int] | None = None
     for name in (CPU, *sorted(decoders())):
         for where in ("in process", *SERVERS):
