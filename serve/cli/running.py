@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -134,8 +135,19 @@ def run(
             drain_s=drain_timeout,
         )
         plan = Plan(tuple(models or ()), models_file, store, cast(Literal["auto", "cpu", "cuda"], device))
-        status = serve(settings, plan.read, typer.echo)
+        status = serve(settings, plan.read, _tell)
     raise typer.Exit(status)
+
+
+def _tell(line: str) -> None:
+    """Print a line for a person. Where nobody reads it any more, or the disk is full, the server goes on without."""
+    try:
+        typer.echo(line)
+    except OSError:
+        # What could not be written stays in the buffer: Python would try again when it ends, and exit with 120.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _gpu(device: str, index: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -276,6 +277,41 @@ def test_a_second_signal_ends_at_once(archives: Path, tmp_path: Path) -> None:
             assert client.post("/predictions/v1", content=IMAGE).status_code == 200
         it.process.send_signal(signal.SIGTERM)
         assert it.process.wait(5) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("gone", ["closed", "full"])
+def test_it_ends_in_order_where_nobody_can_read_what_it_prints(gone: str, archives: Path, tmp_path: Path) -> None:
+    printed, errors = tmp_path / "out", tmp_path / "err"
+    command = [sys.executable, "-m", "serve", "run", str(archives / "v1.mar"), "--no-token", "--port", "0"]
+    environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+    with printed.open("w") as out, errors.open("w") as err:
+        process = subprocess.Popen(
+            [*command, "--store", str(tmp_path)],
+            stdout=subprocess.PIPE if gone == "closed" else out,
+            stderr=err,
+            text=True,
+            env=environment,
+        )
+    try:
+        if process.stdout is not None:
+            assert any(line.startswith("ready:") for line in process.stdout), errors.read_text()
+            process.stdout.close()
+        else:
+            until = time.monotonic() + 60
+            while "ready:" not in printed.read_text():
+                assert process.poll() is None, errors.read_text()
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            # Python ignores SIGXFSZ: a write beyond it fails as on a full disk.
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0, errors.read_text()
+        assert "Traceback" not in errors.read_text()
+        assert "Exception ignored" not in errors.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(30)
 
 
 @pytest.mark.parametrize(
