@@ -200,6 +200,9 @@ class Search:
                 rate = between
             else:
                 ceiling = between
+        if not trial.fits(self._goal):  # under load it took more than at saturation
+            trial.outcome = f"needs {max(point.memory_bytes for point in trial.points) / 1e6:.0f} MB"
+            return
         trial.outcome = f"holds {self._held(trial):.0f}/s"
         self._best = trial
 

@@ -38,6 +38,7 @@ _CLIENTS = 16  # of the closed loop that finds the saturation
 _MOST_CONNECTIONS = 256
 #: Shares of the rate that is held at which the curve is drawn.
 _CURVE = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1)
+_CURVE_EFFORT = 2.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def tune(
     if tried is None:
         tried = stages(settings.server, usual)
     with _prepared(artifact, usual, pictures, settings, goal) as servers:
-        clock = _Clock(say)
+        clock = _Clock(say, _curve_s(settings))
 
         def point(way: Serving, rate: float | None, effort: float) -> Point:
             return journal.point(way, rate, effort, lambda: clock.timed(lambda: servers.measure(way, rate, effort)))
@@ -199,11 +200,17 @@ def _prepared(
             yield servers
 
 
-class _Clock:
-    """Says what became of each way, and how long the rest takes at most."""
+def _curve_s(settings: Settings) -> float:
+    """About how long the curve of two ways takes."""
+    return 2 * len(_CURVE) * (settings.seconds * _CURVE_EFFORT + settings.warm_s) if settings.curve else 0.0
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+
+class _Clock:
+    """Says what became of each way, and about how long the rest takes: the mean so far for each, and the curve."""
+
+    def __init__(self, say: Callable[[str], None], curve_s: float) -> None:
         self._say = say
+        self._curve_s = curve_s
         self._spent, self._trials = 0.0, 0
         self._measured = False
 
@@ -220,7 +227,9 @@ class _Clock:
         """Say what became of a way to serve."""
         self._trials += self._measured
         self._measured = False
-        rest = f"; at most {left * self._spent / self._trials:.0f} s left" if self._trials and left else ""
+        rest = ""
+        if self._trials and (left or self._curve_s):
+            rest = f"; about {left * self._spent / self._trials + self._curve_s:.0f} s left"
         self._say(f"{told(trial.way)}: {trial.outcome}{rest}")
 
 
@@ -236,7 +245,9 @@ def _curves(
     if found.chosen is found.usual:
         del ways["as it was"]
     say("measuring the curve …")
-    return {name: [point(way, round(highest * share, 1), 2.0) for share in _CURVE] for name, way in ways.items()}
+    return {
+        name: [point(way, round(highest * share, 1), _CURVE_EFFORT) for share in _CURVE] for name, way in ways.items()
+    }
 
 
 def _write(artifact: Path, found: Found, goal: Goal, subject: dict[str, Any], curves: dict[str, list[Point]]) -> None:

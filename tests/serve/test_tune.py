@@ -62,7 +62,7 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(tmp_pa
     assert len(told["curves"]["chosen"]) == 7
     first, second, last = said
     assert re.fullmatch(
-        rf"{re.escape(told_in_words(usual))}: {re.escape(found.usual.outcome)}(; at most \d+ s left)?", first
+        rf"{re.escape(told_in_words(usual))}: {re.escape(found.usual.outcome)}; about \d+ s left", first
     )
     assert second.startswith(f"{told_in_words(dataclasses.replace(usual, batch_size=2))}: ")
     assert last == "measuring the curve …"

@@ -111,6 +111,20 @@ def test_a_rate_that_is_missed_by_far_is_asked_for_once_and_one_that_is_missed_b
     assert min(far) < 10
 
 
+def test_what_needs_too_much_memory_only_at_a_rate_is_not_chosen() -> None:
+    def grows(way: Serving, rate: float | None, effort: float) -> Point:
+        point = formula(way, rate, effort)
+        return dataclasses.replace(point, memory_bytes=30) if way.batch_size == 1 and rate is not None else point
+
+    formula = Formula({USUAL.batch_size: 100, 1: 300}, {USUAL.batch_size: 5, 1: 5}, {})
+    goal = Goal(memory_bytes=20)
+    found = Search(grows, goal).run(USUAL, [sizes(1)])
+    assert found.chosen.way == USUAL
+    assert found.chosen.best(goal) is not None
+    assert [trial.fits(goal) for trial in found.trials] == [True, False]
+    assert found.trials[1].outcome == "needs 0 MB"  # 30 bytes
+
+
 def test_what_needs_too_much_memory_is_not_chosen() -> None:
     formula = Formula({8: 100, 1: 300}, {8: 1, 1: 1}, {8: 10, 1: 30})
     found = Search(formula, Goal(memory_bytes=20)).run(USUAL, [sizes(1)])
