@@ -11,6 +11,7 @@ from typing import Any
 from serve.export.base import Subject
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
+from serve.runtime.serving import DECODING_THREADS
 from serve.sbom import write_sbom
 from serve.signing import sign
 from serve.torchserve.archive import build_archive
@@ -20,6 +21,7 @@ PORT = 8080
 _MODELS = "/models"
 _USER = 10001
 TOKENS = "tokens"
+SCRAPE_KEY = "token"
 #: Libraries are imported and sessions opened on a cold disk; the probe's limit, in seconds.
 _START_S = 300
 _DRAIN_S = 30
@@ -45,7 +47,8 @@ def write_image(subject: Subject, folder: Path) -> None:
     models = folder / "models"
     models.mkdir(parents=True)
     # One core per thread there, whatever the node has: a container's share of the node's cores is not seen in it.
-    options = ServingOptions(threads=subject.settings.cpus)
+    cpus = subject.settings.cpus
+    options = ServingOptions(threads=cpus, decode_threads=min(cpus, DECODING_THREADS))
     archive = build_archive(subject.folder, models / f"{subject.name}.mar", model_name=subject.name, options=options)
     write_sbom(archive)
     if subject.key is not None:
@@ -181,3 +184,11 @@ def build_lines(subject: Subject) -> list[str]:
 def secret_line(namespace: str, name: str) -> str:
     """How the tokens get there: no file of an export holds one."""
     return f"  kubectl -n {namespace} create secret generic {name}-tokens --from-file=tokens=TOKENS"
+
+
+def scrape_secret_line(namespace: str, name: str) -> str:
+    """How the token that Prometheus scrapes with gets there: one of the tokens, without the end of its line."""
+    return (
+        f"  head -n 1 TOKENS | tr -d '\\n' | kubectl -n {namespace} create secret generic {name}-scrape "
+        f"--from-file={SCRAPE_KEY}=/dev/stdin"
+    )

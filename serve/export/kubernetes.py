@@ -17,18 +17,21 @@ MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
 
 
 def write(subject: Subject, folder: Path) -> Sequence[str]:
-    """Write manifests, the adapter's rule and the image's files; see `base.Target`."""
+    """Write manifests, what Prometheus scrapes, the adapter's rule and the image's files; see `base.Target`."""
     image.write_image(subject, folder / "image")
     name = dns_name(subject.name)
     write_yaml(folder / "manifests.yaml", manifests(subject, name))
+    write_yaml(folder / "podmonitor.yaml", [pod_monitor(subject.settings.namespace, name)])
     write_yaml(folder / "prometheus-adapter.yaml", [adapter_rules()])
     return [
         *image.build_lines(subject),
         "make the tokens (a line each) known and apply:",
         image.secret_line(subject.settings.namespace, name),
         "  kubectl apply -f FOLDER/manifests.yaml",
-        f"the autoscaler needs {QUEUE_METRIC}: Prometheus scrapes /metrics with a token, and prometheus-adapter has "
-        f"the rule of prometheus-adapter.yaml",
+        f"the autoscaler has no {QUEUE_METRIC}, and leaves the replicas as they are, until Prometheus scrapes:",
+        image.scrape_secret_line(subject.settings.namespace, name),
+        "  kubectl apply -f FOLDER/podmonitor.yaml (needs the operator of Prometheus, and its podMonitorSelector)",
+        "  and prometheus-adapter gets the rule of prometheus-adapter.yaml",
         f"pods with the label {'='.join(*CLIENT.items())} may ask",
     ]
 
@@ -137,6 +140,32 @@ def _network_policy(metadata: dict[str, Any], chosen: dict[str, str]) -> dict[st
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [{"from": callers, "ports": [{"port": "http", "protocol": "TCP"}]}],
             "egress": [],  # it asks nobody
+        },
+    }
+
+
+def pod_monitor(namespace: str, name: str) -> dict[str, Any]:
+    """What Prometheus' operator scrapes, with a token of a Secret of its own; a pod's tokens are a line each.
+
+    It lies in a file of its own: a cluster without the operator refuses the kind.
+    """
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "selector": {"matchLabels": {"app.kubernetes.io/name": name}},
+            "podMetricsEndpoints": [
+                {
+                    "port": "http",
+                    "path": "/metrics",
+                    "interval": "15s",  # the autoscaler's rule looks at a minute
+                    "authorization": {
+                        "type": "Bearer",
+                        "credentials": {"name": f"{name}-scrape", "key": image.SCRAPE_KEY},
+                    },
+                }
+            ],
         },
     }
 

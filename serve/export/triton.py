@@ -60,7 +60,8 @@ def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]
         raise UserError(f"{graph}: has {len(inputs)} inputs and {len(model.output)} outputs, and one of each is served")
     if not inputs[0].type.tensor_type.shape.dim[0].dim_param:
         raise UserError(f"{graph}: takes batches of one size only, and Triton makes them of any")
-    buckets = serving.executions[0].buckets
+    # One above the largest batch is refused by Triton.
+    buckets = [size for size in serving.executions[0].buckets if size <= serving.batch_size]
     gpus = subject.settings.gpus
     return {
         "name": subject.name,
@@ -79,7 +80,7 @@ def config(subject: Subject, graph: Path, serving: Serving) -> Mapping[str, Any]
         },
         "instance_group": {"count": 1, "kind": Word("KIND_GPU" if gpus else "KIND_CPU")},
         "dynamic_batching": {
-            **({"preferred_batch_size": list(buckets)} if buckets else {}),
+            **({"preferred_batch_size": buckets} if buckets else {}),
             "max_queue_delay_microseconds": serving.max_batch_delay_ms * 1000,
             "default_queue_policy": {
                 "timeout_action": Word("REJECT"),

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.util
 import re
+import shutil
 import types
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,9 @@ from typer.testing import CliRunner
 from serve.cli import app
 from serve.export.base import dns_name, targets
 from serve.export.pbtxt import text
+from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
+from serve.runtime.serving import Serving
 from serve.torchserve.archive import check_archive
 from tests.serve import artifacts
 from tests.serve.test_asgi_process import running
@@ -185,6 +188,7 @@ def test_the_archive_is_packed_for_the_replicas_cores_and_signed(
     with zipfile.ZipFile(archive) as opened:
         serving = yaml.safe_load(opened.read("serving.json"))
     assert {entry["threads"] for entry in serving["executions"] if entry["device"] == "cpu"} == {3}
+    assert serving["decode_threads"] == 3
     key = kubernetes.parent / "release.pub"
     verified = CliRunner().invoke(app, ["verify", str(archive), "--key", str(key)])
     assert verified.exit_code == 0, verified.output
@@ -203,6 +207,26 @@ def test_it_scales_on_the_time_that_requests_wait(kubernetes: Path, manifests: d
     assert rule["name"]["as"] == metric["pods"]["metric"]["name"]
     assert 'serve_stage_seconds_sum{<<.LabelMatchers>>,stage="queue"}' in rule["metricsQuery"]
     assert "replicas" not in manifests["Deployment"]["spec"]
+
+
+def test_prometheus_scrapes_the_pods_with_a_token(kubernetes: Path, manifests: dict[str, dict[str, Any]]) -> None:
+    monitor = yaml.safe_load((kubernetes / "podmonitor.yaml").read_text())
+    template = manifests["Deployment"]["spec"]["template"]
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    assert monitor["metadata"]["namespace"] == manifests["Deployment"]["metadata"]["namespace"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+    assert endpoint["path"] == "/metrics"
+    assert endpoint["authorization"]["type"] == "Bearer"
+    assert endpoint["authorization"]["credentials"] == {"name": "small-onnx-scrape", "key": "token"}
+
+
+def test_the_steps_make_the_secrets_that_the_files_name(store: Path, tmp_path: Path) -> None:
+    told = export(store, tmp_path / "out", "--to", "kubernetes", "--artifact", "onnx")
+    assert "create secret generic small-onnx-tokens --from-file=tokens=" in told
+    assert "create secret generic small-onnx-scrape --from-file=token=" in told
+    assert "tr -d '\\n'" in told
 
 
 def test_no_file_of_an_export_holds_a_secret_or_this_machines_paths(kubernetes: Path, store: Path) -> None:
@@ -315,6 +339,18 @@ def test_tritons_configuration_is_what_its_proto_says(triton: Path) -> None:
     assert (triton / "small-onnx" / config.output[0].label_filename).read_text().split() == list(artifacts.CLASSES)
 
 
+def test_triton_prefers_no_batch_above_its_largest(store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "store" / "small" / "artifacts" / "onnx"
+    shutil.copytree(store / "small" / "artifacts" / "onnx", folder)
+    usual = Serving((Execution("onnxruntime", buckets=(1, 4, 16)),), batch_size=8)
+    (folder / "serving.json").write_text(usual.text)
+    export(tmp_path / "store", tmp_path / "out", "--to", "triton")
+    written = tmp_path / "out" / "small-onnx" / "config.pbtxt"
+    config = text_format.Parse(written.read_text(), model_config_pb2.ModelConfig())
+    assert config.max_batch_size == 8
+    assert list(config.dynamic_batching.preferred_batch_size) == [1, 4]
+
+
 def test_an_image_prepared_as_the_readme_says_gets_the_logits_of_the_artifact(triton: Path, store: Path) -> None:
     readme = (triton / "README.md").read_text()
     resize = int(re.search(r"shorter side has (\d+) pixels", readme)[1])  # type: ignore[index]
@@ -342,7 +378,7 @@ def test_an_image_prepared_as_the_readme_says_gets_the_logits_of_the_artifact(tr
 def test_a_gpu_is_asked_for_where_one_is_wanted(target: str, store: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(store, out, "--to", target, "--artifact", "onnx", "--gpus", "1", "--namespace", "vision")
-    (path,) = [path for path in out.glob("*.yaml") if path.name != "prometheus-adapter.yaml"]
+    (path,) = [path for path in out.glob("*.yaml") if path.name not in ("prometheus-adapter.yaml", "podmonitor.yaml")]
     documents = {entry["kind"]: entry for entry in yaml.safe_load_all(path.read_text())}
     assert {entry["metadata"]["namespace"] for entry in documents.values()} == {"vision"}
     assert "ConfigMap" not in documents, "nothing is signed"
