@@ -24,6 +24,7 @@ from serve.asgi.messages import RefusedError, bad_request
 from serve.asgi.observing import Observation
 from serve.asgi.oip_messages import SERVICE, message
 from serve.asgi.oip_routes import project_version, refusal, signature
+from serve.asgi.reading import Reading
 from serve.runtime.errors import RequestError, UserError
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class GrpcServer:
         self.port = port
         self._listening = listening or Listening()
         self._grace_s = grace_s
+        limits = application.limits
+        self._reading = Reading(max(1, limits.held_bytes // limits.body_bytes), limits.body_s)
         self._server: Any = None
 
     def attach(self) -> None:
@@ -72,7 +75,13 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", limits.body_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", _METADATA_BYTES),
+                ("grpc.max_allowed_incoming_connections", limits.connections),
+                # Until the greeting of HTTP/2 is whole: grpc waits two minutes for it.
+                ("grpc.server_handshake_timeout_ms", round(limits.head_s * 1000)),
+                ("grpc.http2.settings_timeout", round(limits.head_s * 1000)),
                 ("grpc.max_connection_idle_ms", limits.keep_alive_s * 1000),
+                # Of a message that is not read, no more than HTTP/2's first window: it would grow with the bandwidth.
+                ("grpc.http2.bdp_probe", 0),
                 ("grpc.so_reuseport", 0),  # or a second server would share the port, and the requests
             ],
         )
@@ -131,7 +140,10 @@ class GrpcServer:
                 self.application.observe(asked.observation)
             if isinstance(response, RefusedError):
                 code = grpc.StatusCode[oip_grpc.STATUSES.get(response.status, "UNKNOWN")]
-                await context.abort(code, str(response), (*asked.trailers(), *response.headers))
+                text, trailers = str(response), (*asked.trailers(), *response.headers)
+                # grpc 1.85 keeps this frame in a cycle when it aborts, and the refusal's traceback has the message.
+                del response
+                await context.abort(code, text, trailers)
             context.set_trailing_metadata(asked.trailers())
             return response
 
@@ -164,16 +176,20 @@ class GrpcServer:
 
     async def _received(self, messages: AsyncIterator[bytes], asked: _Asked) -> Any:
         """The one message of a request."""
-        limits, held = self.application.limits, self.application.held
-        try:
-            async with asyncio.timeout(limits.body_s):
+        held = self.application.held
+        async with self._reading.turn():
+            held.take(0)  # what has no room is not read
+            try:
                 content = await anext(messages)
-        except TimeoutError:
-            raise RefusedError(408, f"the message did not arrive within {limits.body_s:g} s", "slow-client") from None
-        except StopAsyncIteration:
-            raise RefusedError(400, "the request has no message", "bad-request") from None
-        asked.kept = len(content)
-        held.take(asked.kept)
+            except StopAsyncIteration:
+                raise RefusedError(400, "the request has no message", "bad-request") from None
+            # grpc 1.85 keeps a message for as long as its stream's end was not read: in a cycle, until Python's
+            # collector comes by.
+            whole = await anext(messages, None) is None
+            asked.kept = len(content)
+            held.take(asked.kept)
+        if not whole:
+            raise RefusedError(400, "the request has more than one message", "bad-request")
         try:
             return message(f"{asked.method}Request").FromString(content)
         except DecodeError:

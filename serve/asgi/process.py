@@ -106,7 +106,7 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
     Args:
         settings: how.
         wanted: what; asked again at each SIGHUP, from a thread.
-        say: gets each line for a person.
+        say: gets each line for a person; it must not raise.
 
     Returns:
         The process's exit status: 0 where all that was accepted was answered.
@@ -116,7 +116,7 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
         PipelineError: a model cannot be served.
     """
     first = wanted()
-    settings = replace(settings, limits=_with_files(settings.limits))
+    settings = replace(settings, limits=_with_files(settings.limits, ports=1 if settings.grpc_port is None else 2))
     opened = settings.listening.open()
     with opened, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
@@ -126,19 +126,19 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
                 settings.listening.path.unlink(missing_ok=True)
 
 
-def _with_files(limits: Limits) -> Limits:
-    """Let this process open a file for each connection; where it may not, fewer connections are taken.
+def _with_files(limits: Limits, ports: int) -> Limits:
+    """Let this process open a file for each connection of each port; where it may not, fewer connections are taken.
 
     At its limit of open files a server accepts nobody and tells nobody.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = limits.connections + _OTHER_FILES
+    needed = ports * limits.connections + _OTHER_FILES
     if soft < needed:
         soft = min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft >= needed:
         return limits
-    most = max(1, soft - _OTHER_FILES)
+    most = max(1, (soft - _OTHER_FILES) // ports)
     _LOG.warning("%d connections are taken, not %d: this process may open %d files", most, limits.connections, soft)
     return replace(limits, connections=most)
 
@@ -310,8 +310,8 @@ class _Process:
     def _end(self, number: int) -> None:
         if self._ending.is_set():
             os._exit(128 + number)
-        self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
         self._ending.set()
+        self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
 
 
 def _uvicorn_config(application: Application, settings: Settings) -> uvicorn.Config:

@@ -332,7 +332,7 @@ def test_as_many_connections_are_taken_as_files_can_be_opened(
     limits = [files]
     monkeypatch.setattr("serve.asgi.process.resource.getrlimit", lambda _: limits[-1])
     monkeypatch.setattr("serve.asgi.process.resource.setrlimit", lambda _, pair: limits.append(pair))
-    assert process._with_files(Limits(connections=2000)).connections == connections
+    assert process._with_files(Limits(connections=2000), ports=1).connections == connections
     assert limits[-1] == (min(2256, files[1]), files[1])
 
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as triton
 from PIL import Image
+from tritonclient.utils import InferenceServerException
 
 from serve.asgi.listening import Listening
+from serve.asgi.oip_messages import SERVICE, message
 from serve.asgi.process import Settings
 from serve.runtime.errors import UserError
 from serve.torchserve.archive import build_archive
@@ -44,6 +51,17 @@ def encrypted(folder: Path) -> Iterator[Server]:
     subprocess.run(["openssl", "req", "-x509", *told, *made], check=True, capture_output=True)
     options = ("--grpc-port", "0", "--tls-certificate", str(certificate), "--tls-key", str(key))
     with running(folder, str(folder / "m.mar"), "--token-file", str(folder / "tokens"), *options) as server:
+        yield server
+
+
+BODY_MB, HELD_MB, CONNECTIONS = 8, 16, 40
+
+
+@pytest.fixture(scope="module")
+def narrow(folder: Path) -> Iterator[Server]:
+    bounds = ("--body-limit-mb", str(BODY_MB), "--held-limit-mb", str(HELD_MB), "--connections", str(CONNECTIONS))
+    words = (str(folder / "m.mar"), "--token-file", str(folder / "tokens"), "--grpc-port", "0", "--body-timeout", "20")
+    with running(folder, *words, *bounds) as server:
         yield server
 
 
@@ -85,6 +103,93 @@ def test_what_grpc_accepted_is_answered_before_the_server_ends(encrypted: Server
         encrypted.process.send_signal(signal.SIGTERM)
         assert answer.result(60).as_numpy("label").shape == (16, 5)
     assert encrypted.process.wait(30) == 0
+
+
+def test_messages_that_come_together_take_no_more_memory_than_is_held(narrow: Server) -> None:
+    request = message("ModelInferRequest")(model_name="m")
+    request.inputs.add(name="image", datatype="BYTES", shape=[1])
+    size = (BODY_MB << 20) - 1000
+    request.raw_input_contents.append((size - 4).to_bytes(4, "little") + bytes(size - 4))
+    data, clients = request.SerializeToString(), 30
+    process = psutil.Process(narrow.process.pid)
+    before, over = process.memory_info().rss, threading.Event()
+    peak = [before]
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            peak[0] = max(peak[0], process.memory_info().rss)
+
+    def ask(_: int) -> str:
+        with grpc.insecure_channel(address(narrow), [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            try:
+                channel.unary_unary(f"/{SERVICE}/ModelInfer")(data, timeout=60, metadata=tuple(HEADERS.items()))
+            except grpc.RpcError as error:
+                return str(error.code().name)
+        return "OK"
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        with ThreadPoolExecutor(clients) as pool:
+            told = set(pool.map(ask, range(clients)))
+    finally:
+        over.set()
+        watching.join()
+    # These bytes are no image; whom there is no room for is told to try again.
+    assert told <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    assert "INVALID_ARGUMENT" in told
+    # What is held and as much that is being read, each up to four times: as grpc has it, as bytes, parsed, unpacked.
+    assert peak[0] - before < 10 * (HELD_MB << 20) < clients * size
+
+
+def test_whoever_sends_slowly_gives_way_to_those_who_wait(narrow: Server) -> None:
+    ended = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        ended.wait(60)
+        yield from ()
+
+    def stall(channel: Any) -> Any:
+        return channel.stream_unary(f"/{SERVICE}/ModelInfer").future(never(), metadata=tuple(HEADERS.items()))
+
+    try:
+        with (
+            grpc.insecure_channel(address(narrow)) as channel,
+            triton.InferenceServerClient(address(narrow)) as client,
+        ):
+            stalled = [stall(channel) for _ in range(HELD_MB // BODY_MB)]
+            time.sleep(1.5)
+            started = time.monotonic()
+            assert infer(client, [artifacts.jpeg(1)]).as_numpy("label").shape == (1, 5)
+            assert time.monotonic() - started < 10  # long before the 20 s of --body-timeout
+            assert stalled[0].code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "others waited" in stalled[0].details()
+            assert not stalled[1].done()
+    finally:
+        ended.set()
+
+
+def test_connections_to_grpc_are_bounded_and_take_none_of_those_of_http(narrow: Server) -> None:
+    host, _, port = address(narrow).rpartition(":")
+    process = psutil.Process(narrow.process.pid)
+    before = process.num_fds()
+    with contextlib.ExitStack() as opened:
+        for _ in range(4 * CONNECTIONS):
+            opened.enter_context(socket.create_connection((host, int(port)), timeout=10))
+        time.sleep(0.5)
+        assert process.num_fds() - before <= CONNECTIONS + 5
+        with narrow.client() as client:
+            assert client.get("/health/live").status_code == 200
+            assert client.post("/predictions/m", content=artifacts.jpeg(1)).status_code == 200
+    with triton.InferenceServerClient(address(narrow)) as client:
+        until = time.monotonic() + 10
+        while True:
+            try:
+                assert client.is_server_live()
+                break
+            except InferenceServerException:
+                assert time.monotonic() < until
+                time.sleep(0.1)
 
 
 def test_grpc_and_a_socket_exclude_each_other(tmp_path: Path) -> None:
