@@ -82,6 +82,18 @@ def mutated(number: int) -> bytes:
     return bytes(data)
 
 
+def sample() -> list[bytes]:
+    """A few hundred, the same each time: every seed as it is, damaged, and as a file that is two."""
+    found: list[bytes] = []
+    for number, seed in enumerate(seeds()):
+        chance = random.Random(number)
+        damaged, glued = bytearray(seed), bytearray(seed)
+        chance.choice((_truncate, _flip, _flip_early, _lie, _insert, _repeat))(damaged, chance)
+        _glue(glued, chance)
+        found += [seed, bytes(damaged), bytes(glued)]
+    return found
+
+
 def _truncate(data: bytearray, chance: random.Random) -> None:
     del data[chance.randrange(len(data) + 1) :]
 

@@ -22,7 +22,7 @@ import pytest
 
 from serve.options import ServingOptions
 from serve.torchserve.archive import build_archive
-from tests.serve import artifacts
+from tests.serve import artifacts, mutations
 
 TOKEN = "t" * 32
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
@@ -132,6 +132,17 @@ def test_photos_are_answered_on_one_connection_and_by_many_at_once(server: Serve
         assert Counter(answer.status_code for answer in answers) == {200: 80}
         best = {(answer.json()[0]["label"], round(answer.json()[0]["probability"], 4)) for answer in answers}
         assert best == {(alone.json()[0]["label"], round(alone.json()[0]["probability"], 4))}
+
+
+def test_no_damaged_image_of_any_format_is_a_fault_of_the_server(server: Server) -> None:
+    statuses: Counter[int] = Counter()
+    with server.client() as client:
+        for number, image in enumerate(mutations.sample()):
+            answer = client.post("/predictions/m", content=image)
+            assert answer.status_code in (200, 400, 413, 415), (number, answer.status_code, answer.text)
+            statuses[answer.status_code] += 1
+        assert all(statuses[status] > 20 for status in (200, 400, 415)), statuses
+        assert client.post("/predictions/m", content=IMAGE).status_code == 200
 
 
 def test_a_body_beyond_the_limit_is_told_while_it_is_sent(server: Server) -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +24,7 @@ from serve.runtime.execution import ENVIRONMENT
 from serve.runtime.predictor import Predictor
 from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, state_folder
-from tests.serve import bombs
+from tests.serve import bombs, mutations
 from tests.serve.artifacts import CLASSES, encoded, jpeg, picture
 from tests.serve.bombs import webp
 from tests.serve.conftest import BATCH_PIXELS, KINDS, Served, name_of
@@ -78,6 +79,19 @@ def test_raw_multipart_and_json_requests_get_the_same_answer(served: Served) -> 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF"])
 def test_each_image_format_is_accepted(served: Served, kind: str) -> None:
     assert len(served.client.predict(name_of("script"), encoded(picture(2), kind))) == 3
+
+
+def test_no_damaged_image_of_any_format_is_a_fault_of_the_server(served: Served) -> None:
+    statuses: Counter[int] = Counter()
+    with httpx.Client(headers=served.headers(), timeout=60) as client:
+        for number, image in enumerate(mutations.sample()):
+            answer = client.post(served.url(), content=image, headers={"content-type": "application/octet-stream"})
+            assert answer.status_code in (200, 400, 413, 415), (number, answer.status_code, answer.text)
+            statuses[answer.status_code] += 1
+        assert all(statuses[status] > 20 for status in (200, 400, 415)), statuses
+        answer = client.post(served.url(), content=jpeg(1), headers={"x-request-id": "mine"})
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"] != "mine"  # as docs/observability.md says
 
 
 def test_instances_are_answered_in_order_each_with_its_classes_or_its_error(served: Served) -> None:
