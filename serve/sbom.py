@@ -80,7 +80,14 @@ def write_sbom(archive: Path, digest: str | None = None) -> Path:
 @functools.cache
 def _environment() -> str:
     """Digest of all else that a bill depends on: what is installed, and this source."""
-    installed = sorted({f"{entry.name} {entry.version}" for entry in metadata.distributions()})
+    installed = sorted(
+        {
+            f"{entry.name} {entry.version}"
+            for entry in metadata.distributions()
+            # setuptools, where something imports it, puts what it bundles on the path (84.2).
+            if Path(str(entry.locate_file(""))).name != "_vendor"
+        }
+    )
     return hashlib.sha256("\n".join([*installed, Path(__file__).read_text(encoding="utf-8")]).encode()).hexdigest()
 
 

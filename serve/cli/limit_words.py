@@ -11,7 +11,7 @@ _PANEL = "Limits"
 Queue = Annotated[
     int,
     typer.Option(
-        help="Most requests of one model that wait; what comes then is answered 503, 'the queue is full: try again'.",
+        help="Most requests of one model that wait; the next is told 503.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -22,16 +22,15 @@ BodyMb = Annotated[
 HeldMb = Annotated[
     int,
     typer.Option(
-        help="Most MiB of all bodies that wait or are answered, of all models together; what comes then is refused "
-        "unread (503, 'try again'). Java's heap is 192 MiB and four times this, its other buffers 64 MiB and three "
-        "times this, at most.",
+        help="Most MiB of all bodies that wait or are answered; what comes then is refused unread (503). Java's heap "
+        "is 192 MiB and four times this, its other buffers 64 MiB and three times this, at most.",
         rich_help_panel=_PANEL,
     ),
 ]
 ReceiveS = Annotated[
     int,
     typer.Option(
-        help="Most seconds for a request to arrive, and for a connection to be idle; then it is closed.",
+        help="Most seconds until a request has arrived; an idle connection is closed then.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -41,9 +40,7 @@ DrainS = Annotated[
 ]
 Connections = Annotated[
     int,
-    typer.Option(
-        help="Most connections of clients at once; the next one is told 503, 'try again'.", rich_help_panel=_PANEL
-    ),
+    typer.Option(help="Most connections of clients; the next is told 503.", rich_help_panel=_PANEL),
 ]
 AccessLog = Annotated[
     bool, typer.Option(help="Write a line for each request (logs/access_log.log, rotated).", rich_help_panel=_PANEL)

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,9 +42,17 @@ from serve.runtime.predictor import Predictor
 from tests.narrow import encoded
 
 from .conftest import SHORT
+from .runs_fixtures import references
 from .workbench import CPU, TINY_NET
 
 QUICK = Timing(rounds=1, batch_sizes=(1, 2), seconds=0.001, minimum=1, warm_up=0)
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """As the one of the folder, for the one test that asks."""
+    with references(compiled=False):
+        yield
 
 
 @pytest.fixture
@@ -263,10 +271,11 @@ def test_every_file_of_the_runtime_that_measures_is_in_the_keys() -> None:
     }
     names = {name.removesuffix(".__init__") for name in files}
     found = closure(answer.__module__, Child.__module__, Predictor.__module__)
-    # `protocol` reads requests, `service` batches them, `serving` and `chain` say what an archive opens, `evidence` and
-    # `known` what was measured of it: nothing that is measured here is one.
-    words = ("protocol", "service", "registry", "serving", "chain", "evidence", "known")
-    unread = {f"serve.runtime.{name}" for name in words}
+    # `protocol` reads requests, `service` and its files batch them, `serving` and `chain` say what an archive opens,
+    # `evidence` and `known` what was measured of it: nothing that is measured here is one.
+    words = ("protocol", "registry", "serving", "chain", "evidence", "known")
+    batching = ("service", "work", "waiting", "decoding", "engine_thread", "stages")
+    unread = {f"serve.runtime.{name}" for name in (*words, *batching)}
     assert {name for name in names if name not in found} <= unread
 
 

@@ -364,8 +364,8 @@ def test_an_engine_that_was_passed_over_is_told_by_describe_and_the_workers_log(
 
 
 def test_the_handlers_metrics_are_in_prometheus_form_with_their_provider(served: Served) -> None:
-    before = _metric(served.client.metrics(), "Images", "onnx")
-    refused = _metric(served.client.metrics(), "Refused", "onnx")
+    before = _settled(served, "Images")
+    refused = _settled(served, "Refused")
     served.client.predict_instances(name_of("onnx"), [jpeg(1), jpeg(2), b"no"])
     deadline = time.monotonic() + 10  # TorchServe reads them from the worker's output, later
     while _metric(served.client.metrics(), "Images", "onnx") < before + 3:
@@ -393,6 +393,14 @@ def test_an_answer_says_where_its_time_went(served: Served) -> None:
     assert list(told) == ["queue", "decode", "preprocess", "infer", "postprocess"]
     assert float(told["decode"]) > 0
     assert sum(map(float, told.values())) < answer.elapsed.total_seconds() * 1e3
+
+
+def _settled(served: Served, name: str) -> float:
+    """The counter once it stands: what earlier tests asked is told a little later."""
+    seen = -1.0
+    while seen != (seen := _metric(served.client.metrics(), name, "onnx")):
+        time.sleep(0.5)
+    return seen
 
 
 def _metric(text: str, name: str, kind: str) -> float:
