@@ -7,6 +7,7 @@ not made again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import reprlib
 import shutil
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from optimize.passes.base import find_pass, pass_of
 from optimize.report.comparison import Comparison
 from optimize.report.progress import here
 from optimize.run.comparing import compare_runs as _compare_runs
+from optimize.run.floats import graph_of
 from optimize.run.job import Job, open_job
 from optimize.run.recommendation import Objective, Recommend, recommend
 from optimize.run.results import measure as measure_steps
@@ -177,7 +179,7 @@ def compare(
     devices = measured_devices(measure, session.context.device)
     with silenced():
         bench = Bench(session.store, session.context, timing, devices)
-        measured = measure_steps([variant.step for variant in variants], bench)
+        measured = measure_steps([variant.step for variant in variants], bench, functools.partial(graph_of, session))
     return Comparison(
         Results(
             title=session.source.name,

@@ -182,9 +182,13 @@ def _apart(measured: Measured) -> Cell:
     return Cell(small(measured.parity.max_abs), (f"mean {small(measured.parity.mean_abs)}",))
 
 
+#: What runs the references that PyTorch does not.
+_ENGINES = {"onnxruntime FP32": "onnxruntime", "openvino FP32": "openvino"}
+
+
 def _runs_on(line: Line, _: Results) -> Cell:
     if line.row is None:
-        return Cell("PyTorch") if line.measured else EMPTY
+        return Cell(_ENGINES.get(line.name, "PyTorch")) if line.measured else EMPTY
     return Cell(line.pair.runs_on) if line.pair else EMPTY
 
 

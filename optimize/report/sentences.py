@@ -34,7 +34,8 @@ def _speed(results: Results, pair: Pair, measured: Measured) -> str:
     if pair.id == results.yardstick or (against := results.timed(results.yardstick)) is None:
         return f"it is the {kind} ({p50} ms at p50), {eager}"
     before = f"{results.yardstick}; {p50} instead of {number(against.latency_ms.p50)} ms at p50"
-    return f"{times(measured.speedup.value)} the speed of the {kind} ({before}), {eager}"
+    slower = "slower: " if measured.speedup.slower else ""
+    return f"{slower}{times(measured.speedup.value)} the speed of the {kind} ({before}), {eager}"
 
 
 def _eager(results: Results) -> str:
@@ -73,6 +74,8 @@ _REFERENCES = {
     "eager channels-last": "the same, with the channels innermost in memory, as most convolutions want them",
     "torch.compile": "compiled by PyTorch's Inductor as its documentation says to for inference: the weights are "
     "constants of the code, and each batch size has code of its own",
+    "onnxruntime FP32": "the float graph, its norms folded into its convolutions, run by ONNX Runtime",
+    "openvino FP32": "the float graph, its norms folded into its convolutions, run by OpenVINO",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import time
 import traceback
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from optimize.measure.rows import Data, Machine, Report, Row, Skip
 from optimize.models.preprocessing import Wish
 from optimize.report.charts import stored_charts
 from optimize.report.page import write_html
+from optimize.run.floats import graph_of
 from optimize.run.identity import refuse_replacing, write_identity
 from optimize.run.job import Job, Opened, open_job
 from optimize.run.publishing import publish
@@ -69,7 +71,7 @@ def run(job: Job, listener: Listener) -> Outcome:
         _check(opened, recipe, path)
         steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, recipe.measure, opened.devices, remeasure=job.remeasure)
-        measured = measure(steps, bench)
+        measured = measure(steps, bench, functools.partial(graph_of, session))
         recommendation = recommend(measured.rows, measured.turns.speeds, rule, measured.right)
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         gpu = next((device for device in opened.devices if device != "cpu"), "cpu")

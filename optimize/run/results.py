@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
 from optimize.measure.latency import compare
 from optimize.measure.rows import Measured, Measurement, ModelFile, Pair, Reference, Row, Skip
+from optimize.run.floats import float_references
 from optimize.run.halves import Right
 from optimize.run.session import Step
 from optimize.run.turns import Turns, fastest, turns
@@ -48,13 +49,16 @@ class Measurements:
     keys: frozenset[str]
 
 
-def measure(steps: Sequence[Step | Row], bench: Bench) -> Measurements:
+def measure(
+    steps: Sequence[Step | Row], bench: Bench, graph_of: Callable[[Artifact], Step] | None = None
+) -> Measurements:
     """Measure what this machine can run; the others keep their row, with the reason and no number.
 
     Args:
         steps: unique names, parents before children; the first is the baseline that the others are compared
             with. A row stands for a stage that was not made.
         bench: see `Bench`; its processes have ended when this returns.
+        graph_of: makes the float graph of an eager artifact, which is a reference where no artifact here is one.
 
     Raises:
         PipelineError: the first cannot be measured.
@@ -73,8 +77,9 @@ def measure(steps: Sequence[Step | Row], bench: Bench) -> Measurements:
         answers, skipped = _each("accuracy", remaining(), bench.answers, listener)
         skips |= skipped
         _must_remain(pairs[artifacts[0].name], skips)
+        floats = float_references(remaining(), eager_origin(artifacts[0]), bench, graph_of)
         listener.started("speed")
-        speed = bench.speed(remaining())
+        speed = bench.speed([*remaining(), *floats.pairs.values()])
         listener.ended("speed", speed.seconds, cached=speed.cached, skipped=None)
     skips |= {
         pair.id: Skip(kind="failed", reason=f"measuring its speed failed: {speed.value.skipped[pair.id]}")
@@ -87,8 +92,12 @@ def measure(steps: Sequence[Step | Row], bench: Bench) -> Measurements:
         answers=answers,
         weighed=weighed,
         turns=turns(
-            speed.value.speeds,
-            floats=[*speed.value.references, *(pair.id for pair in remaining() if _is_float(pair.artifact))],
+            floats.named(speed.value.speeds),
+            floats=[
+                *speed.value.references,
+                *floats.pairs,
+                *(pair.id for pair in remaining() if _is_float(pair.artifact)),
+            ],
             baseline=baseline,
         ),
         skips=skips,
@@ -96,7 +105,7 @@ def measure(steps: Sequence[Step | Row], bench: Bench) -> Measurements:
     rows = [step if isinstance(step, Row) else _row(step, every, refused.get(step.artifact.name)) for step in steps]
     return Measurements(
         rows=tuple(rows),
-        references=(*_references(speed.value, every.turns), *_absent_floats(remaining(), bench.devices)),
+        references=(*_references(speed.value, every.turns), *floats.references(speed.value, every.turns)),
         references_of=eager.name if (eager := eager_origin(artifacts[0])) else None,
         measurement=Measurement(
             timing=bench.timing,
@@ -112,7 +121,13 @@ def measure(steps: Sequence[Step | Row], bench: Bench) -> Measurements:
             if 0 not in answers[pair.id].value.left_out and len(answers[pair.id].value.logits)
         },
         keys=frozenset(
-            {speed.key, *probes, *(kept.key for kept in answers.values()), *(kept.key for kept in weighed.values())}
+            {
+                speed.key,
+                *probes,
+                *floats.keys,
+                *(kept.key for kept in answers.values()),
+                *(kept.key for kept in weighed.values()),
+            }
         ),
     )
 
@@ -277,21 +292,4 @@ def _references(speed: SpeedTable, every: Turns) -> list[Reference]:
     return [
         *(Reference(name=name, measured=every.timed(name)) for name in speed.references),
         *(Reference(name=name, skip=Skip(kind="cannot_run_here", reason=speed.skipped[name])) for name in skipped),
-    ]
-
-
-#: The engines whose float execution every INT8 one is to be held against, by what it is called where it is missing.
-_FLOAT_ENGINES: Final = {"onnxruntime FP32": "onnxruntime", "openvino FP32": "openvino"}
-
-
-def _absent_floats(pairs: Sequence[Candidate], devices: Sequence[str]) -> list[Reference]:
-    """The fair float executions that are no pairs here, because there is no artifact for them."""
-    there = {
-        pair.execution.engine for pair in pairs if pair.artifact.kind == "onnx" and pair.execution.device_type == "cpu"
-    }
-    reason = "it is measured as a pair of a float onnx stage, and there is none"
-    return [
-        Reference(name=name, skip=Skip(kind="not_applicable", reason=reason))
-        for name, engine in _FLOAT_ENGINES.items()
-        if engine not in there and "cpu" in devices
     ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 import signal
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +30,7 @@ from optimize.models.checkpoint import Checkpoint
 from optimize.models.resolve import resolve_model
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
+from optimize.run.floats import graph_of
 from optimize.run.results import Measurements, measure
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
@@ -311,6 +314,35 @@ def test_every_engine_that_runs_an_artifact_measures_it(
     absent = {line.name: line.skip for line in without.references if line.skip is not None}
     assert absent.keys() == {"onnxruntime FP32", "openvino FP32"}
     assert {skip.kind for skip in absent.values()} == {"not_applicable"}
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_float_engines_are_timed_in_the_same_turns_though_no_artifact_is_a_float_graph(
+    store: Store, session: Session, digits_context: Context
+) -> None:
+    steps = [session.baseline(SHORT)]
+    steps.append(session.apply(steps[0].artifact, Fuse()))
+    bench = Bench(store, digits_context, QUICK)
+    found = measure(steps, bench, functools.partial(graph_of, session))
+    timed = {line.name for line in found.references if line.measured is not None}
+    assert {"onnxruntime FP32", "openvino FP32"} <= timed
+    assert [row.name for row in found.rows] == ["baseline", "fuse"]
+    medians = {name: statistics.median(speed.medians()) for name, speed in found.turns.speeds.items()}
+    assert medians.keys() == timed | {"baseline@exported", "fuse@exported"}
+    assert found.turns.yardstick == min(medians, key=medians.__getitem__)
+    graph = graph_of(session, steps[0].artifact)
+    assert graph.cached
+    kept = {key for artifact in graph.artifact.line() for key in artifact.objects}
+    assert len(kept) >= 4
+    assert kept <= found.keys  # pruning keeps what the run stands on, or the next one makes it again
+
+    def none(eager: Artifact) -> Step:
+        raise RuntimeError("no exporter")
+
+    without = {
+        line.name: str(line.skip) for line in measure(steps[:1], Bench(store, digits_context, QUICK), none).references
+    }
+    assert "no exporter" in without["openvino FP32"]
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -28,7 +28,7 @@ from optimize.report.words import times
 from optimize.store.files import write_json
 from optimize.store.objects import Store
 
-from .synthetic import NO_GPU, RULE, SELECTION, body, synthetic
+from .synthetic import NO_GPU, RULE, SELECTION, body, ratio, synthetic, timed
 
 
 class Page(HTMLParser):
@@ -509,6 +509,31 @@ def test_a_verdict_says_against_what_it_is_so_fast() -> None:
     assert "onnx@openvino is recommended: it is the fastest float execution (13.3 ms at p50), 1.92× eager" in verdict(
         Report.from_json(made)
     )
+
+
+def test_a_verdict_says_slower_where_a_float_engine_is_plainly_faster() -> None:
+    made = body()
+    made["references"].append({"name": "onnxruntime FP32", "measured": timed(1.82), "skip": None})
+    made["yardstick"] = "onnxruntime FP32"
+    qat = next(row for row in made["rows"] if row["name"] == "qat")
+    qat["pairs"][0]["measured"]["speedup"] = ratio(0.4, 0.38, 0.42, slower=True)
+    assert verdict(Report.from_json(made)).startswith(
+        "qat@torchscript is recommended: slower: 0.40× the speed of the fastest float execution (onnxruntime FP32; "
+        "4.55 instead of 1.82 ms at p50), 5.60× eager PyTorch"
+    )
+
+
+def test_a_float_engine_that_is_a_reference_is_named_as_what_runs_it(tmp_path: Path) -> None:
+    made = body()
+    made["references"] += [
+        {"name": name, "measured": timed(9.87), "skip": None} for name in ("onnxruntime FP32", "openvino FP32")
+    ]
+    page = page_of(Report.from_json(made), tmp_path)
+    place = page.row("artifact")[1].index("runs on")
+    assert page.row("eager")[1][place] == "PyTorch"
+    assert page.row("onnxruntime")[1][place] == "onnxruntime"
+    assert page.row("openvino")[1][place] == "openvino"
+    assert "“openvino FP32”: the float graph, its norms folded into its convolutions, run by OpenVINO" in page.text
 
 
 @pytest.mark.parametrize(
