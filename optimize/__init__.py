@@ -98,7 +98,11 @@ for _name, _value in ENVIRONMENT.items():
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from serve.runtime.errors import did_you_mean
+
+        # Python's own tools ask for names with underscores all the time.
+        near = did_you_mean(name, __all__) if not name.startswith("_") else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
     home = importlib.import_module(_HOMES[name])
     return getattr(home, "TrainingConfig" if name == "Training" else name)
 

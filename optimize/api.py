@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import re
 import reprlib
 import shutil
 from collections.abc import Iterator, Sequence
@@ -45,6 +47,8 @@ from serve.runtime.execution import Execution
 from serve.torchserve.archive import build_archive
 
 _RULE = Recommend()
+#: As a recipe allows it.
+_LONGEST_NAME = 64
 
 
 def load(
@@ -84,6 +88,7 @@ def load(
     Raises:
         UserError: something is missing, unreadable, or does not fit.
     """
+    _must_be_model(model)
     job = Job(
         model=model,
         checkpoint=Path(checkpoint) if checkpoint is not None else None,
@@ -142,8 +147,8 @@ def compare(
     Each is measured by every execution (engine and device) that can run it, in a process of its own.
 
     Differences are to the first variant, which should be the float baseline; speed is measured in
-    interleaved rounds, together with eager references of the first, or of the nearest float module that it
-    was made from.
+    interleaved rounds, together with references of the first, or of the nearest float module that it was made
+    from: eager ones, and its float graph on ONNX Runtime and OpenVINO where no variant is one.
 
     Args:
         variants: what to compare.
@@ -289,7 +294,15 @@ def _name(config: Config) -> str:
     given = {
         name: plain[name] for name in plain if name in config.model_fields_set and getattr(config, name) != usual[name]
     }
-    return "-".join([pass_of(config).name, *(f"{name}-{value}".replace("_", "") for name, value in given.items())])
+    name = "-".join([pass_of(config).name, *(_words(name, value) for name, value in given.items())])
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _words(name: str, value: object) -> str:
+    """A setting as part of a name that is legal in recipes and folders: ``keepfloat-conv2d``."""
+    return re.sub(r"[^a-z0-9.]+", "-", f"{name}-{value}".replace("_", "").lower()).strip("-.")
 
 
 @contextlib.contextmanager
@@ -313,6 +326,18 @@ def _differing(one: Session, other: Session) -> list[str]:
         "store": (one.store.root.resolve(), other.store.root.resolve()),
     }
     return [name for name, (first, second) in pairs.items() if first != second]
+
+
+def _must_be_model(value: object) -> None:
+    if isinstance(value, str | nn.Module):
+        return
+    built = ""
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        built = f"; give one of it: {value.__name__}(…)"
+    raise UserError(
+        "model: must be the name of a torchvision classifier, timm:NAME, path/to/file.py:factory, "
+        f"package.module:factory or an nn.Module, and not {reprlib.repr(value)} ({type(value).__name__}){built}"
+    )
 
 
 def _must_be(kind: type, value: object, rule: str) -> None:

@@ -77,7 +77,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     checkpoint: Annotated[
         Optional[Path],  # noqa: UP045 - Typer reads it at run time
         typer.Option(
-            help="Trained weights: .pt, .pth, .th, .tar or .safetensors. Without them the baseline is trained."
+            help="Trained weights: .pt, .pth, .ckpt, .th, .tar or .safetensors. Without them the baseline is trained."
         ),
     ] = None,
     data: Annotated[str, typer.Option(help="The images to train, calibrate and measure with.")] = DEFAULT_DATA,

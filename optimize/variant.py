@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import io
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,13 @@ class Variant:
             EngineError: the variant cannot run on the session's device.
         """
         single = isinstance(images, Picture)
+        if not single and (not isinstance(images, Sequence) or not all(isinstance(each, Picture) for each in images)):
+            raise UserError(
+                f"images: must be encoded bytes, a file's path, a PIL image, or a list of such, and not "
+                f"{reprlib.repr(images)} ({type(images).__name__})"
+            )
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise UserError(f"k: must be a whole number of at least 1 (it is {k!r})")
         pictures = [images] if isinstance(images, Picture) else list(images)
         outcomes = _opened(self).predict([_encoded(picture) for picture in pictures], k)
         answers = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 import textwrap
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,18 +89,23 @@ def faults(kind: type[BaseModel], error: ValidationError) -> list[Fault]:
 
 
 def _described(name: str, field: FieldInfo, usual: Mapping[str, Any]) -> str:
-    """A field as two lines or more: its name, type and default; what it means."""
+    """A field as a paragraph: its name, type and default; what it means."""
     default = f" = {usual[name]!r}" if name in usual else ""
-    head = f"    {name}: {_spelled(field.annotation)}{default}"
-    return "\n".join(
-        [head, *textwrap.wrap(field.description or "", 108, initial_indent=" " * 8, subsequent_indent=" " * 8)]
-    )
+    said = f"{name}: {_spelled(field.annotation)}{default}: {field.description or ''}"
+    return "\n".join(textwrap.wrap(said, 116, initial_indent=" " * 4, subsequent_indent=" " * 8))
 
 
 def _spelled(annotation: Any) -> str:
     """A type as it is written in code, without the modules' names."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return " | ".join(map(repr, typing.get_args(annotation)))
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " | ".join(map(repr, parts))
+    if origin is typing.Annotated:  # whose validators are no word for users
+        return _spelled(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_spelled, parts))
+    if origin in (dict, tuple) and Ellipsis not in parts:
+        return f"{origin.__name__}[{', '.join(map(_spelled, parts))}]"
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__name__
     return str(annotation).replace("typing.", "").replace("NoneType", "None")

@@ -23,8 +23,8 @@ class TakesPixels(Config):
 
     input: GraphInput = Field(
         default="uint8",
-        description="what the graph takes: uint8, pixels as they are, which it normalises itself (the same answers, at "
-        "least as fast wherever it was measured), or float, normalised float32",
+        description="what the graph takes: uint8, pixels as they are, which it normalises itself (the same answers; at "
+        "least as fast in most rows of docs/bench-cpu.md, slower in others), or float, normalised float32",
     )
 
 

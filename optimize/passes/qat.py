@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from torch import nn
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats
 from torch.ao.quantization.observer import ObserverBase
@@ -31,6 +31,8 @@ from optimize.training.loop import TrainingConfig, train
 
 class Qat(TrainingConfig, Choices):
     """Settings of ``qat``."""
+
+    model_config = ConfigDict(title="Qat")
 
     epochs: int = Field(default=3, ge=1, description="passes over the training images")
     learning_rate: float = Field(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 from torch import nn
 
 from optimize.context import Context
@@ -28,6 +28,8 @@ from serve.runtime.images import normalise
 
 class TrainingConfig(Config):
     """Settings of a training run: SGD with Nesterov momentum, warm-up then cosine (one cycle)."""
+
+    model_config = ConfigDict(title="Training")  # as users know it
 
     epochs: int = Field(default=8, ge=1, description="passes over the training images")
     batch_size: int = Field(default=64, ge=2, description="images per step")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import pydoc
+import re
 from typing import Literal
 
 import pytest
 from pydantic import Field
+from torch import nn
 
 import optimize as opt
+from optimize import api
 from optimize.passes.base import passes
 from serve.config import Config
 from serve.options import ServingOptions
@@ -51,3 +55,32 @@ def test_help_shows_each_setting_with_its_meaning_in_a_screenful(kind: type[Conf
 @pytest.mark.parametrize(("epochs", "freezes"), [(1, 1), (2, 2), (5, 2)])
 def test_a_default_adapts_to_the_settings_that_are_given(epochs: int, freezes: int) -> None:
     assert opt.Qat(epochs=epochs).freeze_observers_at == freezes
+
+
+def test_settings_are_refused_by_the_name_that_users_know() -> None:
+    with pytest.raises(UserError, match=r"^Training: epoch: unknown \(did you mean epochs"):
+        opt.Training(epoch=3)
+    with pytest.raises(UserError, match=r"^Qat: epoch: unknown \(did you mean epochs"):
+        opt.Qat(epoch=3)
+
+
+def test_a_name_that_the_package_has_not_names_the_nearest() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'restor' \(did you mean restore\b"):
+        opt.restor  # noqa: B018
+    assert not hasattr(opt, "__wrapped__")
+
+
+@pytest.mark.parametrize("value", [os, 3, nn.Linear])
+def test_what_is_no_model_is_refused_in_one_line_with_what_would_be(value: object) -> None:
+    with pytest.raises(UserError, match=r"^model: must be the name of a torchvision classifier, .*, and not .*") as no:
+        opt.load(value)  # type: ignore[arg-type]
+    assert "\n" not in str(no.value)
+    assert ("give one of it: Linear(…)" in str(no.value)) is (value is nn.Linear)
+
+
+@pytest.mark.parametrize("given", [("Conv2d",), ("features.*.conv", "Linear"), ("layer4.*",) * 20])
+def test_a_variants_name_can_be_a_stages(given: tuple[str, ...]) -> None:
+    name = api._name(opt.Ptq(keep_float=given, bias_correction=True))
+    assert re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,63}", name)
+    assert name.startswith("ptq-")
+    assert "keepfloat" in name
