@@ -1,6 +1,7 @@
 """What an encoded image says of itself, read without decoding a pixel: its format, mode and size.
 
-Pillow reads the headers, after `structure` has seen that this will not take long; those of plain JPEGs are read there.
+Pillow reads the headers, after `structure` has seen that this will not take long; those of plain JPEGs and
+WebPs are read there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from PIL import Image, UnidentifiedImageError
 from .budget import Budget
 from .errors import ImageError, first_line
 from .faults import lacks_memory
-from .structure import check_structure, plain_jpeg
+from .structure import check_structure, plain_jpeg, plain_webp
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 
@@ -56,6 +57,11 @@ def read_header(data: bytes, budget: Budget) -> Header:
             header = Header("JPEG", "RGB" if components == 3 else "L", width, height, width * height)
             _check_pixels(header, budget)
             return header
+    if (webp := plain_webp(data)) is not None:
+        width, height, alpha = webp
+        header = Header("WEBP", "RGBA" if alpha else "RGB", width, height, width * height)
+        _check_pixels(header, budget)
+        return header
     with opened(data, budget) as image:
         return _header(image)
 

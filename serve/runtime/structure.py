@@ -68,6 +68,27 @@ def plain_jpeg(data: bytes) -> tuple[int, int, int] | None:
     return None
 
 
+def plain_webp(data: bytes) -> tuple[int, int, bool] | None:
+    """Width, height and whether it has alpha, of a WebP of one chunk, without Pillow.
+
+    Pillow 13 opens every WebP as a moving one: libwebp makes its whole canvas before a pixel is asked for, 196 MB and 1
+    to 2 ms for 49 megapixels. None: it has metadata, moves, is not whole, or is none.
+
+    The layouts are those of RFC 9649, section 2.5 and 3.1, and of RFC 6386, section 9.1.
+    """
+    size = int.from_bytes(data[16:20], "little")
+    whole = len(data) >= 30 and len(data) == 20 + size + size % 2 == 8 + int.from_bytes(data[4:8], "little")
+    if not whole or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
+    if data[12:16] == b"VP8L" and data[20] == 0x2F:
+        bits = int.from_bytes(data[21:25], "little")
+        return ((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, bool(bits >> 28 & 1)) if bits >> 29 == 0 else None
+    if data[12:16] == b"VP8 " and data[20] & 1 == 0 and data[23:26] == b"\x9d\x01\x2a":
+        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
+        return (width, height, False) if width and height else None
+    return None
+
+
 def _usual_frame(frame: bytes) -> tuple[int, int, int] | None:
     """Width, height and components of a frame's header; None: it has more than 8 bits, no size or other components."""
     if len(frame) < 6:

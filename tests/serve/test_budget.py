@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from serve.runtime.errors import ImageError, Refusal, UserError
 from serve.runtime.headers import opened, read_header
 from serve.runtime.images import decode
 from serve.runtime.predictor import Outcome, Predictor
-from serve.runtime.structure import plain_jpeg
+from serve.runtime.structure import plain_jpeg, plain_webp
 from tests.serve import artifacts, bombs
 from tests.serve.artifacts import encoded, jpeg, picture
 
@@ -82,6 +83,24 @@ def test_a_plain_jpeg_is_known_without_pillow_and_another_one_left_to_it(options
         b"",
     ):
         assert plain_jpeg(damaged) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"lossless": True}, {"quality": 10}, {"method": 0}])
+@pytest.mark.parametrize("size", [(1, 1), (60, 45), (301, 7)])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+def test_a_plain_webp_is_known_without_pillow_as_pillow_knows_it(
+    options: dict[str, object], size: tuple[int, int], mode: str
+) -> None:
+    image = picture(1, size).convert(mode)
+    if mode == "RGBA":
+        image.putalpha(picture(2, size).convert("L"))
+    data = encoded(image, "WEBP", **options)
+    with Image.open(io.BytesIO(data)) as known:
+        expected = (*known.size, known.mode == "RGBA")
+    # Lossy alpha has a chunk of its own.
+    assert plain_webp(data) == (None if mode == "RGBA" and "lossless" not in options else expected)
+    for damaged in (data[:-1], data + b"\0\0", data[:20], b"", encoded(image, "WEBP", xmp=b"<x/>", **options)):
+        assert plain_webp(damaged) is None
 
 
 def test_scans_are_not_counted_where_they_are_none() -> None:
