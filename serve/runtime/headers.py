@@ -50,20 +50,13 @@ def read_header(data: bytes, budget: Budget) -> Header:
             format that is not supported).
         MemoryError: this machine has too little memory; nothing is wrong with the image.
     """
-    if data.startswith(b"\xff\xd8"):
-        check_structure(data, budget)  # before its segments are walked through again
-        if (plain := plain_jpeg(data)) is not None:
-            width, height, components = plain
-            header = Header("JPEG", "RGB" if components == 3 else "L", width, height, width * height)
+    with faults_named(budget):
+        _check_parts(data, budget)
+        if (header := _plain_header(data)) is not None:
             _check_pixels(header, budget)
             return header
-    if (webp := plain_webp(data)) is not None:
-        width, height, alpha = webp
-        header = Header("WEBP", "RGBA" if alpha else "RGB", width, height, width * height)
-        _check_pixels(header, budget)
-        return header
-    with opened(data, budget) as image:
-        return _header(image)
+        with _opened_by_pillow(data, budget) as image:
+            return _header(image)
 
 
 @contextmanager
@@ -72,16 +65,10 @@ def opened(data: bytes, budget: Budget) -> Iterator[Image.Image]:
 
     What the block raises is told as a fault of the image, as `read_header` does.
     """
-    if not data:
-        raise ImageError("the image is empty (0 bytes)")
     with faults_named(budget):
-        check_structure(data, budget)
-        with warnings.catch_warnings():
-            # Pillow warns of large images long before our own limit, and of broken EXIF.
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                _check_pixels(_header(image), budget)
-                yield image
+        _check_parts(data, budget)
+        with _opened_by_pillow(data, budget) as image:
+            yield image
 
 
 @contextmanager
@@ -101,6 +88,38 @@ def faults_named(budget: Budget) -> Iterator[None]:
         if lacks_memory(error) or not _has_room(budget):
             raise MemoryError(_STARVED) from None
         raise ImageError(f"the image is truncated or broken ({_reason(error)})") from None
+
+
+def _check_parts(data: bytes, budget: Budget) -> None:
+    """See that there is something, and that its parts beside the pixels are bounded.
+
+    Raises:
+        ImageError: 400, it is empty; as `check_structure`.
+    """
+    if not data:
+        raise ImageError("the image is empty (0 bytes)")
+    check_structure(data, budget)
+
+
+def _plain_header(data: bytes) -> Header | None:
+    """Of what `structure` knows without Pillow."""
+    if (jpeg := plain_jpeg(data)) is not None:
+        width, height, components = jpeg
+        return Header("JPEG", "RGB" if components == 3 else "L", width, height, width * height)
+    if (webp := plain_webp(data)) is not None:
+        width, height, alpha = webp
+        return Header("WEBP", "RGBA" if alpha else "RGB", width, height, width * height)
+    return None
+
+
+@contextmanager
+def _opened_by_pillow(data: bytes, budget: Budget) -> Iterator[Image.Image]:
+    with warnings.catch_warnings():
+        # Pillow warns of large images long before our own limit, and of broken EXIF.
+        warnings.simplefilter("ignore")
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_pixels(_header(image), budget)
+            yield image
 
 
 def _check_pixels(header: Header, budget: Budget) -> None:
