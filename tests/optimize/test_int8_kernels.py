@@ -10,13 +10,21 @@ from torch import nn
 from torch.ao.nn.quantized import Conv2d as PackedConv2d
 from torch.nn import functional
 
+from optimize.context import Context
+from optimize.models.resolve import resolve_model
+from optimize.passes.fuse import Fuse
+from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.targets import x86_target
-from optimize.store.artifact import REFERENCE_FILE
+from optimize.run.session import Session
+from optimize.store.artifact import REFERENCE_FILE, Artifact
+from optimize.store.objects import Store
+from optimize.training.loop import TrainingConfig
 from serve.runtime.engines.torchscript import use_int8_kernels
+from serve.runtime.images import normalise
 
-from .workbench import noise_context, parent_of, quantizers
+from .workbench import CPU, GREY16, TINY_NET, noise_context, parent_of, quantizers, run
 
 NEEDS_X86 = pytest.mark.skipif(
     "x86" not in torch.backends.quantized.supported_engines, reason="torch has no x86 quantized kernels here"
@@ -105,6 +113,25 @@ def test_a_wide_depthwise_network_is_served_as_it_was_calibrated(
     assert off.max() <= 2.01, "a tie of the first rounding and one of the last"
     assert off.mean() < 0.02
     assert meant.unique().numel() > 100
+
+
+def test_a_trained_wide_depthwise_network_classifies_in_int8_as_it_did(digits_context: Context, tmp_path: Path) -> None:
+    session = Session(Store(tmp_path), resolve_model(f"{TINY_NET}:wide_depthwise"), digits_context)
+    training = TrainingConfig(epochs=4, batch_size=32, learning_rate=0.1, augment=False)
+    baseline = session.baseline(training).artifact
+    quantized = session.apply(session.apply(baseline, Fuse()).artifact, Ptq()).artifact
+    graph = session.apply(quantized, OnnxInt8(input="float")).artifact
+
+    batches = [*digits_context.evaluation(64, CPU)]
+    pixels, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    images = normalise(pixels, GREY16, CPU, torch.float32)
+
+    def points(artifact: Artifact) -> float:
+        return 100 * (run(artifact, images).argmax(1) == labels).double().mean().item()
+
+    assert points(baseline) > 90
+    assert abs(points(quantized) - points(baseline)) <= 1
+    assert abs(points(quantized) - points(graph)) <= 0.5
 
 
 @NEEDS_X86

@@ -37,3 +37,23 @@ def tiny_without_linear(num_classes: int = 10) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, num_classes, 3), nn.BatchNorm2d(num_classes), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     )
+
+
+def wide_depthwise(num_classes: int = 10) -> nn.Module:
+    """Depthwise convolutions of 128 channels, as compact networks have them."""
+
+    def block(channels: int, stride: int) -> list[nn.Module]:
+        depthwise = nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
+        pointwise = nn.Conv2d(channels, channels, 1, bias=False)
+        return [
+            *(depthwise, nn.BatchNorm2d(channels), nn.ReLU6()),
+            *(pointwise, nn.BatchNorm2d(channels), nn.ReLU6()),
+        ]
+
+    stem = nn.Conv2d(1, 128, 3, stride=2, padding=1, bias=False)
+    return nn.Sequential(
+        *(stem, nn.BatchNorm2d(128), nn.ReLU6()),
+        *block(128, 1),
+        *block(128, 2),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, num_classes)),
+    )
