@@ -20,6 +20,7 @@ from optimize.errors import NotApplicableError
 from optimize.export.layers import left_whole
 from optimize.export.program import write_script
 from optimize.export.trace import trace
+from optimize.quantization.between import free_between
 from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.choices import Chosen
 from optimize.quantization.narrow import clamp_packed
@@ -78,6 +79,7 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         if not lost:
             if not target.packed:
                 free_outputs(prepared, target.backend_config())
+            free_between(prepared)
             return prepared
         unbound |= lost
 

@@ -1,0 +1,108 @@
+"""Operators between layers that stay in float: they stay in float, too, instead of rounding what nobody quantized.
+
+FX (2.11 to 2.14) watches every operator that the backend has a pattern for, so that a sum or a pool between two layers
+of which neither is quantized would still be computed in integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx, nn
+from torch.ao.nn.intrinsic.modules.fused import _FusedModule
+from torch.ao.quantization import FakeQuantizeBase
+from torch.ao.quantization.observer import ObserverBase
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+
+_FUNCTIONS = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)
+
+
+def free_between(prepared: fx.GraphModule) -> int:
+    """Take away the watchers of tensors that nothing in integers gives or reads, in place.
+
+    An operator without weights stays in float where the nearest layers before it, or the nearest behind it, all do; at
+    the graph's ends, where there are none on one side, the other side decides. Nothing happens where every layer is
+    quantized.
+
+    Args:
+        prepared: with observers or fake-quantize modules.
+
+    Returns:
+        How many were taken away.
+    """
+    quantized = {node: _is_quantized(prepared, node) for node in prepared.graph.nodes if _has_weights(prepared, node)}
+    if all(quantized.values()):
+        return 0
+    before = _nearest(prepared.graph.nodes, quantized, backwards=False)
+    behind = _nearest(reversed(prepared.graph.nodes), quantized, backwards=True)
+
+    def in_integers(node: fx.Node) -> bool:
+        if node.op in ("placeholder", "output", "get_attr"):
+            return False
+        if node in quantized:
+            return quantized[node]
+        return all(side is not False for side in (before[node], behind[node]))
+
+    watchers = [node for node in prepared.graph.nodes if _is_watcher(prepared, node)]
+    freed = 0
+    for node in watchers:
+        given = node.all_input_nodes[0]
+        if quantized.get(given) or any(in_integers(user) for user in _readers(prepared, node)):
+            continue
+        if given not in quantized and in_integers(given):
+            continue
+        node.replace_all_uses_with(given)
+        prepared.graph.erase_node(node)
+        freed += 1
+        if all(other.target != node.target for other in prepared.graph.nodes):
+            prepared.delete_submodule(str(node.target))  # one that sees nothing has no range
+    prepared.recompile()
+    return freed
+
+
+def _nearest(
+    nodes: Iterable[fx.Node], quantized: dict[fx.Node, bool], *, backwards: bool
+) -> dict[fx.Node, bool | None]:
+    """Whether one of the nearest layers on one side of each node is quantized; None where there is none.
+
+    ``nodes`` come in the graph's order, or for what lies behind (``backwards``) in the reverse of it.
+    """
+    found: dict[fx.Node, bool | None] = {}
+    for node in nodes:
+        near = list(node.users) if backwards else node.all_input_nodes
+        said = [quantized[other] if other in quantized else found.get(other) for other in near]
+        known = [each for each in said if each is not None]
+        found[node] = any(known) if known else None
+    return found
+
+
+def _readers(module: fx.GraphModule, watcher: fx.Node) -> Iterable[fx.Node]:
+    """What reads a watched tensor, other watchers passed over."""
+    for user in watcher.users:
+        if _is_watcher(module, user):
+            yield from _readers(module, user)
+        else:
+            yield user
+
+
+def _called(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _is_watcher(module: fx.GraphModule, node: fx.Node) -> bool:
+    return isinstance(_called(module, node), (ObserverBase, FakeQuantizeBase))
+
+
+def _has_weights(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_function":
+        return node.target in _FUNCTIONS
+    layer = _called(module, node)
+    if isinstance(layer, (_ConvNd, nn.Linear)):  # those of QAT that are fused with a norm, too
+        return True
+    return isinstance(layer, _FusedModule) and isinstance(next(layer.children()), (_ConvNd, nn.Linear))
+
+
+def _is_quantized(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a layer is; the weights that a function is given always are."""
+    return node.op == "call_function" or getattr(_called(module, node), "qconfig", None) is not None
