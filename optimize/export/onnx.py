@@ -80,6 +80,16 @@ def _drop_metadata(model: onnx.ModelProto) -> None:
         item.doc_string = ""
 
 
+def save_changed(model: onnx.ModelProto, path: Path) -> None:
+    """Write a graph whose nodes were changed: without the constants that nothing reads any more, and checked."""
+    graph = model.graph
+    used = {name for node in graph.node for name in node.input}
+    for tensor in [tensor for tensor in graph.initializer if tensor.name not in used]:
+        graph.initializer.remove(tensor)
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, str(path))
+
+
 def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False, literal: bool = False) -> torch.Tensor:
     """Logits ``float32 (N, classes)`` of an ONNX file in ONNX Runtime on the CPU.
 

@@ -16,6 +16,8 @@ from pydantic import Field
 
 from optimize.context import Context
 from optimize.errors import PassError
+from optimize.export.half_layers import halve_layers
+from optimize.export.kept_layers import keep_in_float
 from optimize.export.onnx import INPUT, run_onnx
 from optimize.export.pixels import INPUT_TYPES, TakesPixels, entered, graph_input
 from optimize.passes.base import Pass, register
@@ -48,6 +50,11 @@ class OnnxInt8(TakesPixels, Gate):
         description="least signal-to-noise ratio of the logits in dB, against the parent's integers in exact "
         "arithmetic on 32 training images; below it the stage fails; 25 to 50 are usual",
     )
+    half: tuple[str, ...] = Field(
+        default=(),
+        description="names of layers that the parent left in float, whose weights are stored in FP16, and that are "
+        "computed in it by executions with such kernels; CPU engines compute them in FP32",
+    )
 
 
 def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -> Product:
@@ -62,6 +69,10 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
         target,
         lambda module: entered(module, config.input, context.preprocessing),
     )
+    if target.packed:
+        keep_in_float(path)
+    if config.half:
+        halve_layers(path, config.half)
     size, floats = path.stat().st_size, (parent.parent.folder / WEIGHTS_FILE).stat().st_size
     if size > config.max_size_ratio * floats + summary.float_bytes + _STRUCTURE_BYTES:
         raise PassError(
