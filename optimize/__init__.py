@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from serve.runtime.execution import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from optimize.api import apply, compare, compare_runs, load, package, restore, save
+    from optimize.api import apply, compare, compare_runs, load, package, restore, save, search, sensitivity
     from optimize.data.from_python import image_data
     from optimize.errors import NotApplicableError, PassError
     from optimize.measure.timing import Timing
@@ -65,10 +65,15 @@ __all__ = [
     "package",
     "restore",
     "save",
+    "search",
+    "sensitivity",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("apply", "compare", "compare_runs", "load", "package", "restore", "save"), "optimize.api"),
+    **dict.fromkeys(
+        ("apply", "compare", "compare_runs", "load", "package", "restore", "save", "search", "sensitivity"),
+        "optimize.api",
+    ),
     "Comparison": "optimize.report.comparison",
     "image_data": "optimize.data.from_python",
     "Preprocessing": "serve.runtime.card",

@@ -31,10 +31,11 @@ FLOORS = {
     "optimize.quantization": 5,
     "optimize.passes": 6,
     "optimize.run": 7,
-    "optimize.api": 8,
-    "optimize.variant": 8,
-    "optimize.cli": 8,
-    "optimize.__main__": 8,
+    "optimize.precision": 8,
+    "optimize.api": 9,
+    "optimize.variant": 9,
+    "optimize.cli": 9,
+    "optimize.__main__": 9,
 }
 
 MODULES = sorted(

@@ -214,16 +214,17 @@ class Bench:
         )
         return self._obtain(key, build, read, candidate.artifact)
 
-    def speed(self, candidates: Sequence[Candidate]) -> Kept[SpeedTable]:
+    def speed(self, candidates: Sequence[Candidate], *, beside_eager: bool = True) -> Kept[SpeedTable]:
         """Times of the pairs and of the eager references of the first one's artifact, in turns.
 
-        An artifact without an eager module is represented by the nearest ancestor that has one.
+        An artifact without an eager module is represented by the nearest ancestor that has one. Without
+        ``beside_eager`` the pairs alone take turns.
         """
         first = candidates[0].artifact
-        eager = eager_origin(first)
+        eager = eager_origin(first) if beside_eager else None
         # Names are no inputs: two that the runtime cannot tell apart are measured once.
         distinct = {candidate.digest: candidate for candidate in reversed(candidates)}
-        references = references_on(self.devices)
+        references = references_on(self.devices) if beside_eager else {}
 
         def build(folder: Path) -> None:
             skipped: dict[str, str] = {}
@@ -254,6 +255,10 @@ class Bench:
         if self.remeasure:
             self.store.forget(key.digest)
         return self._obtain(key, build, lambda folder: _speed_table(folder, candidates, references), first)
+
+    def release(self, candidate: Candidate) -> None:
+        """End the pair's process, if it has one: of many pairs that are measured one after another, few may live."""
+        self._pool.release(candidate.digest)
 
     def _load(self, candidate: Candidate) -> Loaded:
         return self._pool.load(candidate.digest, candidate.artifact.folder, candidate.execution)

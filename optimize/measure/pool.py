@@ -106,6 +106,11 @@ class Pool:
         self._loaded[key] = loaded
         return loaded
 
+    def release(self, key: str) -> None:
+        """End the process that has the artifact of this key open, if there is one."""
+        if (loaded := self._loaded.pop(key, None)) is not None:
+            loaded.worker.close()
+
     def another(self) -> Worker:
         """A process with nothing in it, which ends with the others."""
         worker = processes.worker()

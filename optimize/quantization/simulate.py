@@ -7,6 +7,7 @@ each of its layers can be looked at and changed.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -81,3 +82,33 @@ def simulated(prepared: fx.GraphModule) -> fx.GraphModule:
             ends = int(observer.quant_min), int(observer.quant_max)
             module.set_submodule(name, _Rounded(float(scale), int(zero_point), *ends))
     return module
+
+
+def each_alone(prepared: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """For each layer that will be quantized the model with that one alone rounded: weight, what it reads and gives.
+
+    Args:
+        prepared: with observers that have seen images; it is not changed.
+
+    Yields:
+        The layer's name, and the model: always the same object, which is another one as soon as the next is asked for.
+    """
+    rounded, module = simulated(prepared), copy.deepcopy(prepared)
+    observers = [
+        name for name, layer in module.named_modules(remove_duplicate=False) if isinstance(layer, ObserverBase)
+    ]
+    for name in observers:
+        module.set_submodule(name, nn.Identity())
+    places = {str(node.target): node for node in module.graph.nodes if node.op == "call_module"}
+    twins = weighted(rounded)
+    for name, layer in list(weighted(module).items()):
+        node = places[name]
+        near = [str(other.target) for other in (*node.all_input_nodes, *node.users) if str(other.target) in observers]
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        kept, weight.data = weight.data, twins[name].weight.data  # type: ignore[assignment]
+        for watcher in near:
+            module.set_submodule(watcher, rounded.get_submodule(watcher))
+        yield name, module
+        weight.data = kept
+        for watcher in near:
+            module.set_submodule(watcher, nn.Identity())

@@ -219,6 +219,30 @@ class SpeedKey(Bench):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RanksKey(Key):
+    """How far each layer alone, quantized in simulation, takes a network from what it answers.
+
+    Attributes:
+        parent: key of the float module.
+        config: settings of the quantization.
+        images: fingerprint of the training images.
+        preprocessing: of the images.
+        seed: which of them calibrate.
+        libraries: versions of the libraries that compute it.
+        code: digest of the sources that do.
+    """
+
+    kind = "ranks"
+    parent: str
+    config: Mapping[str, Any]
+    images: str
+    preprocessing: Preprocessing
+    seed: int
+    libraries: Mapping[str, str | None]
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProbeKey(Bench):
     """That an engine works on this machine.
 

@@ -79,6 +79,15 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
         "libraries": ({"torch": "2.14"}, {"torch": "2.15"}),
         "code": ("f" * 64, "0" * 64),
     },
+    keys.RanksKey: {
+        "parent": ("a" * 64, "b" * 64),
+        "config": ({"observer": "minmax"}, {"observer": "mse"}),
+        "images": ("d" * 64, "e" * 64),
+        "preprocessing": (PLAIN, dataclasses.replace(PLAIN, resize=20)),
+        "seed": (0, 1),
+        "libraries": ({"torch": "2.14"}, {"torch": "2.15"}),
+        "code": ("f" * 64, "0" * 64),
+    },
     keys.ProbeKey: {
         "engine": ("openvino", "onnxruntime"),
         "device": ("cpu", "cuda"),

@@ -1,0 +1,100 @@
+"""Which layers of a network can be quantized, and which of them seem to matter most, before anything is measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import fx
+
+from optimize.context import Context
+from optimize.measure.machine import versions
+from optimize.passes.ptq import Ptq
+from optimize.quantization.calibration import calibrate
+from optimize.quantization.choices import resolve
+from optimize.quantization.convert import choose, prepare, trace_calls
+from optimize.quantization.gate import sqnr
+from optimize.quantization.ranges import Observer
+from optimize.quantization.simulate import each_alone, weighted
+from optimize.quantization.targets import target_named
+from optimize.run.session import Session
+from optimize.store.artifact import Artifact
+from optimize.store.files import write_json
+from optimize.store.keys import RanksKey
+from optimize.store.sources import code_of
+from serve.runtime.errors import UserError
+from serve.runtime.images import normalise
+
+#: Calibration images that the answers of each simulation are compared on.
+_JUDGED: Final = 64
+_FILE: Final = "ranks.json"
+_SECOND_CALL = re.compile(r"_call\d+$")
+
+
+def layers_of(parent: Artifact, config: Ptq, context: Context) -> dict[str, int]:
+    """The layers that ``ptq`` would quantize, in the graph's order, each with how many weights it has.
+
+    Raises:
+        UserError: there is none.
+    """
+    found: dict[str, int] = {}
+    for name, layer in weighted(_observed(parent, config, context)).items():
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        found.setdefault(_SECOND_CALL.sub("", name), weight.numel())
+    if not found:
+        raise UserError(f"{parent.name} has no layer that ptq can quantize: no convolution and no linear layer")
+    return found
+
+
+def ranks(session: Session, parent: Artifact, config: Ptq) -> dict[str, float]:
+    """SQNR of the logits in dB with each layer alone quantized, simulated in torch on calibration images.
+
+    Nothing is executed as it would be served, and no evaluation image is looked at: this says where to look first.
+    Taken from the store where it was found before.
+    """
+    context = session.context
+    known = versions()
+    key = RanksKey(
+        parent=parent.key,
+        config=config.model_dump(mode="json"),
+        images=context.data.train.fingerprint,
+        preprocessing=context.preprocessing,
+        seed=context.seed,
+        libraries={"torch": known.get("torch")},
+        code=code_of(_ranks),
+    )
+
+    def build(folder: Path) -> None:
+        write_json(_ranks(parent, config, context), folder / _FILE)
+
+    about = f"{session.source.name} on {context.data.name}: ranks of layers"
+    stored = session.store.obtain(key.digest, build, about=about)
+    found: dict[str, float] = json.loads((stored.folder / _FILE).read_text(encoding="utf-8"))
+    return found
+
+
+def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
+    prepared = _observed(parent, config, context).to(context.device)
+    calibrate(prepared, context, context.calibration(config.images))
+    images = normalise(context.pixels(_JUDGED), context.preprocessing, context.device, torch.float32)
+    found: dict[str, float] = {}
+    with torch.no_grad():
+        expected = parent.module().to(context.device)(images).cpu()
+        for name, module in each_alone(prepared):
+            layer, ratio = _SECOND_CALL.sub("", name), sqnr(expected, module(images).cpu())
+            # JSON has no infinity; no layer that is quantized reaches a tenth of this.
+            found[layer] = min(found.get(layer, 1e3), max(ratio, -1e3))
+    return found
+
+
+def _observed(parent: Artifact, config: Ptq, context: Context) -> fx.GraphModule:
+    """The network with what watches its tensors."""
+    target, traced = target_named(config.target), trace_calls(parent.module())
+    # Which observer is best is found for the whole network, and hardly matters for an order.
+    observer: Observer = "histogram" if config.observer == "auto" else config.observer
+    chosen = resolve(next(parent.line()).module, config)
+    mapping = choose(traced, target.post_training(observer), chosen, target.observing)
+    return prepare(traced, mapping, context.example(), target)

@@ -1,0 +1,387 @@
+"""The precision of each layer under a budget of accuracy and latency, by trials that are really executed.
+
+Half of the evaluation images choose, and the others judge what was chosen. Whatever is found is measured at the end in
+turns with every float execution; a pair that is slower than the fastest of those is not returned.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, field_validator
+
+from optimize.errors import NotApplicableError
+from optimize.measure.bench import Bench, Candidate
+from optimize.measure.latency import Speed, compare, level
+from optimize.measure.machine import machine
+from optimize.measure.rows import Difference, Judgement, Measured, Pair, Ratio, Row, Skip
+from optimize.measure.statistics import paired_difference
+from optimize.measure.timing import Timing
+from optimize.passes.fuse import Fuse
+from optimize.passes.onnx import Onnx
+from optimize.passes.onnx_int8 import OnnxInt8
+from optimize.passes.ptq import Ptq
+from optimize.precision.layers import layers_of, ranks
+from optimize.precision.methods import METHODS, MethodName, given_back
+from optimize.precision.records import Budget, Found, Trial
+from optimize.precision.sentences import Choice, why
+from optimize.precision.trials import Bed, Mixed, Precisions, fastest_execution
+from optimize.run.halves import Halves, Right, halves
+from optimize.run.results import Measurements, measure
+from optimize.run.session import Session, Step
+from optimize.run.turns import Turns
+from optimize.store.artifact import Artifact
+from serve.config import Config
+from serve.runtime.errors import EngineError, PipelineError, UserError
+from serve.runtime.execution import Execution
+
+#: Trials that are measured once more at the end, in turns with everything else.
+_FINALISTS = 3
+
+
+class Search(Config):
+    """What a search is to find, and how."""
+
+    max_drop: float = Field(
+        default=0.005, ge=0, le=1, description="largest loss of top-1, as a fraction, on the images that choose"
+    )
+    max_latency_ms: float | None = Field(default=None, gt=0, description="longest median latency of one image, in ms")
+    bits: tuple[int, ...] = Field(
+        default=(8, 32),
+        description="precisions that layers may have: 8 (int8), 16 (FP16 weights, and arithmetic where an execution "
+        "has it), 32; 8 and at least one of the others",
+    )
+    method: MethodName = Field(
+        default="greedy",
+        description="how layers to leave in float are looked for: greedy (by their sensitivity in simulation) or "
+        "halving (delta debugging, without an order)",
+    )
+    max_trials: int | None = Field(default=None, ge=1, description="most trials, of which the best is taken; None: all")
+    execution: str | None = Field(
+        default=None, description="the engine that trials run by; None: that which runs int8 fastest"
+    )
+
+    @field_validator("bits")
+    @classmethod
+    def _some_of_three(cls, bits: tuple[int, ...]) -> tuple[int, ...]:
+        if not {8} < set(bits) <= {8, 16, 32}:
+            raise ValueError(f"are 8 and at least one of 16 and 32, such as 8,32; not {','.join(map(str, bits))}")
+        return tuple(sorted(set(bits)))
+
+
+class _SpentError(Exception):
+    """No trial is left."""
+
+
+@dataclass
+class _Ledger:
+    """The trials so far: every set of precisions is tried once.
+
+    Attributes:
+        bed: where they are made.
+        start: the float graph by the execution of all trials.
+        baseline: whether the float baseline answers each image correctly.
+        halves: which images choose.
+        by: what is searched.
+    """
+
+    bed: Bed
+    start: Candidate
+    baseline: NDArray[np.bool_]
+    halves: Halves
+    by: Search
+    trials: list[Trial] = field(default_factory=list)
+    made: dict[Precisions, tuple[Trial, Mixed | None]] = field(default_factory=dict)
+
+    def holds(self, precisions: Precisions) -> bool:
+        """Whether the budget of accuracy is kept on the images that choose."""
+        if precisions not in self.made:
+            if self.by.max_trials is not None and len(self.trials) >= self.by.max_trials:
+                raise _SpentError
+            self._try(precisions)
+        return self.made[precisions][0].holds
+
+    def best(self) -> list[tuple[Precisions, Trial, Mixed]]:
+        """The trials that hold, those first that were the fastest beside the float graph."""
+        held = [(key, trial, mixed) for key, (trial, mixed) in self.made.items() if trial.holds and mixed is not None]
+        return sorted(held, key=lambda entry: -entry[1].speedup.value if entry[1].speedup else 0.0)
+
+    def _try(self, precisions: Precisions) -> None:
+        number, listener = len(self.trials) + 1, self.bed.session.context.listener
+        said = f"trial {number}"
+        listener.started(said)
+        mixed = None
+        try:
+            mixed = self.bed.make(precisions)
+            trial = self._measured(number, precisions, mixed)
+        except UserError:
+            raise
+        except PipelineError as error:
+            skip = Skip(kind="failed", reason=str(error))
+            trial = Trial(number=number, bits=precisions.bits, delta=None, holds=False, skip=skip)
+        cached = mixed is not None and all(step.cached for step in mixed.steps)
+        listener.ended(said, 0.0, cached=cached, skipped=str(trial.skip) if trial.skip else None)
+        self.trials.append(trial)
+        self.made[precisions] = trial, mixed
+
+    def _measured(self, number: int, precisions: Precisions, mixed: Mixed) -> Trial:
+        candidate = Candidate(mixed.graph.artifact, self.start.execution)
+        right = self.bed.answers(candidate).first.numpy()
+        delta = _difference(self.baseline, right, self.halves.choose).delta
+        # At the edge it is a whole number of images, which fractions only come near to.
+        held = delta >= -self.by.max_drop - 1e-9
+        if not held:
+            self.bed.bench.release(candidate)
+            return Trial(number=number, bits=precisions.bits, delta=delta, holds=False)
+        speeds = self.bed.speeds([self.start, candidate])
+        self.bed.bench.release(candidate)
+        return Trial(
+            number=number,
+            bits=precisions.bits,
+            delta=delta,
+            holds=True,
+            p50=_p50(speeds[candidate.id]),
+            speedup=compare(speeds[self.start.id], speeds[candidate.id]),
+        )
+
+
+def search(
+    session: Session,
+    baseline: Step,
+    by: Search,
+    *,
+    ptq: Ptq | None = None,
+    timing: Timing,
+    devices: tuple[str, ...],
+) -> tuple[Found, frozenset[str]]:
+    """Choose the precision of each layer of a model.
+
+    Args:
+        session: of the model.
+        baseline: its float module, which all accuracies are compared with.
+        by: what is asked for, and how it is looked for.
+        ptq: settings of the quantization.
+        timing: how speed is measured.
+        devices: where.
+
+    Returns:
+        What was found, and the keys of all objects in the store that the search made or read.
+
+    Raises:
+        UserError: there is no layer to quantize, or no such execution.
+        PipelineError: the float network cannot be measured.
+    """
+    ptq = ptq or Ptq()
+    floats = _floats(session, baseline)
+    parent, float_graph = floats[-2].artifact, floats[-1].artifact
+    layers = layers_of(parent, ptq, session.context)
+    order = _order(session, parent, ptq, by, layers)
+    start = measure(floats, Bench(session.store, session.context, timing, devices))  # what is to be beaten
+    bench = Bench(session.store, session.context, timing, devices)
+    bed = Bed(session, bench, parent, ptq, OnnxInt8())
+    bed.note(step.artifact for step in floats)
+    bed.keys.update(start.keys)
+    right = start.right[_first(start.rows)]
+    ledger: _Ledger | None = None
+    unable = ""
+    with bench:
+        try:
+            execution = _execution(bed, float_graph, by)
+            ledger = _Ledger(bed, Candidate(float_graph, execution), right, halves(right), by)
+            _run(ledger, order)
+        except _SpentError:
+            unable = f"The search ended after {by.max_trials} trials, as it was told."
+        except EngineError as error:
+            unable = f"INT8 was not tried: {error}."
+    finalists = ledger.best()[:_FINALISTS] if ledger else []
+    mixed = {key: found for key, _, found in finalists}
+    steps = [*floats, *(step for found in mixed.values() for step in found.steps)]
+    final = measure(steps, Bench(session.store, session.context, timing, devices)) if mixed else start
+    bed.keys.update(final.keys)
+    choice = choose(final.rows, final.turns, final.right, halves(right), by)
+    of_pair = {step.artifact.name: key for key, found in mixed.items() for step in found.steps}
+    chosen = of_pair.get(choice.row.name) if choice.row else None
+    bits = dict.fromkeys(layers, 32) if chosen is None else dict.fromkeys(layers, 8) | chosen.bits
+    trials = tuple(ledger.trials) if ledger else ()
+    found = Found(
+        title=f"{session.source.name} on {session.context.data.name}",
+        budget=Budget(max_drop=by.max_drop, max_latency_ms=by.max_latency_ms, bits=by.bits),
+        method=by.method,
+        layers=len(layers),
+        chose=len(halves(right).choose),
+        trials=trials,
+        pair=choice.pair.id if choice.pair else None,
+        execution=choice.pair.execution if choice.pair else None,
+        bits=bits if choice.pair else {},
+        p50=choice.p50,
+        judged=_judged(choice, final, halves(right)),
+        fastest_float=choice.float_name,
+        fastest_float_p50=choice.float_p50,
+        why=(),
+        stages=tuple(_stages(steps, choice.row)),
+        timing=timing,
+        cpu=str(machine(session.context.device)["cpu"]),
+    )
+    said = why(found, choice, [name for name in (unable,) if name])
+    return found.model_copy(update={"why": said}), frozenset(bed.keys)
+
+
+def _floats(session: Session, baseline: Step) -> list[Step]:
+    """The baseline, what of it is quantized, and its float graph."""
+    steps = [baseline]
+    try:
+        steps.append(session.apply(baseline.artifact, Fuse()))
+    except NotApplicableError as error:
+        session.context.listener.said(f"fuse: {error}")
+    # `floats[-2]` is what is quantized: the fused module, or the baseline where there is nothing to fuse.
+    return [*steps, session.apply(steps[-1].artifact, Onnx())]
+
+
+def _order(session: Session, parent: Artifact, ptq: Ptq, by: Search, layers: Mapping[str, int]) -> list[str]:
+    """The layers as the method wants them: the most sensitive first, or as they stand in the graph."""
+    if by.method != "greedy":
+        return list(layers)
+    found = ranks(session, parent, ptq)
+    return sorted(layers, key=lambda name: found.get(name, 0.0))
+
+
+def _execution(bed: Bed, float_graph: Artifact, by: Search) -> Execution:
+    """What all trials are run by.
+
+    Where not even the gate lets the fully quantized network pass, it is what would run it: the first that works.
+    """
+    try:
+        graph = bed.make(Precisions()).graph.artifact
+    except (UserError, EngineError):
+        raise
+    except PipelineError:
+        candidates = bed.bench.candidates(float_graph)
+        named = [c for c in candidates if by.execution in (None, c.execution.engine)]
+        if not named:
+            raise UserError(f"there is no execution {by.execution!r} of the float graph here") from None
+        return named[0].execution
+    return fastest_execution(bed, float_graph, graph, by.execution)
+
+
+def _run(ledger: _Ledger, order: list[str]) -> None:
+    """Look for the layers that must not be int8, and then for those of them that 16 bits are enough for.
+
+    Raises:
+        _SpentError: no trial is left.
+    """
+    bits = ledger.by.bits
+    every = frozenset(order)
+
+    def wide(left: frozenset[str]) -> Precisions:
+        return Precisions(single=left) if 32 in bits else Precisions(half=left)
+
+    def holds(left: frozenset[str]) -> bool:
+        return left == every or ledger.holds(wide(left))
+
+    if holds(frozenset()):
+        return
+    kept = METHODS[ledger.by.method](order, holds)
+    if {16, 32} <= set(bits) and kept != every:
+        left = [name for name in order if name in kept]
+        if not ledger.holds(Precisions(half=kept)):
+            given_back(left, kept, lambda single: ledger.holds(Precisions(single, kept - single)))
+
+
+def choose(rows: Sequence[Row], taken: Turns, right: Right, parts: Halves, by: Search) -> Choice:
+    """The fastest pair of those that keep the budget, float or not; never an int8 one that a float execution beats.
+
+    Args:
+        rows: everything that was measured in turns, the baseline first.
+        taken: the turns.
+        right: which images each pair answers correctly.
+        parts: which images choose.
+        by: the budget.
+    """
+    baseline, speeds, yardstick = right[_first(rows)], taken.speeds, taken.yardstick
+    measured = [(row, pair, pair.measured) for row in rows for pair in row.pairs if pair.measured]
+    holding: list[tuple[Row, Pair, Measured]] = []
+    refused: dict[str, str] = {}
+    beaten: dict[str, Ratio] = {}
+    for row, pair, found in measured:
+        is_float = row.file is not None and row.file.is_float
+        delta = _difference(baseline, right[pair.id], parts.choose).delta
+        if delta < -by.max_drop - 1e-9:
+            refused[pair.id] = f"loses {-delta * 100:.2f} points"
+        elif not is_float and found.speedup.value < 1:
+            beaten[pair.id] = found.speedup
+        elif by.max_latency_ms is not None and found.latency_ms.p50 > by.max_latency_ms:
+            refused[pair.id] = f"takes {found.latency_ms.p50:.3g} ms"
+        else:
+            holding.append((row, pair, found))
+    choice = Choice(
+        float_name=yardstick,
+        float_p50=_p50(speeds[yardstick]),
+        float_is_pair=any(pair.id == yardstick for _, pair, _ in measured),
+        refused=refused,
+        beaten=beaten,
+    )
+    if not holding:
+        quickest = min((found.latency_ms.p50, pair.id) for _, pair, found in measured if pair.id not in beaten)
+        return replace(choice, quickest=quickest)
+    first = min(holding, key=lambda entry: entry[2].latency_ms.p50)
+    equals = [first, *(entry for entry in holding if entry is not first and _as_good(entry, first, speeds))]
+    row, pair, found = min(
+        equals, key=lambda entry: (entry[0].file.bytes if entry[0].file else 0, entry[2].latency_ms.p50)
+    )
+    return replace(choice, row=row, pair=pair, measured=found)
+
+
+def _as_good(other: tuple[Row, Pair, Measured], first: tuple[Row, Pair, Measured], speeds: Mapping[str, Speed]) -> bool:
+    """Whether another int8 pair is as fast as the first; a float one is returned only if it is the fastest itself."""
+    if any(entry[0].file is None or entry[0].file.is_float for entry in (other, first)):
+        return False
+    return not level(speeds[first[1].id].medians(), speeds[other[1].id].medians()).slower
+
+
+def _judged(choice: Choice, final: Measurements, parts: Halves) -> Judgement | None:
+    """The chosen pair on the images that did not choose."""
+    if choice.pair is None:
+        return None
+    first, right = _first(final.rows), final.right[choice.pair.id]
+    return Judgement(
+        images=len(parts.judge),
+        top1=float(right[parts.judge].mean()),
+        difference=None if choice.pair.id == first else _difference(final.right[first], right, parts.judge),
+    )
+
+
+def _difference(baseline: NDArray[np.bool_], right: NDArray[np.bool_], images: NDArray[np.int64]) -> Difference:
+    found = paired_difference(baseline[images], right[images])
+    return Difference(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
+
+
+def _stages(steps: list[Step], chosen: Row | None) -> list[dict[str, Any]]:
+    """The stages of a recipe that makes what was chosen, and the float ones that it was compared with."""
+    wanted = {step.artifact.name for step in steps if "int" not in step.artifact.card.precision}
+    for step in steps:
+        if chosen is not None and step.artifact.name == chosen.name:
+            wanted |= {artifact.name for artifact in step.artifact.line()}
+    found = []
+    for step in steps:
+        artifact = step.artifact
+        if artifact.parent is None or artifact.name not in wanted:
+            continue
+        last = artifact.card.lineage[-1]
+        found.append(
+            {"pass": last.operation, "name": artifact.name, "from": artifact.parent.name, "config": dict(last.config)}
+        )
+    return found
+
+
+def _first(rows: Sequence[Row]) -> str:
+    """Id of the baseline's pair that all are compared with."""
+    return next(pair.id for pair in rows[0].pairs if pair.measured)
+
+
+def _p50(speed: Speed) -> float:
+    return statistics.median(speed.medians())

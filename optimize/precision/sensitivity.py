@@ -1,0 +1,180 @@
+"""Each layer alone quantized, and all but each: what it costs in accuracy, and what it wins in time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any, Final
+
+from optimize.measure.accuracy import Answers, parity
+from optimize.measure.bench import Bench, Candidate
+from optimize.measure.latency import Speed, compare
+from optimize.measure.machine import machine
+from optimize.measure.rows import Difference, Skip
+from optimize.measure.statistics import paired_difference
+from optimize.measure.timing import Timing
+from optimize.passes.onnx import Onnx
+from optimize.passes.onnx_int8 import OnnxInt8
+from optimize.passes.ptq import Ptq
+from optimize.precision.layers import layers_of
+from optimize.precision.records import Figure, Layer, Sensitivity
+from optimize.precision.trials import Bed, Precisions, fastest_execution
+from optimize.run.session import Session
+from optimize.store.artifact import Artifact
+from serve.runtime.engines.base import execution_id
+from serve.runtime.errors import PipelineError, UserError
+
+#: One image at a time, of which trials are made; a table of batch sizes would take as many times as long.
+ONE_IMAGE: Final = Timing(batch_sizes=(1,))
+
+#: No gate: how far a broken network is off is what is asked for. JSON has no infinity.
+_UNGATED: Final[dict[str, Any]] = {"min_sqnr": -1e6, "min_agreement": 0.0}
+
+
+def one_image(timing: Timing) -> Timing:
+    """The same measurement, of one image at a time."""
+    return timing.model_copy(update={"batch_sizes": (1,)})
+
+
+def sensitivity(
+    session: Session,
+    parent: Artifact,
+    ptq: Ptq,
+    *,
+    timing: Timing,
+    devices: tuple[str, ...],
+    execution: str | None = None,
+) -> tuple[Sensitivity, frozenset[str]]:
+    """Measure every layer of a float module, alone in int8 and alone in float.
+
+    Each of the two trials of a layer is an artifact of ``ptq`` and ``onnx-int8`` in the session's store, as is what was
+    measured of it: a run that was stopped goes on from there.
+
+    Args:
+        session: of the model.
+        parent: the float module that ``ptq`` quantizes, such as a ``fuse`` artifact.
+        ptq: settings of the quantization, without the gate, which is left out.
+        timing: how speed is measured.
+        devices: where.
+        execution: the engine that runs all graphs; by default the one that is fastest with every layer quantized.
+
+    Returns:
+        What was found, and the keys of all objects in the store that it is made of.
+
+    Raises:
+        UserError: there is no layer to quantize, or no such execution.
+        PipelineError: the float graph cannot be made or measured.
+    """
+    if parent.kind != "module":
+        raise UserError(f"sensitivity is of a float module, and {parent.name} is none")
+    listener = session.context.listener
+    layers = layers_of(parent, ptq, session.context)
+    with Bench(session.store, session.context, timing, devices) as bench:
+        bed = Bed(
+            session,
+            bench,
+            parent,
+            ptq.model_copy(update=_UNGATED),
+            OnnxInt8(**_UNGATED, max_size_ratio=1.0),
+        )
+        float_graph = session.apply(parent, Onnx(), "onnx").artifact
+        bed.note([float_graph])
+        whole_graph = bed.make(Precisions()).graph.artifact
+        chosen = fastest_execution(bed, float_graph, whole_graph, execution)
+        start, whole = Candidate(float_graph, chosen), Candidate(whole_graph, chosen)
+        expected = bed.answers(start)
+
+        def measured(trial: Candidate, beside: Candidate) -> Figure:
+            """A trial; what is won is that of ``beside`` (in float) to the trial, or of the trial to the whole."""
+            found = bed.answers(trial)
+            contestants = list({each.id: each for each in (start, whole, trial)}.values())
+            speeds = bed.speeds(contestants)
+            slow, fast = (trial, whole) if beside is whole else (beside, trial)
+            return _figure(expected, found, speeds[trial.id], speeds[slow.id], speeds[fast.id])
+
+        def tried(left: frozenset[str], beside: Candidate, said: str) -> Figure | Skip:
+            listener.started(said)
+            try:
+                artifact = bed.make(Precisions(single=left)).graph.artifact
+                trial = Candidate(artifact, chosen)
+                figure = measured(trial, beside)
+            except UserError:
+                raise
+            except PipelineError as error:
+                listener.ended(said, 0.0, cached=False, skipped=str(error))
+                return Skip(kind="failed", reason=str(error))
+            if trial.id != whole.id:
+                bench.release(trial)
+            listener.ended(said, 0.0, cached=False, skipped=None)
+            return figure
+
+        whole_figure = measured(whole, start)
+        every = frozenset(layers)
+        found = tuple(
+            Layer(
+                name=name,
+                weights=weights,
+                alone=tried(every - {name}, start, f"{name} alone"),
+                all_but=tried(frozenset({name}), whole, f"all but {name}"),
+            )
+            for name, weights in layers.items()
+        )
+        p50 = statistics.median(bed.speeds([start, whole])[start.id].medians())
+    return (
+        Sensitivity(
+            title=f"{session.source.name} on {session.context.data.name}",
+            parent=parent.name,
+            config=ptq.model_dump(mode="json"),
+            execution=chosen,
+            runs_on=execution_id(chosen),
+            images=len(expected.first),
+            top1=expected.top1,
+            p50=p50,
+            whole=whole_figure,
+            layers=found,
+            timing=timing,
+            cpu=str(machine(session.context.device)["cpu"]),
+        ),
+        frozenset(bed.keys),
+    )
+
+
+def subject(artifact: Artifact, ptq: Ptq | None) -> tuple[Artifact, Ptq]:
+    """The float module that is looked at, and how it is quantized.
+
+    Args:
+        artifact: that module; or what ``ptq`` made of it, or ``onnx-int8`` of that.
+        ptq: how; None: as it was quantized, or with the pass's usual settings.
+
+    Raises:
+        UserError: the artifact is of another kind.
+    """
+    found: Artifact | None = artifact
+    while found is not None and found.kind != "module":
+        last = found.card.lineage[-1]
+        if last.operation == "ptq" and found.parent is not None:
+            return found.parent, ptq or Ptq(**last.config)
+        if last.operation != "onnx-int8":
+            break
+        found = found.parent
+    if found is None or found.kind != "module":
+        raise UserError(
+            f"{artifact.name} cannot be looked at layer by layer: that takes a float module, or what ptq made of one"
+        )
+    return found, ptq or Ptq()
+
+
+def _figure(expected: Answers, found: Answers, own: Speed, slow: Speed, fast: Speed) -> Figure:
+    """A trial's figure; what is won is from ``slow`` to ``fast``."""
+    paired = paired_difference(expected.first.numpy(), found.first.numpy())
+    won: Callable[[Speed], list[float]] = Speed.medians
+    return Figure(
+        top1=found.top1,
+        difference=Difference(
+            delta=paired.delta, low=paired.low, high=paired.high, gained=paired.gained, lost=paired.lost
+        ),
+        sqnr_db=parity(expected, found, "float").sqnr_db,
+        p50=statistics.median(own.medians()),
+        won_ms=statistics.median(before - after for before, after in zip(won(slow), won(fast), strict=True)),
+        speedup=compare(slow, fast),
+    )

@@ -1,0 +1,175 @@
+"""One trial: some layers in int8 and the others not, made by the passes that users run, measured as all is measured.
+
+Everything that it consists of is in the store by its own key, so that a search that was stopped finds its trials there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from optimize.errors import NotApplicableError
+from optimize.measure.accuracy import Answers
+from optimize.measure.bench import Bench, Candidate
+from optimize.measure.latency import Speed
+from optimize.passes.onnx_int8 import OnnxInt8
+from optimize.passes.ptq import Ptq
+from optimize.run.session import Session, Step
+from optimize.store.artifact import Artifact
+from optimize.store.keys import make_key
+from serve.runtime.engines.base import execution_id
+from serve.runtime.errors import EngineError, PipelineError, UserError
+from serve.runtime.execution import Execution
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """Which layers are not int8: those in FP32 and those in FP16."""
+
+    single: frozenset[str] = frozenset()
+    half: frozenset[str] = frozenset()
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Of the layers that are not int8, by name."""
+        wide = dict.fromkeys(self.single, 32) | dict.fromkeys(self.half, 16)
+        return dict(sorted(wide.items()))
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits."""
+        return make_key(bits=self.bits)[:8]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A trial's artifacts: the quantized module, and the graph of it that is measured."""
+
+    quantized: Step
+    graph: Step
+
+    @property
+    def steps(self) -> tuple[Step, Step]:
+        """Both, the parent first."""
+        return self.quantized, self.graph
+
+
+@dataclass(frozen=True)
+class Bed:
+    """Where trials are made and measured.
+
+    Attributes:
+        session: of the model.
+        bench: what measures.
+        parent: the float module that is quantized.
+        ptq: how; its ``keep_float`` are left in float by every trial.
+        graph: settings of the graph.
+        keys: of all objects of the store that trials consist of; grows.
+    """
+
+    session: Session
+    bench: Bench
+    parent: Artifact
+    ptq: Ptq
+    graph: OnnxInt8
+    keys: set[str] = field(default_factory=set)
+
+    def configs(self, precisions: Precisions) -> tuple[Ptq, OnnxInt8]:
+        """The settings of the two passes."""
+        kept = tuple(sorted({*self.ptq.keep_float, *precisions.single, *precisions.half}))
+        return (
+            self.ptq.model_copy(update={"keep_float": kept}),
+            self.graph.model_copy(update={"half": tuple(sorted(precisions.half))}),
+        )
+
+    def make(self, precisions: Precisions) -> Mixed:
+        """The trial's artifacts, made or found in the store.
+
+        Raises:
+            PipelineError: a pass has nothing to do, or its result is not what it promises.
+        """
+        ptq, graph = self.configs(precisions)
+        mark = f"-{precisions.digest}" if precisions.bits else ""
+        quantized = self._made(self.parent, ptq, f"ptq{mark}")
+        return Mixed(quantized, self._made(quantized.artifact, graph, f"onnx-int8{mark}"))
+
+    def answers(self, candidate: Candidate) -> Answers:
+        """What a pair answers on the evaluation images."""
+        kept = self.bench.answers(candidate)
+        self.keys.add(kept.key)
+        return kept.value
+
+    def speeds(self, candidates: Sequence[Candidate]) -> dict[str, Speed]:
+        """Times of pairs that took turns, by id.
+
+        Raises:
+            PipelineError: one of them could not be timed.
+        """
+        kept = self.bench.speed(candidates, beside_eager=False)
+        self.keys.add(kept.key)
+        if kept.value.skipped:
+            name, reason = next(iter(kept.value.skipped.items()))
+            raise PipelineError(f"{name} could not be timed: {reason}")
+        return dict(kept.value.speeds)
+
+    def note(self, artifacts: Iterable[Artifact]) -> None:
+        """Take note of what artifacts consist of, their ancestors included."""
+        for artifact in artifacts:
+            self.keys.update(key for each in artifact.line() for key in each.objects)
+
+    def _made(self, parent: Artifact, config: Ptq | OnnxInt8, name: str) -> Step:
+        try:
+            step = self.session.apply(parent, config, name)
+        except (PipelineError, NotApplicableError, OSError):
+            raise
+        except Exception as error:
+            raise PipelineError(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        self.note([step.artifact])
+        return step
+
+
+def shared_executions(bed: Bed, first: Artifact, second: Artifact) -> list[Execution]:
+    """The executions that run both artifacts here.
+
+    Raises:
+        EngineError: there is none; the message says why.
+    """
+    runs = [{execution_id(c.execution): c.execution for c in bed.bench.candidates(each)} for each in (first, second)]
+    works, reasons = [], []
+    for name, execution in runs[0].items():
+        if name in runs[1]:
+            try:
+                bed.keys.add(bed.bench.probe(execution))
+            except EngineError as error:
+                reasons.append(str(error))
+            else:
+                works.append(execution)
+    if not works:
+        said = "; ".join(reasons) or f"{', '.join(runs[0])} and {', '.join(runs[1])} have none in common"
+        raise EngineError(f"no execution runs both {first.name} and {second.name} here: {said}")
+    return works
+
+
+def fastest_execution(bed: Bed, float_graph: Artifact, graph: Artifact, wanted: str | None) -> Execution:
+    """The execution that runs the quantized graph fastest, of those that run the float one, too; or the one wanted.
+
+    Raises:
+        UserError: the wanted one is none of them.
+        EngineError: there is none.
+    """
+    works = shared_executions(bed, float_graph, graph)
+    if wanted is not None:
+        named = [execution for execution in works if wanted in (execution.engine, execution_id(execution))]
+        if not named:
+            known = ", ".join(execution_id(execution) for execution in works)
+            raise UserError(f"there is no execution {wanted!r} of both the float and the int8 graph here; use {known}")
+        works = named
+    if len(works) == 1:
+        return works[0]
+    candidates = [Candidate(graph, execution) for execution in works]
+    speeds = bed.speeds(candidates)
+    best = min(candidates, key=lambda candidate: statistics.median(speeds[candidate.id].medians()))
+    for candidate in candidates:
+        bed.bench.release(candidate)
+    return best.execution

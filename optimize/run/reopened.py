@@ -1,0 +1,78 @@
+"""A finished run's model, data and artifacts, opened again by its name alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from optimize.data.formats.base import open_data
+from optimize.listener import Listener
+from optimize.measure.rows import Report
+from optimize.models.preprocessing import PreprocessingConfig, Wish
+from optimize.report.runs import report_of
+from optimize.run.identity import Identity
+from optimize.run.job import Job, open_job
+from optimize.run.saved import take
+from optimize.run.session import Session, Step
+from serve import layout
+from serve.runtime.card import load_card
+from serve.runtime.errors import UserError, did_you_mean
+
+
+def reopen_run(
+    store: Path, run: str, listener: Listener, *, seed: int = 0, device: str = "auto"
+) -> tuple[Session, Report]:
+    """The session of a run, as it was when the run was made.
+
+    Args:
+        store: where the run is.
+        run: its name.
+        listener: of the session.
+        seed: that the run was made with; it is not written down in it.
+        device: where to calibrate.
+
+    Raises:
+        UserError: there is no such run, or its model or data cannot be opened as they were then.
+    """
+    report = report_of(store, run)
+    place = store / run / layout.IDENTITY_FILE
+    try:
+        identity = Identity(**json.loads(place.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise UserError(f"{place} is missing or unreadable; run the model again") from None
+    data = open_data(identity.data, seed=seed, listener=listener)
+    card = load_card(layout.artifact_folder(store, run, report.baseline.name))
+    if len(card.classes) == len(data.classes):
+        data = dataclasses.replace(data, classes=card.classes)  # names that a file gave the run
+    wished = {part.name: getattr(card.preprocessing, part.name) for part in dataclasses.fields(card.preprocessing)}
+    job = Job(
+        model=identity.model,
+        data=data,
+        store=store,
+        device=device,
+        seed=seed,
+        val_images=report.data.val if report.data.val_of else None,
+        preprocessing=Wish(PreprocessingConfig(**wished), "the run's {}"),
+    )
+    session = open_job(job, listener).session
+    own, then = session.context.data, report.data
+    if (own.fingerprint, own.val.fingerprint) != (then.fingerprint, then.val_fingerprint):
+        session.close()
+        raise UserError(
+            f"the images of {identity.data} are not those that {run} was made with: they have changed, or the run had "
+            f"another --seed than {seed}"
+        )
+    return session, report
+
+
+def artifact_of(session: Session, report: Report, run: str, name: str) -> Step:
+    """An artifact of a run in its session, with its ancestors if the store still has them.
+
+    Raises:
+        UserError: the run has no such artifact, or it is damaged.
+    """
+    made = [row.name for row in report.rows if row.file is not None]
+    if name not in made:
+        raise UserError(f"run {run!r} has no artifact {name!r}{did_you_mean(name, made)}; it has {', '.join(made)}")
+    return take(session, layout.artifact_folder(session.store.root, run, name))

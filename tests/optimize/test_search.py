@@ -1,0 +1,466 @@
+"""The search for each layer's precision, on a network that int8 breaks in one layer, and what it must never return."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import optimize as opt
+from optimize import api
+from optimize.measure.latency import Speed
+from optimize.measure.rows import Accuracy, Difference, Footprint, Judgement, Measured, ModelFile, Pair, Row
+from optimize.models.checkpoint import read_checkpoint
+from optimize.models.resolve import resolve_model
+from optimize.precision.files import write_search
+from optimize.precision.layers import layers_of, ranks
+from optimize.precision.records import Budget, Figure, Found, Trial
+from optimize.precision.search import Search, choose, search
+from optimize.precision.sensitivity import sensitivity
+from optimize.precision.sentences import Choice, why
+from optimize.precision.table import print_search
+from optimize.run.halves import Halves, halves
+from optimize.run.recipe import load_recipe
+from optimize.run.session import Session, Step
+from optimize.run.turns import turns
+from optimize.store.objects import Store
+from optimize.variant import Variant
+from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
+
+from .runs_fixtures import Heard
+from .workbench import TINY_NET
+
+LAYERS = ("stem.0", "depthwise.0", "expand.0", "residual.0", "head")
+BROKEN = "expand.0"
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
+#: One engine, and as few calls as there can be: no test here reads a time.
+QUICK = opt.Timing(rounds=1, batch_sizes=(1,), seconds=0.001, minimum=1, executions=("onnxruntime",))
+#: Without the gate, so that a broken network is measured like another.
+OPEN = opt.Ptq(images=64, observer="minmax", min_sqnr=-1e6, min_agreement=0.0)
+BUDGET = 0.05
+
+
+@pytest.fixture(scope="module")
+def checkpoint(trained, tmp_path_factory) -> Path:
+    """The tiny network with an outlier: one layer's weights for a channel that is always 0 are 300 times the others.
+
+    In float it changes nothing. In int8 the scale of each of the layer's output channels is that of the outlier, and
+    its other weights become 0.
+    """
+    state = {name: tensor.clone() for name, tensor in trained.module().state_dict().items()}
+    state["depthwise.1.weight"][0] = 0.0
+    state["depthwise.1.bias"][0] = -1.0  # behind its ReLU this is 0, in float and in int8
+    weight = state["expand.0.weight"]
+    weight[:, 0] = 300 * weight.abs().max()
+    path = tmp_path_factory.mktemp("outlier") / "outlier.pt"
+    torch.save(state, path)
+    return path
+
+
+@dataclass
+class Bench:
+    """A session on the broken network, and its baseline."""
+
+    session: Session
+    baseline: Step
+    heard: Heard = field(default_factory=Heard)
+
+
+def opened(store: Path, checkpoint: Path, context: Any, listener: Any = None) -> Bench:
+    heard = Heard() if listener is None else listener
+    session = Session(
+        Store(store), resolve_model(f"{TINY_NET}:tiny"), type(context)(**{**vars(context), "listener": heard})
+    )
+    return Bench(session, session.baseline(checkpoint=read_checkpoint(checkpoint)), heard)
+
+
+@pytest.fixture(scope="module")
+def bench(checkpoint, digits_context, tmp_path_factory, uncompiled) -> Bench:
+    return opened(tmp_path_factory.mktemp("search-store"), checkpoint, digits_context)
+
+
+def searched(bench: Bench, **by: Any) -> tuple[Found, frozenset[str]]:
+    wanted = Search(**{"max_drop": BUDGET, **by})
+    return search(bench.session, bench.baseline, wanted, ptq=OPEN, timing=QUICK, devices=("cpu",))
+
+
+def fused(bench: Bench):
+    return bench.session.apply(bench.baseline.artifact, opt.Fuse()).artifact
+
+
+def test_the_layers_are_those_that_ptq_quantizes(bench) -> None:
+    weights = layers_of(fused(bench), OPEN, bench.session.context)
+    assert weights == {"stem.0": 144, "depthwise.0": 144, "expand.0": 4608, "residual.0": 9216, "head": 1280}
+    kept = layers_of(fused(bench), OPEN.model_copy(update={"keep_float": ("head",)}), bench.session.context)
+    assert list(kept) == list(LAYERS[:-1])
+
+
+def test_the_broken_layer_comes_first_in_the_order(bench) -> None:
+    found = ranks(bench.session, fused(bench), OPEN)
+    assert list(found) == list(LAYERS)
+    others = [ratio for name, ratio in found.items() if name != BROKEN]
+    assert found[BROKEN] < 10 < min(others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["greedy", "halving"])
+def test_the_search_leaves_the_broken_layer_in_float_and_quantizes_the_others(method: str, bench) -> None:
+    found, keys = searched(bench, method=method)
+    first = found.trials[0]
+    assert first.bits == {}
+    assert not first.holds
+    assert first.delta is not None
+    assert first.delta < -0.3, "with all layers in int8 it is broken"
+    (held,) = [trial for trial in found.trials if trial.bits == {BROKEN: 32}]
+    assert held.holds
+    assert held.speedup is not None
+    assert held.delta is not None
+    assert held.delta >= -BUDGET
+    if method == "greedy":
+        assert [trial.bits for trial in found.trials] == [{}, {BROKEN: 32}]
+    assert all(BROKEN in trial.bits for trial in found.trials if trial.holds)
+    assert keys >= set(bench.baseline.artifact.objects)
+    returned(found)
+
+
+def returned(found: Found) -> None:
+    """What every search keeps: an int8 pair that is returned is not slower than the fastest float execution."""
+    assert found.pair is not None
+    text = " ".join(found.why)
+    if set(found.bits.values()) == {32}:
+        assert "INT8 loses here" in text or "No trial keeps" in text
+    else:
+        assert found.bits == {name: 32 if name == BROKEN else 8 for name in LAYERS}
+        assert found.p50 is not None
+        assert found.p50 <= found.fastest_float_p50
+    assert found.judged is not None
+    assert found.judged.images + found.chose == 359
+
+
+@pytest.mark.slow
+def test_what_was_found_is_written_with_a_recipe_that_makes_it(bench) -> None:
+    found, keys = searched(bench)
+    folder = write_search(found, keys, bench.session.store, "tiny")
+    assert Found.from_json(json.loads((folder / "search.json").read_text())) == found
+    assert set(json.loads((folder / "objects.json").read_text())) == keys
+    recipe = load_recipe(folder / "recipe.yaml")
+    assert found.pair is not None
+    assert found.pair.partition("@")[0] in {"baseline", *(stage.name for stage in recipe.stages)}
+    for stage in recipe.stages:
+        kept = getattr(stage.config, "keep_float", None)
+        assert kept in (None, (BROKEN,))
+
+
+@pytest.mark.slow
+def test_sixteen_bits_are_tried_for_what_stays_in_float(bench) -> None:
+    found, _ = searched(bench, bits=(8, 16, 32))
+    assert [trial.bits for trial in found.trials] == [{}, {BROKEN: 32}, {BROKEN: 16}]
+    # Its outliers are far below 65504, and 11 bits of mantissa are enough.
+    assert found.trials[-1].holds
+    assert any(sentence.startswith("16 bits are FP16 weights") for sentence in found.why)
+
+
+@pytest.mark.slow
+def test_a_latency_that_nothing_has_is_said(bench) -> None:
+    found, _ = searched(bench, max_latency_ms=1e-6)
+    assert found.pair is None
+    assert found.bits == {}
+    assert any(sentence.startswith("Nothing keeps the budget of 5 points") for sentence in found.why)
+
+
+@pytest.mark.slow
+def test_trials_can_be_limited(bench) -> None:
+    found, _ = searched(bench, method="halving", max_trials=1)
+    assert len(found.trials) == 1
+    assert any("ended after 1 trials" in sentence for sentence in found.why)
+    returned(found)
+
+
+@pytest.mark.slow
+def test_sensitivity_tells_the_broken_layer_from_the_others(bench, monkeypatch) -> None:
+    found, keys = sensitivity(bench.session, fused(bench), OPEN, timing=QUICK, devices=("cpu",))
+    assert [layer.name for layer in found.layers] == list(LAYERS)
+    assert isinstance(found.whole, Figure)
+    assert found.whole.difference.delta < -0.3
+    for layer in found.layers:
+        alone, all_but, broken = layer.alone, layer.all_but, layer.name == BROKEN
+        assert isinstance(alone, Figure), alone
+        assert isinstance(all_but, Figure), all_but
+        assert (alone.difference.delta < -0.3) == broken
+        assert (all_but.difference.delta < -0.3) == (not broken)
+        assert alone.sqnr_db is not None
+        assert (alone.sqnr_db < 10) == broken
+        assert alone.difference.low <= alone.difference.delta <= alone.difference.high
+    assert keys
+    # A second time nothing is made or measured.
+    made: list[str] = []
+    obtain = Store.obtain
+
+    def noted(store: Store, key: str, build: Any, *args: Any, **more: Any) -> Any:
+        stored = obtain(store, key, build, *args, **more)
+        if not stored.cached:
+            made.append(key)
+        return stored
+
+    monkeypatch.setattr(Store, "obtain", noted)
+    assert sensitivity(bench.session, fused(bench), OPEN, timing=QUICK, devices=("cpu",)) == (found, keys)
+    assert not made
+
+
+RECIPE: dict[str, Any] = {
+    "stages": [{"pass": "fuse"}, {"pass": "ptq", "config": OPEN.model_dump(mode="json", exclude_defaults=True)}],
+    "preprocessing": {"resize": 16, "crop": 16, "mean": 0.5, "std": 0.25},
+    "measure": QUICK.model_dump(mode="json"),
+}
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "optimize", *map(str, words)]
+
+
+@pytest.mark.slow
+def test_a_search_that_was_killed_goes_on_where_it_was(checkpoint, digits_context, tmp_path: Path) -> None:
+    recipe, store = tmp_path / "recipe.yaml", tmp_path / "store"
+    recipe.write_text(yaml.safe_dump(RECIPE), encoding="utf-8")
+    words = command(
+        *("search", f"{TINY_NET}:tiny", "--checkpoint", checkpoint, "--recipe", recipe, "--store", store),
+        *("--max-drop", 100 * BUDGET, "--method", "halving", "--device", "cpu", "--measure", "cpu", "--json"),
+    )
+    environment = {**os.environ, "TORCH_COMPILE_DISABLE": "1"}
+    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stderr is not None
+        for line in first.stderr:
+            if "+ trial 2" in line:
+                os.kill(first.pid, signal.SIGKILL)
+                break
+        else:
+            pytest.fail("the search ended before its second trial")
+    assert not list(store.glob("*.search"))
+    second = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    ended = [line.split() for line in second.stderr.splitlines() if "+ trial" in line]
+    assert [" ".join(words[3:6]) for words in ended[:2]] == ["from the cache"] * 2
+    assert len(ended) > 2
+    found = Found.from_json(json.loads(second.stdout))
+    assert {BROKEN: 32} in [trial.bits for trial in found.trials]
+    returned(found)
+    (folder,) = store.glob("*.search")
+    assert {path.name for path in folder.iterdir()} == {"search.json", "objects.json", "recipe.yaml"}
+
+
+@pytest.mark.slow
+def test_the_api_gives_the_artifact_that_was_found(bench) -> None:
+    base = Variant(bench.session, bench.baseline)
+    result = opt.search(base, max_drop=BUDGET, ptq=OPEN, timing=QUICK, measure="cpu")
+    assert isinstance(result, api.Searched)
+    assert result.variant is not None
+    assert result.found.pair is not None
+    assert result.variant.name == result.found.pair.partition("@")[0]
+    assert str(result) == "\n".join(result.found.why)
+
+
+@pytest.mark.parametrize("bits", [(8,), (16, 32), (8, 4), ()])
+def test_bits_are_8_and_at_least_one_more(bits: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="bits: are 8 and at least one of 16 and 32"):
+        Search(bits=bits)
+
+
+def test_what_is_no_float_module_cannot_be_searched(bench) -> None:
+    base = Variant(bench.session, bench.baseline)
+    quantized = opt.apply(base, OPEN)
+    with pytest.raises(UserError, match="search starts from a float module"):
+        opt.search(quantized)
+    with pytest.raises(UserError, match="search takes a variant"):
+        opt.search("resnet18")  # type: ignore[arg-type]
+
+
+# What is chosen of a last measurement, with numbers that no machine measured.
+
+IMAGES = 100
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair: its milliseconds, whether it is int8, how many images it loses, its size, milliseconds between rounds."""
+
+    name: str
+    ms: float
+    int8: bool = False
+    lost: int = 0
+    bytes: int = 100
+    between: float = 0.0
+
+    def speed(self) -> Speed:
+        return Speed({1: [[self.ms + self.between * (number - 3)] for number in range(7)]})
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}@e"
+
+
+def chosen(*cases: Case, reference: float | None = None, **by: Any) -> Choice:
+    """The choice among pairs, the first of which is the baseline; ``reference`` is an eager one's time."""
+    speeds = {case.id: case.speed() for case in cases}
+    if reference is not None:
+        speeds["eager"] = Speed({1: [[reference]] * 7})
+    floats = [case.id for case in cases if not case.int8] + (["eager"] if reference is not None else [])
+    taken = turns(speeds, floats=floats, baseline=[cases[0].id])
+    right = {case.id: np.arange(IMAGES) >= case.lost for case in cases}
+    rows = [
+        Row(
+            name=case.name,
+            operation="pass",
+            config={},
+            parent=None,
+            file=ModelFile(
+                path="m", bytes=case.bytes, key="0", format="onnx", precision="int8" if case.int8 else "float32"
+            ),
+            pairs=(
+                Pair(
+                    id=case.id,
+                    execution=Execution("e"),
+                    measured=Measured(
+                        **dict(taken.timed(case.id)),
+                        accuracy=Accuracy(top1=0.9, top5=1.0, images=IMAGES, answers="a"),
+                        footprint=Footprint(load_ms=1.0, memory_bytes=1),
+                    ),
+                ),
+            ),
+        )
+        for case in cases
+    ]
+    everything = Halves(np.arange(IMAGES), np.arange(IMAGES))
+    return choose(rows, taken, right, everything, Search(**{"max_drop": 0.05, **by}))
+
+
+def test_the_fastest_that_keeps_the_budget_is_chosen() -> None:
+    found = chosen(Case("baseline", 10), Case("a", 2, int8=True, lost=6), Case("b", 3, int8=True, lost=5))
+    assert found.row is not None
+    assert found.row.name == "b"
+    assert found.refused == {"a@e": "loses 6.00 points"}
+    assert (found.float_name, found.float_p50) == ("baseline@e", 10)
+
+
+@pytest.mark.parametrize(("ms", "name"), [(7.9, "int8"), (8.1, "onnx")])
+def test_int8_that_is_slower_than_the_fastest_float_pair_is_not(ms: float, name: str) -> None:
+    found = chosen(Case("baseline", 10), Case("onnx", 8), Case("int8", ms, int8=True, bytes=10))
+    assert found.row is not None
+    assert found.row.name == name
+    assert set(found.beaten) == (set() if name == "int8" else {"int8@e"})
+
+
+def test_nor_is_int8_that_only_a_reference_beats() -> None:
+    found = chosen(Case("baseline", 10), Case("int8", 5, int8=True), reference=4)
+    assert found.row is not None
+    assert found.row.name == "baseline"
+    assert (found.float_name, found.float_is_pair) == ("eager", False)
+
+
+def test_of_equally_fast_ones_the_smallest_is_chosen() -> None:
+    found = chosen(
+        Case("baseline", 10),
+        Case("half", 2.02, int8=True, bytes=20, between=0.02),
+        Case("single", 2, int8=True, bytes=30),
+    )
+    assert found.row is not None
+    assert found.row.name == "half"
+
+
+def test_of_float_pairs_only_the_fastest_is_returned() -> None:
+    found = chosen(Case("baseline", 2.02, bytes=20, between=0.02), Case("onnx", 2, bytes=30))
+    assert found.row is not None
+    assert found.row.name == "onnx"
+
+
+def test_a_longest_latency_counts_for_float_and_int8() -> None:
+    found = chosen(Case("baseline", 10), Case("int8", 5, int8=True), max_latency_ms=4.0)
+    assert found.pair is None
+    assert found.quickest == (5, "int8@e")
+    assert found.refused == {"baseline@e": "takes 10 ms", "int8@e": "takes 5 ms"}
+
+
+def test_the_two_parts_of_the_images_have_none_in_common() -> None:
+    parts = halves(np.arange(101) % 3 == 0)
+    assert not set(parts.choose) & set(parts.judge)
+    assert len(parts.choose) + len(parts.judge) == 101
+
+
+def ended_with(choice: Choice, **changes: Any) -> Found:
+    """A search that ended with this choice."""
+    difference = Difference(delta=-0.002, low=-0.004, high=0.001, gained=1, lost=2)
+    return Found(
+        title="net on images",
+        budget=Budget(max_drop=0.005, max_latency_ms=None, bits=(8, 32)),
+        method="greedy",
+        layers=3,
+        chose=500,
+        trials=(Trial(number=1, bits={}, delta=-0.001, holds=True),),
+        pair=choice.pair.id if choice.pair else None,
+        execution=choice.pair.execution if choice.pair else None,
+        bits={"a": 8, "b": 8, "c": 32},
+        p50=choice.p50,
+        judged=Judgement(images=500, top1=0.9, difference=difference),
+        fastest_float=choice.float_name,
+        fastest_float_p50=choice.float_p50,
+        why=(),
+        stages=(),
+        timing=QUICK,
+        cpu="Imaginary CPU",
+    ).model_copy(update=changes)
+
+
+def told(choice: Choice, **changes: Any) -> list[str]:
+    return list(why(ended_with(choice, **changes), choice, []))
+
+
+def test_it_says_so_where_int8_loses() -> None:
+    said = " ".join(told(chosen(Case("baseline", 10), Case("int8", 12.5, int8=True))))
+    assert "INT8 loses here: int8@e, the fastest that keeps the budget of accuracy, has 0.80 times the speed" in said
+    assert "baseline@e is returned, the fastest float pair: 10.0 ms." in said
+
+
+def test_it_says_which_layers_are_not_int8_and_what_the_other_images_say() -> None:
+    said = told(chosen(Case("baseline", 10), Case("int8", 4, int8=True)))
+    assert "int8@e is the fastest that keeps the budget: 4.00 ms, 2.50 times as fast as the fastest float" in said[1]
+    assert said[2].startswith("2 of 3 layers are int8; not so c:")
+    assert said[-1].endswith(
+        "−0.20 points from the baseline's (−0.40 to +0.10): the interval excludes a loss beyond the budget."
+    )
+
+
+@pytest.mark.parametrize(
+    ("delta", "low", "verdict"),
+    [(-0.004, -0.01, "within the budget, which the interval does not prove"), (-0.01, -0.02, "MORE than the budget")],
+)
+def test_it_says_where_the_other_images_do_not_bear_the_choice_out(delta: float, low: float, verdict: str) -> None:
+    difference = Difference(delta=delta, low=low, high=0.0, gained=0, lost=5)
+    judged = Judgement(images=500, top1=0.9, difference=difference)
+    assert verdict in told(chosen(Case("baseline", 10), Case("int8", 4, int8=True)), judged=judged)[-1]
+
+
+def test_a_reference_that_is_faster_than_every_pair_is_named() -> None:
+    said = " ".join(told(chosen(Case("baseline", 10), Case("int8", 5, int8=True), reference=4)))
+    assert "eager is faster and a reference only: it cannot be packed or served." in said
+
+
+def test_trials_are_printed_a_line_each(capsys) -> None:
+    choice = chosen(Case("baseline", 10), Case("int8", 4, int8=True))
+    trials = (
+        Trial(number=1, bits={}, delta=-0.25, holds=False),
+        Trial(number=2, bits={"c": 16, "b": 32}, delta=-0.001, holds=True, p50=4.0),
+    )
+    print_search(ended_with(choice, trials=trials))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["1", "–", "−25.00", "–", "–", "loses", "too", "much"]
+    assert lines[2].split() == ["2", "c:16,", "b", "−0.10", "4.00", "–", "holds"]
