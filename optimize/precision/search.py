@@ -125,7 +125,8 @@ class _Ledger:
             skip = Skip(kind="failed", reason=str(error))
             trial = Trial(number=number, bits=precisions.bits, delta=None, holds=False, skip=skip)
         cached = mixed is not None and all(step.cached for step in mixed.steps)
-        listener.ended(said, 0.0, cached=cached, skipped=str(trial.skip) if trial.skip else None)
+        seconds = sum(step.seconds for step in mixed.steps) if mixed else 0.0
+        listener.ended(said, seconds, cached=cached, skipped=str(trial.skip) if trial.skip else None)
         self.trials.append(trial)
         self.made[precisions] = trial, mixed
 
@@ -195,7 +196,7 @@ def search(
             ledger = _Ledger(bed, Candidate(float_graph, execution), right, halves(right), by)
             _run(ledger, order)
         except _SpentError:
-            unable = f"The search ended after {by.max_trials} trials, as it was told."
+            unable = f"No more trials were allowed than {by.max_trials}."
         except EngineError as error:
             unable = f"INT8 was not tried: {error}."
     finalists = ledger.best()[:_FINALISTS] if ledger else []

@@ -95,8 +95,8 @@ def sensitivity(
         def tried(left: frozenset[str], beside: Candidate, said: str) -> Figure | Skip:
             listener.started(said)
             try:
-                artifact = bed.make(Precisions(single=left)).graph.artifact
-                trial = Candidate(artifact, chosen)
+                mixed = bed.make(Precisions(single=left))
+                trial = Candidate(mixed.graph.artifact, chosen)
                 figure = measured(trial, beside)
             except UserError:
                 raise
@@ -105,7 +105,8 @@ def sensitivity(
                 return Skip(kind="failed", reason=str(error))
             if trial.id != whole.id:
                 bench.release(trial)
-            listener.ended(said, 0.0, cached=False, skipped=None)
+            cached = all(step.cached for step in mixed.steps)
+            listener.ended(said, sum(step.seconds for step in mixed.steps), cached=cached, skipped=None)
             return figure
 
         whole_figure = measured(whole, start)

@@ -12,8 +12,8 @@ from optimize.report.words import number, points
 
 #: What 16 bits are, wherever they are offered.
 SIXTEEN = (
-    "16 bits are FP16 weights and, in executions that have it, arithmetic; the engines for x86 CPUs here (ONNX "
-    "16 bits are FP16 weights, and arithmetic in executions that have it; the engines for x86 CPUs here (ONNX "
+    "16 bits are FP16 weights, and arithmetic in executions that have it; the engines for x86 CPUs here (ONNX Runtime, "
+    "and OpenVINO kept to FP32) cast such a layer back and compute it in FP32: there only the file becomes smaller."
 )
 _NAMED = 6
 
@@ -72,10 +72,10 @@ def why(found: Found, choice: Choice, remarks: Sequence[str]) -> tuple[str, ...]
 
 
 def _trials(found: Found) -> str:
-    held = sum(trial.holds for trial in found.trials)
+    held, tried = sum(trial.holds for trial in found.trials), len(found.trials)
     return (
-        f"{len(found.trials)} trials of {found.layers} layers ({found.method}), judged by {found.chose:,} of the "
-        f"evaluation images: {held} lose at most {found.budget.max_drop * 100:g} points of top-1."
+        f"{tried} {'trial' if tried == 1 else 'trials'} of {found.layers} layers ({found.method}), judged by "
+        f"{found.chose:,} of the evaluation images; top-1 within {found.budget.max_drop * 100:g} points in {held}."
     )
 
 

@@ -169,7 +169,8 @@ def test_sixteen_bits_are_tried_for_what_stays_in_float(bench) -> None:
     assert [trial.bits for trial in found.trials] == [{}, {BROKEN: 32}, {BROKEN: 16}]
     # Its outliers are far below 65504, and 11 bits of mantissa are enough.
     assert found.trials[-1].holds
-    assert any(sentence.startswith("16 bits are FP16 weights") for sentence in found.why)
+    assert found.why[-1].startswith("16 bits are FP16 weights, and arithmetic in executions that have it; ")
+    assert "OpenVINO kept to FP32" in found.why[-1]
 
 
 @pytest.mark.slow
@@ -184,7 +185,7 @@ def test_a_latency_that_nothing_has_is_said(bench) -> None:
 def test_trials_can_be_limited(bench) -> None:
     found, _ = searched(bench, method="halving", max_trials=1)
     assert len(found.trials) == 1
-    assert any("ended after 1 trials" in sentence for sentence in found.why)
+    assert "No more trials were allowed than 1." in found.why
     returned(found)
 
 
@@ -386,8 +387,8 @@ def test_of_float_pairs_only_the_fastest_is_returned() -> None:
 def test_a_longest_latency_counts_for_float_and_int8() -> None:
     found = chosen(Case("baseline", 10), Case("int8", 5, int8=True), max_latency_ms=4.0)
     assert found.pair is None
-    assert found.quickest == (5, "int8@e")
     assert found.refused == {"baseline@e": "takes 10 ms", "int8@e": "takes 5 ms"}
+    assert found.quickest == (5, "int8@e")
 
 
 def test_the_two_parts_of_the_images_have_none_in_common() -> None:
