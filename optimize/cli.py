@@ -18,6 +18,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperOption
 
 from optimize.data.formats.base import DEFAULT_DATA
+from optimize.run.drop import drop_of
 from serve.command_line import OneLineGroup, reported
 from serve.hints import DEFAULT_STORE, command, target
 from serve.runtime.errors import PipelineError, UserError
@@ -63,8 +64,11 @@ _Objective = Annotated[
     typer.Option(help="What the recommended artifact is best at: latency, p95, throughput or size."),
 ]
 _MaxDrop = Annotated[
-    Optional[float],  # noqa: UP045
-    typer.Option(help="Loss of top-1, as a fraction, that it must be shown not to have.", metavar="FRACTION"),
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        help="Loss of top-1 that it must be shown not to have: a fraction up to 0.05, or points such as 0.5pp.",
+        metavar="FRACTION",
+    ),
 ]
 _Confidence = Annotated[
     Optional[float],  # noqa: UP045
@@ -183,7 +187,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             trust_checkpoint=trust_checkpoint,
             seed=seed,
             remeasure=remeasure,
-            recommend=_given(objective=objective, max_drop=max_drop, confidence=confidence),
+            recommend=_given(objective=objective, max_drop=_fraction(max_drop), confidence=confidence),
         )
         noise.silence()
         # A model of the user's own may print; standard output is for the result alone.
@@ -244,7 +248,7 @@ def compare(  # noqa: PLR0917 - each is an option of the command line
         from optimize.run.comparing import compare_runs
         from optimize.run.recommendation import Recommend
 
-        rule = Recommend(**_given(objective=objective, max_drop=max_drop, confidence=confidence))
+        rule = Recommend(**_given(objective=objective, max_drop=_fraction(max_drop), confidence=confidence))
         noise.silence()
         with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
             results = compare_runs(
@@ -411,8 +415,8 @@ def search(  # noqa: PLR0917 - each is an option of the command line
         typer.Argument(help="A torchvision classifier, timm:NAME, path/to/file.py:factory or some.module:factory."),
     ],
     max_drop: Annotated[
-        float, typer.Option(min=0, max=100, help="Largest loss of top-1, in percentage points.", metavar="POINTS")
-    ] = 0.5,
+        str, typer.Option(help="Largest loss of top-1, in percentage points: 0.5, or 0.5pp.", metavar="POINTS")
+    ] = "0.5",
     max_latency_ms: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(help="Longest median latency of one image, in milliseconds.", metavar="MS"),
@@ -473,7 +477,7 @@ def search(  # noqa: PLR0917 - each is an option of the command line
         if not all(word.isascii() and word.isdigit() for word in words):
             raise UserError(f"--bits takes numbers such as 8,32, not {bits!r}")
         asked: dict[str, Any] = {
-            "max_drop": max_drop / 100,
+            "max_drop": drop_of(max_drop, plain="points"),
             "max_latency_ms": max_latency_ms,
             "bits": tuple(map(int, words)),
             "method": method,
@@ -542,6 +546,11 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def _fraction(words: str | None) -> float | None:
+    """The option ``--max-drop`` of commands where a bare number is a fraction."""
+    return None if words is None else drop_of(words, plain="fraction")
 
 
 def _given(**options: object) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""A loss of top-1 in words: a fraction for some commands, percentage points for others, and no number that is both."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, Literal
+
+from serve.runtime.errors import UserError
+
+#: As a fraction nobody asks for more, and as points nobody for less: 5 points, or 5 images of 10,000.
+BETWEEN: Final = 0.05
+
+_WORDS = re.compile(r"(?P<number>\+?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<unit>pp|points?|)", re.ASCII)
+
+
+def drop_of(words: str, *, plain: Literal["fraction", "points"]) -> float:
+    """The fraction that ``--max-drop`` stands for: ``0.5pp``, ``0.5 points``, or a bare number.
+
+    A bare number of up to 0.05 can only be a fraction and one above it only points, so that none but 0 is taken by two
+    commands that read it differently.
+
+    Args:
+        words: what stands on the command line.
+        plain: what a bare number is for this command.
+
+    Raises:
+        UserError: it is no such loss, or certainly meant in the other unit.
+    """
+    found = _WORDS.fullmatch(words.strip())
+    if found is None:
+        raise UserError(f"--max-drop is a loss of top-1 such as 0.5pp (half a percentage point), not {words!r}")
+    number = float(found["number"])
+    if number > 100:
+        raise UserError(f"--max-drop is at most 100 percentage points, not {words!r}")
+    if found["unit"]:
+        return number / 100
+    if plain == "points":
+        if 0 < number <= BETWEEN:
+            raise UserError(
+                f"--max-drop {words} is {number:g} percentage points here; say {number:g}pp if that is meant, or "
+                f"{_points(number)} for the fraction {number:g}"
+            )
+        return number / 100
+    if number > BETWEEN:
+        fraction = f", or {_points(number)} for the fraction {number:g}" if number <= 1 else ""
+        raise UserError(
+            f"--max-drop {words} is a fraction here, and above {BETWEEN:g} not taken for one; say {number:g}pp for "
+            f"{number:g} percentage points{fraction}"
+        )
+    return number
+
+
+def _points(fraction: float) -> str:
+    return f"{fraction * 100:g}pp"
