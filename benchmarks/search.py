@@ -7,30 +7,37 @@ come from the store where they were made before, so that it can be stopped and g
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import optimize as opt
+from optimize import noise
+from optimize.listener import SILENT
+from optimize.measure.machine import versions
+from optimize.measure.timing import Timing
+from optimize.passes.ptq import Ptq
 from optimize.precision.methods import METHODS, MethodName
 from optimize.precision.records import Found
+from optimize.precision.search import Search, search
 from optimize.precision.table import markdown
 from optimize.report.words import number, points
+from optimize.run.job import Job, open_job
+from optimize.training.loop import TrainingConfig
 
 MODELS = {
     "ResNet-20": "examples/cifar_resnet.py:resnet20",
     "MobileNetV2": "examples/cifar_mobilenet.py:mobilenet_v2",
 }
-#: Percentage points of top-1.
-TARGETS = (1.0, 0.5, 0.1)
 #: With scales per channel and with one a tensor: a network that int8 hardly hurts leaves nothing to search for.
-SETTINGS = {"per channel": opt.Ptq(), "per tensor": opt.Ptq(weights="per-tensor", observer="minmax")}
+SETTINGS = {"per channel": Ptq(), "per tensor": Ptq(weights="per-tensor", observer="minmax")}
 HEADS = (
     "network, scales",
     "target, points",
     "method",
-    "trials",
+    "trials to the first that holds",
+    "trials in all",
     "not int8",
     "top-1, other half",
     "p50 ms",
@@ -42,73 +49,140 @@ _MARK = "<!-- measured -->"
 
 @dataclass(frozen=True)
 class Case:
-    """One search: of which network, quantized how, to which target, by which method."""
+    """One search: of which network, quantized how, to which target in points of top-1."""
 
     network: str
     setting: str
     target: float
-    method: str
 
-    def row(self, found: Found) -> tuple[str, ...]:
-        """Its line of the table."""
-        wide = [trial.bits for trial in found.trials if trial.holds]
-        smallest = min((len(bits) for bits in wide), default=found.layers)
-        judged = found.judged.difference if found.judged else None
-        return (
-            f"{self.network}, {self.setting}",
-            f"{self.target:g}",
-            self.method,
-            str(len(found.trials)),
-            f"{smallest} of {found.layers}",
-            points(judged.delta) if judged else "–",
-            number(found.p50),
-            number(found.fastest_float_p50),
-            found.pair or "nothing",
+
+@dataclass(frozen=True)
+class Effort:
+    """What a method took for a case.
+
+    Attributes:
+        first: number of the first trial that holds; None where none of those that were allowed did.
+        trials: all of them, until no layer more can be given back, or as many as were allowed.
+        left: layers that are not int8 in the smallest set that holds; all of them where none does.
+        layers: of the network.
+    """
+
+    first: int | None
+    trials: int
+    left: int
+    layers: int
+
+    @classmethod
+    def of(cls, found: Found) -> Effort:
+        """That of a search."""
+        holding = [trial for trial in found.trials if trial.holds]
+        return cls(
+            first=holding[0].number if holding else None,
+            trials=len(found.trials),
+            left=min((len(trial.bits) for trial in holding), default=found.layers),
+            layers=found.layers,
         )
 
 
-def sooner(counts: dict[tuple[str, str, float], dict[MethodName, int]]) -> str:
-    """In a sentence which method took fewer trials, of the searches that had something to find."""
-    told = {case: trials for case, trials in counts.items() if max(trials.values()) > 1}
-    wins = {
-        name: sum(trials[name] < min(v for k, v in trials.items() if k != name) for trials in told.values())
-        for name in METHODS
-    }
-    sums = {name: sum(trials[name] for trials in told.values()) for name in METHODS}
-    said = ", ".join(f"`{name}` fewer in {wins[name]} ({sums[name]} trials in all)" for name in METHODS)
-    return f"Of {len(counts)} searches {len(told)} needed more than one trial: {said}."
+def row(case: Case, method: MethodName, found: Found) -> tuple[str, ...]:
+    """A search's line of the table."""
+    effort = Effort.of(found)
+    judged = found.judged.difference if found.judged else None
+    return (
+        f"{case.network}, {case.setting}",
+        f"{case.target:g}",
+        method,
+        "not reached" if effort.first is None else str(effort.first),
+        str(effort.trials),
+        f"{effort.left} of {effort.layers}",
+        points(judged.delta) if judged else "–",
+        number(found.p50),
+        number(found.fastest_float_p50),
+        found.pair or "nothing",
+    )
+
+
+def sooner(efforts: dict[Case, dict[MethodName, Effort]]) -> str:
+    """In sentences which method took fewer trials, of the searches that had something to look for."""
+    told = [each for each in efforts.values() if any(effort.trials > 1 for effort in each.values())]
+    if not told:
+        return f"In none of {len(efforts)} searches was there anything to look for: every layer could be int8."
+    said = [f"Of {len(efforts)} searches {len(told)} needed more than one trial."]
+    for name in METHODS:
+        own = [each[name] for each in told]
+        reached = [effort.first for effort in own if effort.first is not None]
+        wins = sum(_first(each[name]) < min(_first(e) for n, e in each.items() if n != name) for each in told)
+        said.append(
+            f"`{name}` reached the target in {len(reached)} of these, with {sum(reached)} trials (before the other in "
+            f"{wins}), made {sum(effort.trials for effort in own)} trials in all, and left "
+            f"{sum(effort.left for effort in own)} of {sum(effort.layers for effort in own)} layers in float."
+        )
+    return " ".join(said)
+
+
+def _first(effort: Effort) -> float:
+    return float("inf") if effort.first is None else effort.first
+
+
+def searches(options: argparse.Namespace, timing: Timing) -> Iterator[tuple[Case, MethodName, Found]]:
+    """Every search, one after another."""
+    checkpoints = {"ResNet-20": options.resnet, "MobileNetV2": options.mobilenet}
+    for network in options.networks:
+        job = Job(
+            model=MODELS[network],
+            checkpoint=checkpoints[network],
+            data=options.data,
+            val_images=options.val_images,
+            store=options.store,
+            device="cpu",
+            measure="cpu",
+            trust_checkpoint=options.trust_checkpoint,
+        )
+        opened = open_job(job, SILENT)
+        with contextlib.closing(opened.session) as session:
+            baseline = session.baseline(TrainingConfig(), opened.checkpoint, opened.origin)
+            for setting, ptq in SETTINGS.items():
+                for target in options.targets:
+                    for method in METHODS:
+                        by = Search(max_drop=target / 100, method=method, max_trials=options.max_trials)
+                        found, _ = search(session, baseline, by, ptq=ptq, timing=timing, devices=opened.devices)
+                        yield Case(network, setting, target), method, found
+
+
+def _numbers(words: str) -> tuple[float, ...]:
+    return tuple(map(float, words.split(",")))
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the searches and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True, help="CIFAR-10, such as imagefolder:DIR")
-    parser.add_argument("--resnet", help="a checkpoint of the ResNet-20; without it that is trained")
-    parser.add_argument("--mobilenet", help="a checkpoint of the MobileNetV2; without it that is trained")
-    parser.add_argument("--store", default="model_store")
+    parser.add_argument("--resnet", type=Path, help="a checkpoint of the ResNet-20; without it that is trained")
+    parser.add_argument("--mobilenet", type=Path, help="a checkpoint of the MobileNetV2; without it that is trained")
+    parser.add_argument("--networks", nargs="+", choices=MODELS, default=list(MODELS), help="which to search")
+    parser.add_argument("--targets", type=_numbers, default=(1.0, 0.5, 0.1), help="percentage points: 1,0.5,0.1")
+    parser.add_argument("--val-images", type=int, help="evaluate on so many images; by default on all")
+    parser.add_argument("--max-trials", type=int, help="most trials of a search")
+    parser.add_argument("--rounds", type=int, default=Timing().rounds, help="turns that each contestant gets")
+    parser.add_argument("--store", type=Path, default=Path("model_store"))
     parser.add_argument("--trust-checkpoint", action="store_true")
     parser.add_argument("--write", type=Path, help="the page to write the table into")
     options = parser.parse_args(words)
-    checkpoints = {"ResNet-20": options.resnet, "MobileNetV2": options.mobilenet}
-    rows, counts = [], {}
-    for network, model in MODELS.items():
-        base = opt.load(
-            model,
-            checkpoint=checkpoints[network],
-            data=options.data,
-            store=options.store,
-            device="cpu",
-            trust_checkpoint=options.trust_checkpoint,
-        )
-        for setting, ptq in SETTINGS.items():
-            for target in TARGETS:
-                counts[network, setting, target] = trials = dict.fromkeys(METHODS, 0)
-                for method in METHODS:
-                    found = opt.search(base, max_drop=target / 100, method=method, ptq=ptq, measure="cpu").found
-                    rows.append(Case(network, setting, target, method).row(found))
-                    trials[method] = len(found.trials)
-                    sys.stderr.write(f"{rows[-1]}\n")
-    text = f"{markdown(HEADS, rows)}\n{sooner(counts)} On {found.cpu}.\n"
+    noise.silence()
+    rows, efforts, chose, cpu = [], dict[Case, dict[MethodName, Effort]](), 0, ""
+    for case, method, found in searches(options, Timing(batch_sizes=(1,), rounds=options.rounds)):
+        rows.append(row(case, method, found))
+        efforts.setdefault(case, {})[method] = Effort.of(found)
+        chose, cpu = found.chose, found.cpu
+        sys.stderr.write(f"{rows[-1]}\n")
+    known = versions()
+    named = ("torch", "onnxruntime", "onnxruntime-gpu", "openvino")
+    libraries = ", ".join(f"{name} {known[name]}" for name in named if name in known)
+    most = f", at most {options.max_trials} trials a search" if options.max_trials else ""
+    text = (
+        f"{markdown(HEADS, rows)}\n{sooner(efforts)} {chose:,} images chose, {options.rounds} rounds timed{most}; "
+        f"{cpu}, {libraries}.\n"
+    )
     sys.stdout.write(text)
     if options.write is not None:
         page = options.write.read_text(encoding="utf-8")
