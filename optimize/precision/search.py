@@ -115,6 +115,7 @@ class _Ledger:
         number, listener = len(self.trials) + 1, self.bed.session.context.listener
         said = f"trial {number}"
         listener.started(said)
+        self.bed.cost.reset()
         mixed = None
         try:
             mixed = self.bed.make(precisions)
@@ -124,9 +125,8 @@ class _Ledger:
         except PipelineError as error:
             skip = Skip(kind="failed", reason=str(error))
             trial = Trial(number=number, bits=precisions.bits, delta=None, holds=False, skip=skip)
-        cached = mixed is not None and all(step.cached for step in mixed.steps)
-        seconds = sum(step.seconds for step in mixed.steps) if mixed else 0.0
-        listener.ended(said, seconds, cached=cached, skipped=str(trial.skip) if trial.skip else None)
+        cost = self.bed.cost
+        listener.ended(said, cost.seconds, cached=cost.cached, skipped=str(trial.skip) if trial.skip else None)
         self.trials.append(trial)
         self.made[precisions] = trial, mixed
 

@@ -94,6 +94,7 @@ def sensitivity(
 
         def tried(left: frozenset[str], beside: Candidate, said: str) -> Figure | Skip:
             listener.started(said)
+            bed.cost.reset()
             try:
                 mixed = bed.make(Precisions(single=left))
                 trial = Candidate(mixed.graph.artifact, chosen)
@@ -105,8 +106,7 @@ def sensitivity(
                 return Skip(kind="failed", reason=str(error))
             if trial.id != whole.id:
                 bench.release(trial)
-            cached = all(step.cached for step in mixed.steps)
-            listener.ended(said, sum(step.seconds for step in mixed.steps), cached=cached, skipped=None)
+            listener.ended(said, bed.cost.seconds, cached=bed.cost.cached, skipped=None)
             return figure
 
         whole_figure = measured(whole, start)

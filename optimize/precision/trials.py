@@ -8,10 +8,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from optimize.errors import NotApplicableError
 from optimize.measure.accuracy import Answers
-from optimize.measure.bench import Bench, Candidate
+from optimize.measure.bench import Bench, Candidate, Kept
 from optimize.measure.latency import Speed
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
@@ -55,6 +56,28 @@ class Mixed:
         return self.quantized, self.graph
 
 
+@dataclass
+class Cost:
+    """What was made and measured since it was last reset.
+
+    Attributes:
+        seconds: that it took, now or at another time.
+        cached: whether all of it was taken from the store.
+    """
+
+    seconds: float = 0.0
+    cached: bool = True
+
+    def add(self, taken: Step | Kept[Any]) -> None:
+        """Count an artifact, or a measurement."""
+        self.seconds += taken.seconds
+        self.cached &= taken.cached
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.seconds, self.cached = 0.0, True
+
+
 @dataclass(frozen=True)
 class Bed:
     """Where trials are made and measured.
@@ -66,6 +89,7 @@ class Bed:
         ptq: how; its ``keep_float`` are left in float by every trial.
         graph: settings of the graph.
         keys: of all objects of the store that trials consist of; grows.
+        cost: of what was made and measured; whoever tells of a trial resets it before.
     """
 
     session: Session
@@ -74,6 +98,7 @@ class Bed:
     ptq: Ptq
     graph: OnnxInt8
     keys: set[str] = field(default_factory=set)
+    cost: Cost = field(default_factory=Cost)
 
     def configs(self, precisions: Precisions) -> tuple[Ptq, OnnxInt8]:
         """The settings of the two passes."""
@@ -98,6 +123,7 @@ class Bed:
         """What a pair answers on the evaluation images."""
         kept = self.bench.answers(candidate)
         self.keys.add(kept.key)
+        self.cost.add(kept)
         return kept.value
 
     def speeds(self, candidates: Sequence[Candidate]) -> dict[str, Speed]:
@@ -108,6 +134,7 @@ class Bed:
         """
         kept = self.bench.speed(candidates, beside_eager=False)
         self.keys.add(kept.key)
+        self.cost.add(kept)
         if kept.value.skipped:
             name, reason = next(iter(kept.value.skipped.items()))
             raise PipelineError(f"{name} could not be timed: {reason}")
@@ -126,6 +153,7 @@ class Bed:
         except Exception as error:
             raise PipelineError(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         self.note([step.artifact])
+        self.cost.add(step)
         return step
 
 

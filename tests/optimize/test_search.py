@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 import optimize as opt
-from optimize import api
+from optimize import api, cli
 from optimize.measure.latency import Speed
 from optimize.measure.rows import Accuracy, Difference, Footprint, Judgement, Measured, ModelFile, Pair, Row
 from optimize.models.checkpoint import read_checkpoint
@@ -38,7 +40,7 @@ from optimize.variant import Variant
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 
-from .runs_fixtures import Heard
+from .runs_fixtures import ROOT, Heard
 from .workbench import TINY_NET
 
 LAYERS = ("stem.0", "depthwise.0", "expand.0", "residual.0", "head")
@@ -115,9 +117,15 @@ def test_the_broken_layer_comes_first_in_the_order(bench) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["greedy", "halving"])
-def test_the_search_leaves_the_broken_layer_in_float_and_quantizes_the_others(method: str, bench) -> None:
-    found, keys = searched(bench, method=method)
+def test_the_search_leaves_the_broken_layer_in_float_and_quantizes_the_others(bench) -> None:
+    found, keys = searched(bench)
+    assert [trial.bits for trial in found.trials] == [{}, {BROKEN: 32}]
+    leaves_the_broken_layer_in_float(found)
+    assert keys >= set(bench.baseline.artifact.objects)
+
+
+def leaves_the_broken_layer_in_float(found: Found) -> None:
+    """What both methods come to on this network."""
     first = found.trials[0]
     assert first.bits == {}
     assert not first.holds
@@ -128,10 +136,7 @@ def test_the_search_leaves_the_broken_layer_in_float_and_quantizes_the_others(me
     assert held.speedup is not None
     assert held.delta is not None
     assert held.delta >= -BUDGET
-    if method == "greedy":
-        assert [trial.bits for trial in found.trials] == [{}, {BROKEN: 32}]
     assert all(BROKEN in trial.bits for trial in found.trials if trial.holds)
-    assert keys >= set(bench.baseline.artifact.objects)
     returned(found)
 
 
@@ -190,9 +195,12 @@ def test_trials_can_be_limited(bench) -> None:
 
 
 @pytest.mark.slow
-def test_sensitivity_tells_the_broken_layer_from_the_others(bench, monkeypatch) -> None:
-    found, keys = sensitivity(bench.session, fused(bench), OPEN, timing=QUICK, devices=("cpu",))
-    assert [layer.name for layer in found.layers] == list(LAYERS)
+def test_sensitivity_tells_the_broken_layer_from_another(bench, monkeypatch) -> None:
+    looked_at = (BROKEN, "residual.0")
+    others = tuple(name for name in LAYERS if name not in looked_at)
+    config = OPEN.model_copy(update={"keep_float": others})
+    found, keys = sensitivity(bench.session, fused(bench), config, timing=QUICK, devices=("cpu",))
+    assert tuple(layer.name for layer in found.layers) == looked_at
     assert isinstance(found.whole, Figure)
     assert found.whole.difference.delta < -0.3
     for layer in found.layers:
@@ -216,7 +224,7 @@ def test_sensitivity_tells_the_broken_layer_from_the_others(bench, monkeypatch) 
         return stored
 
     monkeypatch.setattr(Store, "obtain", noted)
-    assert sensitivity(bench.session, fused(bench), OPEN, timing=QUICK, devices=("cpu",)) == (found, keys)
+    assert sensitivity(bench.session, fused(bench), config, timing=QUICK, devices=("cpu",)) == (found, keys)
     assert not made
 
 
@@ -227,37 +235,64 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "optimize", *map(str, words)]
+#: The command line, without the reference that takes its time to compile.
+UNCOMPILED = "from optimize.measure.references import REFERENCES as r; r.pop('torch.compile'); from optimize import cli"
 
 
 @pytest.mark.slow
-def test_a_search_that_was_killed_goes_on_where_it_was(checkpoint, digits_context, tmp_path: Path) -> None:
+def test_a_search_that_was_killed_goes_on_where_it_was(bench, checkpoint, tmp_path: Path) -> None:
     recipe, store = tmp_path / "recipe.yaml", tmp_path / "store"
     recipe.write_text(yaml.safe_dump(RECIPE), encoding="utf-8")
-    words = command(
-        *("search", f"{TINY_NET}:tiny", "--checkpoint", checkpoint, "--recipe", recipe, "--store", store),
-        *("--max-drop", 100 * BUDGET, "--method", "halving", "--device", "cpu", "--measure", "cpu", "--json"),
-    )
-    environment = {**os.environ, "TORCH_COMPILE_DISABLE": "1"}
-    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+    searched(bench)  # trial 1 and all float executions, which the store then has
+    shutil.copytree(bench.session.store.root, store)
+    words = [
+        *(
+            "search",
+            f"{TINY_NET}:tiny",
+            "--checkpoint",
+            str(checkpoint),
+            "--recipe",
+            str(recipe),
+            "--store",
+            str(store),
+        ),
+        *(
+            "--name",
+            "killed",
+            "--max-drop",
+            "5pp",
+            "--method",
+            "halving",
+            "--device",
+            "cpu",
+            "--measure",
+            "cpu",
+            "--json",
+        ),
+    ]
+    started = [sys.executable, "-c", f"{UNCOMPILED}; cli.main()", *words]
+    with subprocess.Popen(started, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as first:
         assert first.stderr is not None
         for line in first.stderr:
             if "+ trial 2" in line:
                 os.kill(first.pid, signal.SIGKILL)
+                assert "from the cache" not in line
                 break
+            assert "trial" not in line or "from the cache" in line
         else:
             pytest.fail("the search ended before its second trial")
-    assert not list(store.glob("*.search"))
-    second = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    ended = [line.split() for line in second.stderr.splitlines() if "+ trial" in line]
-    assert [" ".join(words[3:6]) for words in ended[:2]] == ["from the cache"] * 2
-    assert len(ended) > 2
-    found = Found.from_json(json.loads(second.stdout))
-    assert {BROKEN: 32} in [trial.bits for trial in found.trials]
-    returned(found)
-    (folder,) = store.glob("*.search")
+    folder = store / "killed.search"
+    assert not folder.exists()
+    second = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+    assert second.exit_code == 0
+    cached = ["from the cache" in line for line in second.stderr.splitlines() if "+ trial" in line]
+    assert cached[:2] == [True, True]
+    assert not all(cached)
+    leaves_the_broken_layer_in_float(Found.from_json(json.loads(second.stdout)))
     assert {path.name for path in folder.iterdir()} == {"search.json", "objects.json", "recipe.yaml"}
+    never = CliRunner().invoke(cli.app, [*words, "--max-latency-ms", "0.000001"])
+    assert never.exit_code == 1
+    assert never.stderr.splitlines()[-1] == "error: nothing keeps the budget"
 
 
 @pytest.mark.slow
