@@ -46,7 +46,7 @@ def tune(
 
     The server is started in each way that could win (engine, threads, decode threads, batch size and delay; for
     TorchServe workers), and asked at stated arrival rates. Killed, it goes on where it ended when started again. It
-    takes 3 to 8 minutes, on a machine that does nothing else. Archives are left as they are: pack them again.
+    takes 4 to 10 minutes, on a machine that does nothing else. Archives are left as they are: pack them again.
     """
     with reported():
         from serve import layout, runs
@@ -82,7 +82,12 @@ def tune(
         typer.echo(f"{folder}: {server}, {objective} with a p99 of at most {goal.p99_ms:g} ms")
         with ended_in_order():
             found = find(folder, goal, settings, typer.echo)
-        typer.echo(f"chosen: {told(found.chosen.way)} ({found.chosen.outcome}); as it was: {found.usual.outcome}")
+        if found.chosen is found.usual:
+            typer.echo(
+                f"it stays as it was: {told(found.usual.way)} ({found.usual.outcome}); nothing was shown to be better"
+            )
+        else:
+            typer.echo(f"chosen: {told(found.chosen.way)} ({found.chosen.outcome}); as it was: {found.usual.outcome}")
         if not short:
             typer.echo(f"curve: {folder / CURVE_FILE}")
         typer.echo(f"pack it with: {command(f'serve package {target.run}', store)}")

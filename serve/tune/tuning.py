@@ -24,7 +24,7 @@ from serve.runtime.serving import SERVING_FILE, Serving
 from serve.torchserve.archive import serving_of
 from serve.tune.journal import Journal
 from serve.tune.page import plot
-from serve.tune.search import Found, Goal, Point, Search, Trial
+from serve.tune.search import Found, Goal, Point, Search, Trial, confirmed
 from serve.tune.servers import Live, ServerKind, end_left, pack, remember, serving
 from serve.tune.space import Stage, cores, stages, told
 
@@ -179,7 +179,7 @@ def tune(
         def point(way: Serving, rate: float | None, effort: float) -> Point:
             return journal.point(way, rate, effort, lambda: clock.timed(lambda: servers.measure(way, rate, effort)))
 
-        found = Search(point, goal, clock.tell).run(usual, tried)
+        found = confirmed(Search(point, goal, clock.tell).run(usual, tried), goal, point, say)
         curves = _curves(found, goal, point, say) if settings.curve else {}
     _write(artifact, found, goal, subject, curves)
     journal.remove()
@@ -269,6 +269,7 @@ def _write(artifact: Path, found: Found, goal: Goal, subject: dict[str, Any], cu
         "images": subject["images"],
         "chosen": shown(found.chosen),
         "usual": shown(found.usual),
+        "turns": [{"best": _finite(asdict(turn.best)), "usual": _finite(asdict(turn.usual))} for turn in found.turns],
         "trials": [shown(trial) for trial in found.trials],
         "curves": {name: [_finite(asdict(point)) for point in points] for name, points in curves.items()},
     }

@@ -22,7 +22,7 @@ from serve.runtime.errors import PipelineError
 from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
 from serve.tune.journal import Journal
-from serve.tune.search import STEP, Found, Goal, Point, Search
+from serve.tune.search import STEP, Found, Goal, Objective, Point, Search, confirmed
 from serve.tune.servers import end_left, ended_in_order, remember
 from serve.tune.space import Stage, stages
 
@@ -77,6 +77,54 @@ def test_the_chosen_way_holds_a_rate_within_a_step_of_the_highest(
     assert max(limits.values()) / STEP**2 * 0.99 <= best.rate <= limits[found.chosen.way.batch_size] + 0.1
     held = [(point.rate, trial.way) for trial in found.trials for point in trial.points if point.holds(20)]
     assert max(held, key=lambda pair: pair[0] or 0)[1] == found.chosen.way
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency"])
+@pytest.mark.parametrize("by_chance", [True, False])
+def test_a_way_that_looked_better_by_chance_is_not_taken(objective: Objective, by_chance: bool) -> None:
+    usual = USUAL.batch_size
+    found_with = Formula({usual: 300, 1: 400}, {usual: 5, 1: 2}, {})
+    goal = Goal(objective, rate=100 if objective == "latency" else None)
+    found = Search(found_with, goal).run(USUAL, [sizes(1)])
+    assert found.chosen.way.batch_size == 1
+
+    asked_again = Formula({usual: 300, 1: 300}, {usual: 5, 1: 5}, {}) if by_chance else found_with
+    asked_again.asked.clear()
+    sure = confirmed(found, goal, asked_again)
+    assert sure.chosen.way.batch_size == (usual if by_chance else 1)
+    assert [turn.won for turn in sure.turns] == [not by_chance] * (2 if by_chance else 7)
+    assert asked_again.asked[:4] == [(1, asked_again.asked[0][1]), (usual, asked_again.asked[0][1])] * 2
+    assert asked_again.asked[0][1] in {point.rate for point in found.chosen.points if point.holds(20)}
+    assert found.chosen.outcome.endswith("better in 0 of 2" if by_chance else "better in 7 of 7")
+
+
+def test_the_best_way_may_lose_one_turn_of_seven_and_not_two() -> None:
+    goal = Goal()
+
+    def after(lost: set[int]) -> Found:
+        found = Search(Formula({8: 300, 1: 400}, {8: 5, 1: 5}, {}), goal).run(USUAL, [sizes(1)])
+        asked: list[float] = []
+
+        def measure(way: Serving, rate: float | None, effort: float) -> Point:
+            turn = len(asked) // 2
+            asked.append(way.batch_size)
+            p99 = 10 if way == USUAL else 11 if turn in lost else 9
+            return Point(rate, effort, 1, 1, p99, 0, 0, False, 1)
+
+        return confirmed(found, goal, measure)
+
+    assert after({0}).chosen.way.batch_size == 1
+    assert after({6}).chosen.way.batch_size == 1
+    assert after({0, 6}).chosen.way == USUAL
+    assert len(after({2, 3}).turns) == 4
+
+
+def test_where_the_present_way_does_not_hold_the_p99_nothing_is_asked_again() -> None:
+    formula = Formula({8: 300, 1: 300}, {8: 25, 1: 2}, {})
+    found = Search(formula, Goal()).run(USUAL, [sizes(1)])
+    formula.asked.clear()
+    assert confirmed(found, Goal(), formula).chosen.way.batch_size == 1
+    assert not formula.asked
 
 
 def test_what_saturates_below_the_best_is_not_measured_at_any_rate() -> None:
