@@ -1,6 +1,7 @@
 import groovy.transform.CompileStatic
 import java.util.concurrent.ConcurrentHashMap
 import java.util.concurrent.LinkedBlockingDeque
+import java.util.concurrent.TimeUnit
 import org.pytorch.serve.archive.model.ModelException
 import org.pytorch.serve.job.GRPCJob
 import org.pytorch.serve.job.Job
@@ -14,6 +15,8 @@ import org.pytorch.serve.wlm.ModelManager
  */
 @CompileStatic
 class ModelQueue extends LinkedBlockingDeque<Job> {
+    private static final long LEAST_DELAY_MS = 1
+
     private final Model model
     private final int most
     private final LinkedBlockingDeque<Job> before
@@ -57,6 +60,16 @@ class ModelQueue extends LinkedBlockingDeque<Job> {
         } catch (ModelException ignored) {
             return false
         }
+    }
+
+    /**
+     * By this TorchServe takes a batch: its first request after however long, then as many as come within maxBatchDelay,
+     * of which 1 ms is the least that it knows (with 0 its batches hold two). That least is none here: a lone request has
+     * nobody to wait for, and while the worker is busy those of the next batch come together by themselves.
+     */
+    @Override
+    Job poll(long timeout, TimeUnit unit) {
+        return unit.toMillis(timeout) <= LEAST_DELAY_MS ? poll() : super.poll(timeout, unit)
     }
 
     @Override
