@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 import io
 import reprlib
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from optimize.report.words import size
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from serve.runtime.card import read_card
+from serve.runtime.described import Described
 from serve.runtime.engines.base import preferred
 from serve.runtime.errors import UserError
 from serve.runtime.predictor import Label, Predictor
@@ -27,7 +27,7 @@ Picture = bytes | str | Path | Image
 
 
 @dataclass(frozen=True, repr=False)
-class Variant:
+class Variant(Described):
     """One variant of a model: its artifact, and the session (data, device, store) that it belongs to."""
 
     session: Session
@@ -89,15 +89,6 @@ class Variant:
                 raise UserError(f"{which}: {outcome.message}")
             answers.append(outcome)
         return answers[0] if single else answers
-
-    def __repr__(self) -> str:
-        return f"<Variant {'; '.join(f'{name} {value}' for name, value in self._facts().items())}>"
-
-    def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in self._facts().items()
-        )
-        return f"<table>{cells}</table>"
 
     def _facts(self) -> dict[str, str]:
         card, data = self.artifact.card, self.session.context.data

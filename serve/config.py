@@ -7,7 +7,7 @@ import reprlib
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass  # which pydantic 2 does not export
 from pydantic.fields import FieldInfo
 
+from serve.runtime.described import fact_table
 from serve.runtime.errors import UserError, did_you_mean
 
 
@@ -62,6 +63,24 @@ class Config(BaseModel, metaclass=_Settings):
         usual = defaults(cls)
         fields = (_described(name, field, usual) for name, field in cls.model_fields.items())
         cls.__doc__ = "\n".join([own, "", "Settings:", *fields])
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What ``repr`` tells: the settings that were given and are not as they usually are."""
+        usual = defaults(type(self))
+        for name, value in super().__repr_args__():
+            if name not in usual or (name in self.model_fields_set and value != usual[name]):
+                yield name, value
+
+    def _repr_html_(self) -> str:
+        """Every setting, with what it means; those that are not as usual are said to be so."""
+        usual = defaults(type(self))
+        rows = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            changed = name in usual and value != usual[name]
+            given = reprlib.repr(value) + (f" (usually {usual[name]!r})" if changed else "")
+            rows[name] = (given, field.description or "")
+        return fact_table(rows)
 
 
 def defaults(kind: type[BaseModel]) -> dict[str, Any]:

@@ -12,12 +12,13 @@ import torch
 from optimize.data.fingerprint import Fingerprint, both, fingerprint
 from optimize.data.sources import Source
 from serve.runtime.card import Preprocessing
+from serve.runtime.described import Described
 
 Augmentation = Literal["none", "shift", "shift+flip"]
 
 
-@dataclass(frozen=True, eq=False)
-class Split:
+@dataclass(frozen=True, eq=False, repr=False)
+class Split(Described):
     """Images and their labels. Compared by identity, so that it can key a cache.
 
     Attributes:
@@ -50,9 +51,12 @@ class Split:
         """SHA-256 over its images and labels; what it covers is said by ``identity.kind``."""
         return self.identity.digest
 
+    def _facts(self) -> dict[str, str]:
+        return {"images": str(len(self))}
 
-@dataclass(frozen=True, eq=False)
-class ImageData:
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ImageData(Described):
     """A classification data set.
 
     What was trained or calibrated depends on ``train.fingerprint``, an accuracy on ``val.fingerprint``.
@@ -88,3 +92,21 @@ class ImageData:
     def fingerprint_kind(self) -> Literal["content", "sample"]:
         """``content`` if every byte of every image counts, ``sample`` if not; see `optimize.data.fingerprint`."""
         return both(self.train.identity, self.val.identity).kind
+
+    def _facts(self) -> dict[str, str]:
+        of = f" of {self.val_of}" if self.val_of is not None else ""
+        size = {"size": "{} × {}".format(*self.native_size)} if self.native_size else {}
+        return {
+            "name": self.name,
+            "classes": f"{len(self.classes)} ({_shortened(self.classes)})",
+            "to train": str(len(self.train)),
+            "to measure": f"{len(self.val)}{of}",
+            **size,
+            "augmentation": self.augment,
+        }
+
+
+def _shortened(classes: tuple[str, ...], shown: int = 3, letters: int = 20) -> str:
+    """The first classes, each by as many letters."""
+    names = [name if len(name) <= letters else f"{name[: letters - 1]}…" for name in classes[:shown]]
+    return ", ".join([*names, *(["…"] if len(classes) > shown else [])])

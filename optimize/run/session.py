@@ -30,6 +30,7 @@ from optimize.training.baseline import make_baseline, new_module
 from optimize.training.loop import TrainingConfig
 from serve.config import Config
 from serve.runtime.card import Ancestor, Card, read_card, write_card
+from serve.runtime.described import Described
 from serve.runtime.errors import UserError
 
 BASELINE = "baseline"
@@ -71,8 +72,8 @@ class Planned:
     ancestors: tuple[Ancestor, ...] = ()
 
 
-@dataclass(frozen=True)
-class Session:
+@dataclass(frozen=True, repr=False)
+class Session(Described):
     """Everything that the steps of one run share. As long as it lives, nothing is pruned from its store.
 
     Attributes:
@@ -87,8 +88,8 @@ class Session:
     source: ModelSource
     context: Context
     waiting: Callable[[str], None] = lambda name: None
-    reopen: Callable[[], Session] | None = field(default=None, repr=False, compare=False)
-    _hold: Hold = field(init=False, repr=False, compare=False)
+    reopen: Callable[[], Session] | None = field(default=None, compare=False)
+    _hold: Hold = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hold", self.store.hold())
@@ -100,6 +101,15 @@ class Session:
                 "handed over lives in this process only), so that it cannot be pickled"
             )
         return self.reopen, ()
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "model": self.source.name,
+            "data": self.context.data.name,
+            "device": str(self.context.device),
+            "seed": str(self.context.seed),
+            "store": str(self.store.root),
+        }
 
     def close(self) -> None:
         """Let others prune the store, before the last of this session's artifacts is gone."""

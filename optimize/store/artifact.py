@@ -16,6 +16,7 @@ from torch import nn
 from optimize.errors import PassError
 from optimize.store.files import write_json
 from serve.runtime.card import Card, Device, Format, InputType, load_card
+from serve.runtime.described import Described
 from serve.runtime.errors import CardError, UserError
 
 #: What an artifact is, as far as the passes that may follow it care.
@@ -81,8 +82,8 @@ def read_product(folder: Path) -> Made:
     return Made(Product(**product), body["versions"], body["machine"])
 
 
-@dataclass(frozen=True)
-class Artifact:
+@dataclass(frozen=True, repr=False)
+class Artifact(Described):
     """One measured-or-to-be-measured result of a step.
 
     It pickles as its keys and its place in the store, and is checked when it is opened again.
@@ -104,7 +105,7 @@ class Artifact:
     folder: Path
     card: Card
     parent: Artifact | None = None
-    build_module: Callable[[], nn.Module] | None = field(default=None, repr=False, compare=False)
+    build_module: Callable[[], nn.Module] | None = field(default=None, compare=False)
     objects: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[..., Artifact], tuple[Any, ...]]:
@@ -136,6 +137,18 @@ class Artifact:
         state._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
         module.load_state_dict(state)
         return module.eval()
+
+    def _facts(self) -> dict[str, str]:
+        made_from = {"made from": self.parent.name} if self.parent is not None else {}
+        return {
+            "name": self.name,
+            "model": self.card.model,
+            "kind": KIND_NAMES[self.kind],
+            "format": self.card.format,
+            "precision": self.card.precision,
+            **made_from,
+            "folder": str(self.folder),
+        }
 
 
 def _reopened(  # noqa: PLR0917 - pickle calls it

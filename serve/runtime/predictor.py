@@ -16,6 +16,7 @@ import torch
 from .budget import Budget
 from .card import Card, Preprocessing, load_card
 from .decoders.base import CPU, Decoder
+from .described import Described
 from .engines.base import Engine, execution_id, open_engine, preferred
 from .errors import BrokenError, Refusal, one_line
 from .execution import Execution
@@ -79,7 +80,7 @@ class PassedOver:
     reason: str
 
 
-class Predictor:
+class Predictor(Described):
     """An artifact folder, opened by an execution. Safe to share between threads, which take turns at its engine.
 
     An engine that wants one thread of its own gets it from `service.Service`.
@@ -244,6 +245,17 @@ class Predictor:
             classes = self.card.classes
             outcomes.append([Label(classes[i], i, value) for value, i in zip(best[:k], indices[:k], strict=True)])
         return outcomes
+
+    def _facts(self) -> dict[str, str]:
+        shape = self.card.preprocessing.shape
+        return {
+            "name": self.card.name,
+            "model": self.card.model,
+            "execution": self.execution_name,
+            "device": str(self.device),
+            "input": " × ".join(map(str, shape)),
+            "classes": str(len(self.card.classes)),
+        }
 
     @property
     def execution_name(self) -> str:

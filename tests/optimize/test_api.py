@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.data import Dataset
 
 import optimize as opt
 from optimize.data.pixels import decoded
+from optimize.data.records import ImageData, Split
 from serve.runtime.card import load_card
 from serve.runtime.errors import UserError
 from serve.torchserve.archive import check_archive
@@ -191,13 +194,66 @@ def test_predict_names_what_cannot_be_classified(quantized: opt.Variant, tmp_pat
         quantized.predict([str(tmp_path / "text.jpg")])
 
 
-def test_a_variant_is_one_line_and_a_small_table(quantized: opt.Variant) -> None:
-    text = repr(quantized)
-    assert "\n" not in text
-    assert len(text) < 200
-    for fact in (quantized.name, "int8", "digits"):
-        assert fact in text
-        assert fact in quantized._repr_html_()
+@pytest.mark.parametrize("images", [3, None, 2.5, {"a": 1}, [b"x", 3]])
+def test_what_is_no_image_is_refused_in_one_line_that_says_what_is(quantized: opt.Variant, images: Any) -> None:
+    with pytest.raises(opt.UserError) as caught:
+        quantized.predict(images)
+    said = str(caught.value)
+    assert said.startswith("images: must be encoded bytes, a file's path, a PIL image, or a list of such, and not ")
+    assert said.endswith(f"{images!r} ({type(images).__name__})")
+
+
+@pytest.mark.parametrize("k", [0, -1, "x", True, 2.0, None])
+def test_a_number_of_classes_that_is_none_is_refused_in_one_line(quantized: opt.Variant, k: Any) -> None:
+    with pytest.raises(opt.UserError) as caught:
+        quantized.predict(Image.new("RGB", (8, 8)), k=k)
+    assert str(caught.value) == f"k: must be a whole number of at least 1 (it is {k!r})"
+
+
+def test_whatever_a_program_holds_is_one_line_and_a_small_table(quantized: opt.Variant) -> None:
+    session, artifact = quantized.session, quantized.artifact
+    data = session.context.data
+    shown: list[tuple[Any, tuple[str, ...]]] = [
+        (quantized, (quantized.name, "int8", "digits")),
+        (session, (session.source.name, "digits", "cpu", str(session.store.root))),
+        (artifact, (artifact.name, "torchscript", "int8", "fuse", str(artifact.folder))),
+        (data, ("digits", "10 (0, 1, 2, …)", str(len(data.train)), str(len(data.val)), "8 × 8")),
+        (data.val, (str(len(data.val)),)),
+        (quantized.predictor(), (artifact.name, "torchscript", "cpu", "32 × 32", "10")),
+    ]
+    for held, facts in shown:
+        text, table = repr(held), held._repr_html_()
+        assert "\n" not in text
+        assert len(text) < 400, "none of what it holds"
+        assert len(table) < 1000
+        assert table.startswith("<table><tr><th>")
+        for fact in facts:
+            assert fact in text
+            assert fact in table
+
+
+def test_settings_tell_what_was_given_in_a_line_and_all_of_it_in_a_notebook() -> None:
+    assert repr(opt.Fuse()) == "Fuse()"
+    assert repr(opt.Ptq(images=64)) == "Ptq(images=64)"
+    assert repr(opt.Qat(epochs=1)) == "Qat(epochs=1)", "what follows from it was not given"
+    assert repr(opt.Ptq(images=opt.Ptq().images)) == "Ptq()"
+    # What is shown makes the same again.
+    for config in (opt.Ptq(images=64, observer="minmax"), opt.Timing(batch_sizes=(1, 4)), opt.ServingOptions(k=3)):
+        assert eval(repr(config), {type(config).__name__: type(config)}) == config
+    table = opt.Ptq(images=64)._repr_html_()
+    assert "<th>images</th><td>64 (usually 256)</td><td>" in table
+    for name, field in opt.Ptq.model_fields.items():
+        assert f"<th>{name}</th>" in table
+        assert field.description
+        assert html.escape(field.description) in table
+
+
+def test_a_table_shows_text_as_it_is_and_of_many_names_the_first() -> None:
+    split = Split((), torch.zeros(0, dtype=torch.int64))
+    names = ("<b>", "x" * 500, "c", *(f"n{number}" for number in range(1000)))
+    data = ImageData("a&b", names, split, split, "none", None)
+    assert "<td>a&amp;b</td>" in data._repr_html_()
+    assert "1003 (&lt;b&gt;, xxxxxxxxxxxxxxxxxxx…, c, …)" in data._repr_html_()
 
 
 class Corner(nn.Module):
