@@ -37,7 +37,6 @@ from optimize.precision.search import search as _search
 from optimize.precision.sensitivity import ONE_IMAGE, subject
 from optimize.precision.sensitivity import sensitivity as _sensitivity
 from optimize.report.comparison import Comparison
-from optimize.report.progress import here
 from optimize.run.comparing import compare_runs as _compare_runs
 from optimize.run.floats import graph_of
 from optimize.run.job import Job, open_job
@@ -49,6 +48,7 @@ from optimize.training.loop import TrainingConfig
 from optimize.variant import Variant
 from serve.config import Config, defaults
 from serve.options import ServingOptions
+from serve.progress import here
 from serve.runtime.card import CARD_FILE
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -94,13 +94,19 @@ def find_target(word: str, data: str | None = None) -> Target:
     return Target(find_run(f"{module}{colon}{run}", data), artifact or None, named["name"] if named else None)
 
 
-def package_run(store: Path, run: str, options: ServingOptions | None = None) -> list[Path]:
+def package_run(
+    store: Path,
+    run: str,
+    options: ServingOptions | None = None,
+    on_packed: Callable[[Path, float], None] = lambda archive, share: None,
+) -> list[Path]:
     """Build an archive of every artifact of a run.
 
     Args:
         store: holds the run.
         run: its name.
         options: how they are served otherwise than the run decided.
+        on_packed: called with each archive, and which share of the run's bytes is packed with it.
 
     Raises:
         UserError: the run is not in the store, or has no artifacts, or none that one of the engines opens.
@@ -109,15 +115,13 @@ def package_run(store: Path, run: str, options: ServingOptions | None = None) ->
     artifacts = artifact_folders(store, run)
     if options is not None:
         _check_engines(run, artifacts, options)
-    return [
-        build_archive(
-            artifact,
-            layout.archive_path(store, run, artifact.name),
-            model_name=model_name(run, artifact.name),
-            options=options,
-        )
-        for artifact in artifacts
-    ]
+    sizes = [sum(file.stat().st_size for file in artifact.iterdir()) for artifact in artifacts]
+    packed = []
+    for number, artifact in enumerate(artifacts, 1):
+        archive = layout.archive_path(store, run, artifact.name)
+        packed.append(build_archive(artifact, archive, model_name=model_name(run, artifact.name), options=options))
+        on_packed(archive, sum(sizes[:number]) / sum(sizes))
+    return packed
 
 
 def _check_engines(run: str, artifacts: Sequence[Path], options: ServingOptions) -> None:

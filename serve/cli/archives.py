@@ -35,15 +35,22 @@ def package(
     with what that bundles, and Java.
     """
     with reported():
+        from serve.progress import shown
         from serve.runs import find_run, package_run
         from serve.sbom import write_sbom
         from serve.signing import sign as sign_archive
 
-        for path in package_run(store, find_run(run, data), options):
-            typer.echo(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
-            typer.echo(f"{write_sbom(path)}")
-            if sign is not None:
-                typer.echo(f"{sign_archive(path, sign, password=password_in(password_file))}")
+        with shown("package") as bar:
+
+            def complete(archive: Path, share: float) -> None:
+                made = [f"{archive}  {archive.stat().st_size / 1e6:.1f} MB", f"{write_sbom(archive)}"]
+                if sign is not None:
+                    made.append(f"{sign_archive(archive, sign, password=password_in(password_file))}")
+                with bar.aside():
+                    typer.echo("\n".join(made))
+                bar.progressed(share, archive.stem)
+
+            package_run(store, find_run(run, data), options, complete)
 
 
 def audit() -> None:

@@ -46,6 +46,7 @@ def export(
     with reported():
         from serve.export.base import ExportSettings
         from serve.exports import export_run
+        from serve.progress import shown
         from serve.runs import find_run
 
         given = {
@@ -59,17 +60,18 @@ def export(
             "queue_ms": queue_ms,
         }
         settings = ExportSettings(**{name: value for name, value in given.items() if value is not None})
-        done = export_run(
-            store,
-            find_run(run, data),
-            to,
-            settings,
-            folder=out,
-            artifact=artifact,
-            key=sign,
-            public_key=public_key,
-            password=password_in(password_file),
-        )
+        with shown(f"export to {to}"):
+            done = export_run(
+                store,
+                find_run(run, data),
+                to,
+                settings,
+                folder=out,
+                artifact=artifact,
+                key=sign,
+                public_key=public_key,
+                password=password_in(password_file),
+            )
         for path in done.files:
             typer.echo(path)
         for line in done.next_steps:

@@ -30,6 +30,7 @@ from serve.runtime.errors import UserError
 from serve.torchserve.limits import Limits
 
 if TYPE_CHECKING:
+    from serve.progress import ProgressBar
     from serve.runs import Selection
     from serve.torchserve.state import RunningServer
 
@@ -76,6 +77,7 @@ def start(
     """
     with reported("error: interrupted: the server was stopped"):
         from serve import runs
+        from serve.progress import shown
         from serve.torchserve import server
         from serve.torchserve.configuration import Ports, check_host
         from serve.verified import policy_of
@@ -87,21 +89,23 @@ def start(
             for run in dict.fromkeys(path.parents[1].name for path in selection.archives.values()):
                 runs.remove_left(store, run)
         typer.echo(f"starting TorchServe with {len(selection.archives)} model(s) …")
-        running = server.start(
-            store,
-            selection.archives,
-            ports=Ports(port, management_port, metrics_port, grpc_inference_port, grpc_management_port),
-            host=host,
-            limits=limits,
-            default_model=selection.default_model,
-            gpus=0 if device == "cpu" else None,
-            pack=runs.repacking(store, selection, options, device),  # type: ignore[arg-type]
-            policy=policy_of(store, require_signed or (), foreign_code=foreign_code),
-            strict=strict_start,
-            left_out=selection.left_out,
-            on_ready=lambda model: typer.echo(f"ready: {model}"),
-            on_left_out=lambda model, reason: typer.echo(f"left out: {model} ({reason})"),
-        )
+        with shown("start") as bar:
+            running = server.start(
+                store,
+                selection.archives,
+                ports=Ports(port, management_port, metrics_port, grpc_inference_port, grpc_management_port),
+                host=host,
+                limits=limits,
+                default_model=selection.default_model,
+                gpus=0 if device == "cpu" else None,
+                pack=runs.repacking(store, selection, options, device),  # type: ignore[arg-type]
+                policy=policy_of(store, require_signed or (), foreign_code=foreign_code),
+                strict=strict_start,
+                left_out=selection.left_out,
+                on_ready=lambda model: _beside(bar, f"ready: {model}"),
+                on_left_out=lambda model, reason: _beside(bar, f"left out: {model} ({reason})"),
+                progressed=bar.progressed,
+            )
         if not host.startswith("127."):
             typer.echo(
                 f"open to whoever reaches http://{host}:{port}: predictions, which ask for the token, and without "
@@ -128,6 +132,7 @@ def add(
     """Serve more, of any run of the store, while the server goes on; all of it or nothing."""
     with reported():
         from serve import runs
+        from serve.progress import shown
         from serve.torchserve import live
         from serve.verified import policy_of
 
@@ -135,13 +140,15 @@ def add(
         selection = _selected(store, targets, artifact, data, device, strict=True)
         pack = runs.repacking(store, selection, options, device)  # type: ignore[arg-type]
         policy = policy_of(store, require_signed or (), foreign_code=foreign_code)
-        live.add(
-            store,
-            selection.archives,
-            pack=pack,
-            policy=policy,
-            on_ready=lambda model: typer.echo(f"ready: {model}"),
-        )
+        with shown("add") as bar:
+            live.add(
+                store,
+                selection.archives,
+                pack=pack,
+                policy=policy,
+                on_ready=lambda model: _beside(bar, f"ready: {model}"),
+                progressed=bar.progressed,
+            )
 
 
 @with_serving_options
@@ -165,6 +172,7 @@ def replace(
     """
     with reported():
         from serve import runs
+        from serve.progress import shown
         from serve.torchserve import live
         from serve.verified import policy_of
 
@@ -173,7 +181,9 @@ def replace(
         selection = _selected(store, [word], None, data, device, strict=True)
         pack = runs.repacking(store, selection, options, device)  # type: ignore[arg-type]
         policy = policy_of(store, require_signed or (), foreign_code=foreign_code)
-        new = live.replace(store, name, selection.archives[name], pack=pack, policy=policy).model(name)
+        with shown("replace") as bar:
+            archive = selection.archives[name]
+            new = live.replace(store, name, archive, pack=pack, policy=policy, progressed=bar.progressed).model(name)
         typer.echo(f"replaced: {name} is {new.run}/{new.artifact}, version {new.version}")
 
 
@@ -247,6 +257,11 @@ def _selected(
     for name, reason in selection.left_out.items():
         typer.echo(f"left out: {name} ({reason})")
     return selection
+
+
+def _beside(bar: ProgressBar, line: str) -> None:
+    with bar.aside():
+        typer.echo(line)
 
 
 def _curl(store: Path, running: RunningServer) -> str:

@@ -30,7 +30,7 @@ from serve.torchserve.state import (
     state_folder,
     write_state,
 )
-from serve.torchserve.watch import Log, wait_until_ready
+from serve.torchserve.watch import Log, Progressed, wait_until_ready
 from serve.verified import Policy
 
 _DEADLINE_S = 600.0
@@ -64,6 +64,7 @@ def add(
     policy: Policy | None = None,
     deadline_s: float = _DEADLINE_S,
     on_ready: Callable[[str], None] = lambda model: None,
+    progressed: Progressed = lambda fraction, message: None,
 ) -> RunningServer:
     """Serve more models, and return when each of them answers; those that are served go on meanwhile.
 
@@ -74,6 +75,7 @@ def add(
         policy: what may be loaded; see `server.start`.
         deadline_s: seconds to wait.
         on_ready: called with each model's name when it answers.
+        progressed: called again and again while they load.
 
     Raises:
         UserError: a name is taken, or an archive cannot be packed so.
@@ -95,6 +97,7 @@ def add(
             policy=policy,
             deadline_s=deadline_s,
             on_ready=on_ready,
+            progressed=progressed,
         )
         left_out = {name: why for name, why in change.server.left_out.items() if name not in archives}
         change.record(served=(*change.server.served, *added), left_out=left_out)
@@ -109,6 +112,7 @@ def replace(
     pack: Pack | None = None,
     policy: Policy | None = None,
     deadline_s: float = _DEADLINE_S,
+    progressed: Progressed = lambda fraction, message: None,
 ) -> RunningServer:
     """Serve another archive by the name of one that is served, and return when the old one is gone.
 
@@ -122,6 +126,7 @@ def replace(
         pack: packs it otherwise.
         policy: what may be loaded; see `server.start`.
         deadline_s: seconds to wait for the new one.
+        progressed: called again and again while it loads.
 
     Raises:
         UserError: no such model is served, or the archive cannot be packed so.
@@ -131,7 +136,7 @@ def replace(
     with _changing(store) as change:
         old = change.server.model(name)
         new = ServedModel.of(name, archive, change.next_version(name))
-        _load(change, {new: archive}, pack=pack, policy=policy, deadline_s=deadline_s)
+        _load(change, {new: archive}, pack=pack, policy=policy, deadline_s=deadline_s, progressed=progressed)
         change.client.set_default(name, new.version)
         served = tuple(new if model == old else model for model in change.server.served)
         change.record(served=served)
@@ -197,6 +202,7 @@ def _load(
     policy: Policy | None,
     deadline_s: float,
     on_ready: Callable[[str], None] = lambda model: None,
+    progressed: Progressed,
 ) -> None:
     """Stage and start models; where one does not come up, all of them are taken away again."""
     folder = archives_folder(change.store)
@@ -204,7 +210,7 @@ def _load(
         workers = {}
         for model, archive in archives.items():
             workers[model] = serving_in(stage(folder, model, archive, pack, policy)).workers
-        _start(change, list(archives), workers, deadline_s, on_ready)
+        _start(change, workers, deadline_s, on_ready, progressed)
     except BaseException:
         for model in archives:
             _unregister(change, model)
@@ -213,21 +219,22 @@ def _load(
 
 def _start(
     change: _Change,
-    models: list[ServedModel],
     workers: Mapping[ServedModel, int],
     deadline_s: float,
     on_ready: Callable[[str], None],
+    progressed: Progressed,
 ) -> None:
     log = Log.from_now(state_folder(change.store) / "logs")
-    for model in models:
-        change.client.register(model.name, model.file, workers=workers[model])
+    for model, count in workers.items():
+        change.client.register(model.name, model.file, workers=count)
     wait_until_ready(
         psutil.Process(change.server.pid),
         change.client,
         log,
-        {model.name: model.version for model in models},
+        {model.name: model.version for model in workers},
         deadline_s=deadline_s,
         on_ready=on_ready,
+        progressed=progressed,
     )
 
 

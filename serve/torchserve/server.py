@@ -38,7 +38,7 @@ from serve.torchserve.state import (
     state_folder,
     write_state,
 )
-from serve.torchserve.watch import CONSOLE_LOG, Log, StartError, wait_until_ready
+from serve.torchserve.watch import CONSOLE_LOG, Log, Progressed, StartError, wait_until_ready
 from serve.verified import Policy
 
 _CONFIG_FILE = "config.properties"
@@ -111,6 +111,7 @@ def start(
     deadline_s: float | None = None,
     on_ready: Callable[[str], None] = lambda model: None,
     on_left_out: Callable[[str, str], None] = lambda model, reason: None,
+    progressed: Progressed = lambda fraction, message: None,
 ) -> RunningServer:
     """Start TorchServe with these archives and return when every model answers.
 
@@ -130,6 +131,7 @@ def start(
         deadline_s: seconds to wait; None takes two minutes and half a minute for each model.
         on_ready: called with each model's name when it answers.
         on_left_out: called with the name of a model that does not come up, and why.
+        progressed: called again and again while it starts.
 
     Raises:
         UserError: it runs already, or may; a port is in use, an archive is missing, Java is missing.
@@ -186,6 +188,7 @@ def start(
                     deadline_s=deadline_s or _DEADLINE_S + _DEADLINE_PER_MODEL_S * len(served),
                     on_ready=on_ready,
                     give_up=give_up,
+                    progressed=progressed,
                 )
                 client.write_header_file()
             if dead:

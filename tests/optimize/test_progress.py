@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from optimize.report.progress import ProgressBar, TerminalSurface, duration, here, surface
 from optimize.report.terminal import Display
+from serve.progress import ProgressBar, TerminalSurface, duration, here, surface
 
 from .runs_fixtures import UNCOMPILED
 
@@ -57,13 +57,62 @@ def test_a_long_step_that_says_nothing_is_shown_with_the_time_so_far() -> None:
 
 def test_the_time_left_is_what_the_rest_takes_at_the_same_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, now = Drawn(), [1000.0]
-    monkeypatch.setattr("optimize.report.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("serve.progress.time.monotonic", lambda: now[0])
     bar = ProgressBar(drawn, after_s=2.0)
     bar.started("speed")
     now[0] += 30.0
     bar.progressed(0.25, "round 2/8")
     assert drawn.texts == [("speed", 0.25, "round 2/8 · 90 s left")]
     bar.close()
+
+
+def test_between_two_reports_the_time_left_runs_down_and_what_takes_longer_tells_the_time_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn, now = Drawn(), [1000.0]
+    monkeypatch.setattr("serve.progress.time.monotonic", lambda: now[0])
+    bar = ProgressBar(drawn, after_s=2.0)
+    bar.started("start")
+    now[0] += 10.0
+    bar.progressed(0.5, "1 of 2 answer")
+    for seconds in (4.0, 6.0, 1.0):
+        now[0] += seconds
+        bar._draw()
+    bar.progressed(1.25, "1 of 2 answer")
+    assert [text.rpartition(" · ")[2] for _, _, text in drawn.texts] == [
+        "10 s left", "6 s left", "0 s left", "21 s so far", "21 s so far",
+    ]  # fmt: skip
+    assert drawn.texts[-1][1] == 1.0
+    bar.close()
+
+
+def test_a_bar_that_is_told_nothing_goes_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.progress._TICK_S", 0.02)
+    drawn = Drawn()
+    bar = ProgressBar(drawn, after_s=0.01)
+    bar.started("export")
+    until = time.monotonic() + 5
+    while len(drawn.texts) < 3:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    bar.close()
+    ended = len(drawn.texts)
+    time.sleep(0.1)
+    assert len(drawn.texts) == ended
+
+
+def test_lines_are_written_where_no_bar_is() -> None:
+    drawn = Drawn()
+    bar = ProgressBar(drawn, after_s=0.0)
+    bar.started("start")
+    bar.progressed(0.5, "")
+    shown = [drawn.shown]
+    with bar.aside():
+        shown.append(drawn.shown)
+    bar._draw()
+    shown.append(drawn.shown)
+    bar.close()
+    assert [*shown, drawn.shown] == [True, False, True, False]
 
 
 def test_durations_are_short() -> None:

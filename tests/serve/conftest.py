@@ -37,12 +37,13 @@ DECOY = "raise ImportError('this is not the package that lies in the archive')\n
 
 @dataclass(frozen=True)
 class Served:
-    """The running server, a client of it, and the artifact folders by kind."""
+    """The running server, a client of it, the artifact folders by kind, and how far its start told that it was."""
 
     store: Path
     running: server.RunningServer
     client: Client
     folders: dict[str, Path]
+    told: list[tuple[float, str]]
 
     def url(self, kind: str = "script") -> str:
         return f"http://{HOST}:{self.running.ports.inference}/predictions/{name_of(kind)}"
@@ -98,10 +99,17 @@ def served(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     (hiding / "serve" / "__init__.py").write_text(DECOY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(hiding))
-        running = server.start(store, archives, ports=free_ports(), deadline_s=150)
+        told: list[tuple[float, str]] = []
+        running = server.start(
+            store,
+            archives,
+            ports=free_ports(),
+            deadline_s=150,
+            progressed=lambda fraction, message: told.append((fraction, message)),
+        )
     try:
         with running.client(store) as client:
-            yield Served(store, running, client, folders)
+            yield Served(store, running, client, folders, told)
     finally:
         server.stop(store)
 

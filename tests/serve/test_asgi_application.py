@@ -224,6 +224,11 @@ def test_a_body_that_does_not_come_is_given_up(served: Served) -> None:
         ("/predictions/tiny", {"x-request-deadline-ms": "0"}, 504, "deadline"),
         ("/predictions/tiny?" + "&".join(f"a{i}=1" for i in range(101)), {}, 400, "100 parameters"),
         ("/elsewhere", {}, 404, "/predictions/NAME"),
+        ("/predictions/tiny?k=0", {}, 400, "k must be a whole number from 1, got '0'"),
+        ("/predictions/tiny?k=-1", {}, 400, "k must be a whole number from 1, got '-1'"),
+        ("/predictions/tiny?k=x", {}, 400, "k must be a whole number from 1, got 'x'"),
+        ("/predictions/tiny?k=True", {}, 400, "k must be a whole number from 1, got 'True'"),
+        ("/predictions/tiny", {"x-top-k": "0"}, 400, "k must be a whole number from 1, got '0'"),
     ],
 )
 def test_what_cannot_be_answered_is_told_with_its_status(

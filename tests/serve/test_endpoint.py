@@ -215,6 +215,15 @@ def test_what_a_batch_has_too_little_for_is_told_to_try_again_and_its_neighbours
     assert post(served, "exported", content=large).status_code == 200, "alone, it is answered"
 
 
+def test_its_start_told_how_far_it_was(served: Served) -> None:
+    fractions = [fraction for fraction, _ in served.told]
+    assert fractions == sorted(fractions)
+    assert fractions[0] < 0.1
+    answering = [int(message.removesuffix(" of 5 answer")) for _, message in served.told]
+    assert answering == sorted(answering)
+    assert (answering[0], answering[-1]) == (0, 5)
+
+
 @pytest.mark.parametrize("k", [1, 2, len(CLASSES)])
 def test_k_by_query_parameter_gives_that_many_classes(served: Served, k: int) -> None:
     assert len(served.client.predict(name_of("script"), jpeg(1), k=k)) == k
@@ -254,7 +263,7 @@ def test_k_beyond_the_number_of_classes_gives_all_of_them(served: Served) -> Non
     assert len(served.client.predict(name_of("script"), jpeg(1), k=1000)) == len(CLASSES)
 
 
-@pytest.mark.parametrize("k", ["0", "-1", "x", "1.5", "", "9" * 30, "²"])
+@pytest.mark.parametrize("k", ["0", "-1", "x", "True", "1.5", "", "9" * 30, "²"])
 def test_an_illegal_k_is_refused(served: Served, k: str) -> None:
     with pytest.raises(ServerError, match="k must be a whole number from 1") as caught:
         served.client.predict(name_of("script"), jpeg(1), k=k)  # type: ignore[arg-type]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 #: Steps that take less than this show no bar, seconds.
 SHOWN_AFTER_S = 2.0
 _EVERY_S = 0.1  # between two updates
+_TICK_S = 1.0  # between two of a step that does not say how far it is
 
 
 class Surface(Protocol):
@@ -95,7 +97,7 @@ def surface(console: Console | None = None) -> Surface | None:
 
 
 class ProgressBar:
-    """A `Listener` that says nothing but how far a long step is, and how long it will still take.
+    """Says nothing but how far a long step is, and how long it will still take: a listener of `optimize`'s runs too.
 
     Safe to call from several threads. Pickles as a new one: a bar belongs to its process.
 
@@ -112,7 +114,7 @@ class ProgressBar:
         self._name = ""
         self._message = ""
         self._fraction = 0.0
-        self._begun = self._drawn = 0.0
+        self._begun = self._told = self._drawn = 0.0
 
     def __reduce__(self) -> tuple[Callable[[], ProgressBar], tuple[()]]:
         return (here, ())
@@ -121,18 +123,17 @@ class ProgressBar:
         """A step begins."""
         self._end()
         with self._lock:
-            self._name, self._message, self._fraction, self._begun = name, "", 0.0, time.monotonic()
+            self._name, self._message, self._fraction = name, "", 0.0
+            self._begun = self._told = time.monotonic()
             if self._surface is not None:
                 # By a timer: some steps, such as an export, never say how far they are.
-                self._timer = threading.Timer(self._after_s, self._draw)
-                self._timer.daemon = True
-                self._timer.start()
+                self._wake(self._after_s)
 
     def progressed(self, fraction: float, message: str) -> None:
         """The step under way has come so far."""
-        with self._lock:
-            self._fraction, self._message = fraction, message
         now = time.monotonic()
+        with self._lock:
+            self._fraction, self._message, self._told = fraction, message, now
         if now - self._begun >= self._after_s and now - self._drawn >= _EVERY_S:
             self._draw()
 
@@ -143,22 +144,44 @@ class ProgressBar:
     def said(self, message: str) -> None:
         """Nothing: a program's output is its own."""
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Take the bar off the screen for lines of output; it comes back as the step goes on."""
+        with self._lock:
+            if self._surface is not None:
+                self._surface.clear()
+            yield
+
     def close(self) -> None:
         """Remove the bar, whatever was under way."""
         self._end()
+
+    def _wake(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._tick)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _tick(self) -> None:
+        self._draw()
+        with self._lock:
+            if self._timer is threading.current_thread():  # and not of a step that has begun since
+                self._wake(_TICK_S)
 
     def _draw(self) -> None:
         with self._lock:
             if self._surface is None or self._timer is None:
                 return  # the step has ended meanwhile
             self._drawn = time.monotonic()
-            text = " · ".join(part for part in (self._message, self._time(self._drawn - self._begun)) if part)
-            self._surface.draw(self._name, self._fraction, text)
+            text = " · ".join(part for part in (self._message, self._time(self._drawn)) if part)
+            self._surface.draw(self._name, min(self._fraction, 1.0), text)
 
-    def _time(self, elapsed: float) -> str:
-        if not 0.02 <= self._fraction < 1:
-            return f"{duration(elapsed)} so far"
-        return f"{duration(elapsed * (1 - self._fraction) / self._fraction)} left"
+    def _time(self, now: float) -> str:
+        left = -1.0
+        if (
+            0.02 <= self._fraction < 1
+        ):  # what the rest takes at the same pace, less what has gone by since that was told
+            left = (self._told - self._begun) * (1 - self._fraction) / self._fraction - (now - self._told)
+        return f"{duration(left)} left" if left >= 0 else f"{duration(now - self._begun)} so far"
 
     def _end(self) -> None:
         with self._lock:
@@ -172,6 +195,17 @@ class ProgressBar:
 def here() -> ProgressBar:
     """A bar in this process's notebook or terminal."""
     return ProgressBar(surface())
+
+
+@contextlib.contextmanager
+def shown(name: str) -> Iterator[ProgressBar]:
+    """A bar in this process's notebook or terminal for one step, which is removed however the step ends."""
+    bar = here()
+    bar.started(name)
+    try:
+        yield bar
+    finally:
+        bar.close()
 
 
 def duration(seconds: float) -> str:
