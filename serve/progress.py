@@ -103,12 +103,12 @@ class ProgressBar:
 
     Args:
         drawn_on: see `surface`; with None nothing is ever shown.
-        after_s: steps that end within so many seconds show nothing.
+        after_s: steps that end within so many seconds show nothing; None: `SHOWN_AFTER_S`.
     """
 
-    def __init__(self, drawn_on: Surface | None, after_s: float = SHOWN_AFTER_S) -> None:
+    def __init__(self, drawn_on: Surface | None, after_s: float | None = None) -> None:
         self._surface = drawn_on
-        self._after_s = after_s
+        self._after_s = SHOWN_AFTER_S if after_s is None else after_s
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._name = ""

@@ -78,9 +78,10 @@ def test_between_two_reports_the_time_left_runs_down_and_what_takes_longer_tells
     for seconds in (4.0, 6.0, 1.0):
         now[0] += seconds
         bar._draw()
+    now[0] += 1.0
     bar.progressed(1.25, "1 of 2 answer")
     assert [text.rpartition(" · ")[2] for _, _, text in drawn.texts] == [
-        "10 s left", "6 s left", "0 s left", "21 s so far", "21 s so far",
+        "10 s left", "6 s left", "0 s left", "21 s so far", "22 s so far",
     ]  # fmt: skip
     assert drawn.texts[-1][1] == 1.0
     bar.close()
@@ -153,8 +154,9 @@ def test_a_notebook_shows_the_bar_the_variant_and_none_of_torchs_deprecations(
     for name, value in UNCOMPILED.items():
         monkeypatch.setenv(name, value)
     cells = [
-        "import optimize as opt\n"
-        f"base = opt.load({TINY!r}, store={str(tmp_path / 'store')!r}, device='cpu', training=opt.Training(epochs=60))",
+        "import optimize as opt, serve.progress\n"
+        "serve.progress.SHOWN_AFTER_S = 0.1\n"  # the tiny network is not trained for two seconds
+        f"base = opt.load({TINY!r}, store={str(tmp_path / 'store')!r}, device='cpu', training=opt.Training(epochs=3))",
         "opt.apply(opt.apply(base, opt.Fuse()), opt.Ptq(images=32)).predict("
         "opt.Variant.predict.__globals__['_encoded'](__import__('PIL.Image').Image.new('RGB', (8, 8))))",
         "base",
@@ -163,8 +165,9 @@ def test_a_notebook_shows_the_bar_the_variant_and_none_of_torchs_deprecations(
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": Path(__file__).parents[2]}}).execute()
     outputs: list[list[Any]] = [cell["outputs"] for cell in notebook["cells"]]
-    assert [o["output_type"] for o in outputs[0]] == ["display_data"]  # the bar, which is empty by now
-    assert outputs[0][0]["data"]["text/html"] == ""
+    # The bar of the training, and of the opening where that takes a tenth of a second; each is empty by now.
+    assert len(outputs[0]) in (1, 2)
+    assert [(o["output_type"], o["data"]["text/html"]) for o in outputs[0]] == [("display_data", "")] * len(outputs[0])
     assert not [o for outs in outputs for o in outs if o.get("name") == "stderr"], outputs
     shown = outputs[2][0]["data"]
     assert len(shown["text/plain"]) < 300

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -67,12 +69,32 @@ def write_artifact(
 
 def torchscript(folder: Path, name: str = "script", device: Device = "any") -> Path:
     folder.mkdir(parents=True)
-    torch.jit.trace(small_network(), torch.zeros(1, 3, 32, 32)).save(str(folder / "model.pt"))
+    (folder / "model.pt").write_bytes(torchscript_file())
     (folder / "weights.safetensors").write_bytes(b"for later passes" * 4096)
     return write_artifact(folder, name, "torchscript", "model.pt", device=device, extra=("weights.safetensors",))
 
 
+@functools.cache
+def torchscript_file() -> bytes:
+    """Made once a process, as the others are: tests ask for it a hundred times."""
+    return traced(small_network())
+
+
+def traced(network: nn.Module) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt"  # its stem stands in the file
+        torch.jit.trace(network, torch.zeros(1, 3, 32, 32)).save(str(path))
+        return path.read_bytes()
+
+
 def int8(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.pt").write_bytes(int8_file())
+    return write_artifact(folder, "int8", "torchscript", "model.pt", precision="int8", device="cpu")
+
+
+@functools.cache
+def int8_file() -> bytes:
     from torch.ao.quantization import (
         HistogramObserver,
         QConfig,
@@ -83,7 +105,6 @@ def int8(folder: Path) -> Path:
 
     from serve.runtime.engines.torchscript import use_int8_kernels
 
-    folder.mkdir(parents=True)
     use_int8_kernels()
     example = torch.zeros(1, 3, 32, 32)
     activation = HistogramObserver.with_args(quant_min=0, quant_max=127)  # 7 bits, as torch's default for x86
@@ -93,35 +114,48 @@ def int8(folder: Path) -> Path:
     for _ in range(4):
         prepared(torch.randn(8, 3, 32, 32))
     converted: Any = convert_fx(prepared)
-    torch.jit.trace(converted, example).save(str(folder / "model.pt"))
-    return write_artifact(folder, "int8", "torchscript", "model.pt", precision="int8", device="cpu")
+    return traced(converted)
 
 
 def exported(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     folder.mkdir(parents=True)
-    example = torch.zeros(2, 3, 32, 32, dtype=dtype)
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(small_network(seed).to(dtype), (example,), dynamic_shapes=({0: batch},))
-    save_program(program, folder / "model.pt2")
+    (folder / "model.pt2").write_bytes(exported_file(seed, dtype))
     return write_artifact(
         folder, "exported", "exported_program", "model.pt2", precision=str(dtype).removeprefix("torch.")
     )
 
 
+@functools.cache
+def exported_file(seed: int, dtype: torch.dtype) -> bytes:
+    example = torch.zeros(2, 3, 32, 32, dtype=dtype)
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(small_network(seed).to(dtype), (example,), dynamic_shapes=({0: batch},))
+    with tempfile.TemporaryDirectory() as folder:
+        save_program(program, Path(folder) / "model.pt2")
+        return (Path(folder) / "model.pt2").read_bytes()
+
+
 def onnx(folder: Path, name: str = "onnx", device: Device = "any") -> Path:
     folder.mkdir(parents=True)
-    with warnings.catch_warnings():
+    (folder / "model.onnx").write_bytes(onnx_file())
+    return write_artifact(folder, name, "onnx", "model.onnx", device=device)
+
+
+@functools.cache
+def onnx_file() -> bytes:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        path = Path(folder) / "model.onnx"
         torch.onnx.export(
             small_network(),
             (torch.zeros(2, 3, 32, 32),),
-            folder / "model.onnx",
+            path,
             dynamo=True,
             external_data=False,
             dynamic_shapes=({0: torch.export.Dim("batch")},),
             verbose=False,
         )
-    return write_artifact(folder, name, "onnx", "model.onnx", device=device)
+        return path.read_bytes()
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (60, 45)) -> Image.Image:

@@ -25,18 +25,18 @@ from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, read_state
 from tests.serve import artifacts
 from tests.serve.conftest import free_ports
-from tests.serve.test_server import broken_script, command
+from tests.serve.test_server import broken_script, command, invoked, onnx_for_cuda
 
 pytestmark = pytest.mark.slow
 
 SENDERS = 3
 
 
-def packed(store: Path, run: str, name: str, seed: int = 0) -> Path:
+def packed(store: Path, run: str, name: str, workers: int) -> Path:
     """A run's artifact with its archive."""
     folder = artifacts.torchscript(layout.artifact_folder(store, run, name), name)
     path = layout.archive_path(store, run, name)
-    return build_archive(folder, path, model_name=path.stem, options=ServingOptions(batch_size=2, workers=2))
+    return build_archive(folder, path, model_name=path.stem, options=ServingOptions(batch_size=2, workers=workers))
 
 
 class Senders:
@@ -80,14 +80,17 @@ class Senders:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A store with two runs, and a server that was asked for two models of the first, of which one cannot be loaded."""
+    """A store with two runs, and a server that was asked for three models of the first, of which one can be loaded."""
     store = tmp_path_factory.mktemp("fleet")
-    first = packed(store, "one", "script")
-    packed(store, "two", "script")
-    broken = layout.archive_path(store, "one", "broken")
-    build_archive(broken_script(layout.artifact_folder(store, "one", "broken")), broken, model_name="one-broken")
+    first = packed(store, "one", "script", workers=2)
+    packed(store, "two", "script", workers=1)
+    left_out = {}
+    for name, make in (("broken", broken_script), ("cuda", onnx_for_cuda)):
+        path = layout.archive_path(store, "one", name)
+        folder = make(layout.artifact_folder(store, "one", name))
+        left_out[f"one-{name}"] = build_archive(folder, path, model_name=f"one-{name}")
     told: dict[str, str] = {}
-    archives = {"one-broken": broken, "one-script": first}
+    archives = {**left_out, "one-script": first}
     running = server.start(store, archives, ports=free_ports(), gpus=0, on_left_out=told.__setitem__)
     try:
         assert running.models == ("one-script",)
@@ -119,10 +122,11 @@ def test_a_model_that_cannot_be_loaded_is_left_out_and_named_and_the_others_are_
     reason = running.left_out["one-broken"]
     assert reason.startswith("the worker of one-broken died while it loaded (")
     assert "is not a whole zip file" in reason
+    assert "onnxruntime-cuda: it runs on a GPU, and none was assigned here" in running.left_out["one-cuda"]
     with running.client(store) as client:
         assert client.models() == ["one-script"]
         assert client.ping() == "Healthy"
-    told = command("status", "--store", store)
+    told = invoked("status", "--store", store)
     assert told.returncode == 0, told.stderr
     assert f"  left out: one-broken ({reason})" in told.stdout.splitlines()
 
@@ -149,7 +153,7 @@ def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_
     with running.client(store) as client:
         assert client.versions("one-script") == ["3.0"], "the old ones are gone"
         assert len(client.workers("one-script")) == 2
-    assert len(children_of(running, 2 + 2)) == 2 + 2
+    assert len(children_of(running, 2 + 1)) == 2 + 1
     assert sorted(path.name for path in archives_folder(store).iterdir()) == ["one-script@3.0.mar", "second@1.0.mar"]
 
 
@@ -157,7 +161,7 @@ def test_what_a_removed_model_had_accepted_is_answered_and_the_server_goes_on(st
     second = layout.archive_path(store, "two", "script")
     if "second" not in the(store).models:
         live.add(store, {"second": second})
-    before = children_of(the(store), 2 + 2)
+    before = children_of(the(store), 2 + 1)
     with Senders(store, the(store), "second") as senders:
         time.sleep(1)
         removed = command("remove", "second", "--store", store)
@@ -170,7 +174,7 @@ def test_what_a_removed_model_had_accepted_is_answered_and_the_server_goes_on(st
         assert len(client.predict("one-script", artifacts.jpeg(1))) == 5
     assert {path.name.partition("@")[0] for path in archives_folder(store).iterdir()} == {"one-script"}
     assert children_of(the(store), 2) < before
-    last = command("remove", "one-script", "--store", store)
+    last = invoked("remove", "one-script", "--store", store)
     assert last.returncode == 2
     assert "no model would be left: stop the server instead" in last.stderr
 
@@ -178,7 +182,7 @@ def test_what_a_removed_model_had_accepted_is_answered_and_the_server_goes_on(st
 def test_a_model_that_does_not_come_up_changes_nothing(store: Path) -> None:
     before = the(store)
     for words in (["add", "one/broken"], ["replace", "one-script", "one/broken"]):
-        ended = command(*words, "--store", store)
+        ended = invoked(*words, "--store", store)
         assert ended.returncode == 1
         assert "died while it loaded" in ended.stderr
         assert "is not a whole zip file" in ended.stderr
@@ -218,7 +222,7 @@ def test_what_a_change_that_was_killed_has_left_goes_with_the_next_one(store: Pa
 )
 def test_a_mistake_is_one_line_and_changes_nothing(words: tuple[str, ...], message: str, store: Path) -> None:
     before = the(store)
-    ended = command(*words, "--store", store)
+    ended = invoked(*words, "--store", store)
     assert ended.returncode == 2
     assert message in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
@@ -230,16 +234,17 @@ def test_status_fails_and_does_not_say_healthy_while_a_model_has_no_ready_worker
     with running.client(store) as client:
         for worker in client.workers("one-script"):
             os.kill(worker["pid"], signal.SIGKILL)
-    told = command("status", "--json", "--store", store)
+    told = invoked("status", "--json", "--store", store)
     assert told.returncode == 1
     body = json.loads(told.stdout)
     assert body["status"] == "Unhealthy"
     (model,) = body["models"]
-    assert body["left_out"].keys() == {"one-broken"}
+    assert body["left_out"].keys() == {"one-broken", "one-cuda"}
     assert model["workers"]["ready"] == 0
     assert (model["name"], model["run"], model["artifact"]) == ("one-script", "one", "script")
     deadline = time.monotonic() + 90
-    while (again := command("status", "--store", store)).returncode != 0:
+    while (again := invoked("status", "--store", store)).returncode != 0:
         assert again.stdout.startswith("Unhealthy: run one, pid ")
         assert time.monotonic() < deadline, "the workers did not come back"
+        time.sleep(0.2)
     assert again.stdout.startswith(("Healthy: ", "Partial Healthy: "))

@@ -75,11 +75,13 @@ def archives_of(store: Path) -> dict[str, Path]:
         SLOW: ServingOptions(batch_size=64, max_batch_delay_ms=int(SLOWNESS_S * 1000)),
     }
     return {
-        name: build_archive(
-            folder, layout.archive_path(store, "small", name.removeprefix("small-")), model_name=name, options=given
-        )
-        for name, given in options.items()
+        name: build_archive(folder, path, model_name=name, options=options[name])
+        for name, path in archives_in(store).items()
     }
+
+
+def archives_in(store: Path) -> dict[str, Path]:
+    return {name: layout.archive_path(store, "small", name.removeprefix("small-")) for name in (QUICK, SLOW)}
 
 
 @contextmanager
@@ -543,6 +545,8 @@ def test_the_documentations_curl_works(operated: Operated, tmp_path: Path) -> No
 
 
 def test_keys_are_replaced_when_that_is_asked_for(operated: Operated) -> None:
+    first = json.loads((server.state_folder(operated.store) / "key_file.json").read_text())
+    assert {len(entry["key"]) for entry in first.values()} == {32}
     old = operated.headers
     words = [sys.executable, "-m", "serve", "renew-keys", "--store", str(operated.store)]
     ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
@@ -562,61 +566,60 @@ def test_without_a_server_its_keys_are_forgotten(tmp_path: Path) -> None:
     assert not (folder / "key_file.json").exists()
 
 
-def test_stop_answers_what_was_accepted_and_a_restart_keeps_the_keys(tmp_path: Path) -> None:
-    archives = archives_of(tmp_path)
-    with operating(tmp_path, archives) as first:
-        header = first.header
-        keys = (server.state_folder(tmp_path) / "key_file.json").read_text()
-        lost: list[str] = []
-        statuses: list[int] = []
+def test_stop_answers_what_was_accepted_and_a_restart_keeps_the_keys(operated: Operated) -> None:
+    """The last of this file: it stops the server that the others share, and starts one in its place."""
+    first, store = operated, operated.store
+    header = first.header
+    keys = (server.state_folder(store) / "key_file.json").read_text()
+    lost: list[str] = []
+    statuses: list[int] = []
 
-        def ask_again_and_again() -> None:
-            # On one connection: what was sent on it is answered, and the last answer says that it closes.
-            kept = http.client.HTTPConnection(HOST, first.running.ports.inference, timeout=60)
-            headers = {**first.headers, "Content-Type": "image/jpeg"}
-            with contextlib.closing(kept):
-                while True:
-                    try:
-                        kept.request("POST", f"/predictions/{QUICK}", jpeg(1), headers)
-                        answer = kept.getresponse()
-                        answer.read()
-                    except ConnectionRefusedError:
-                        return
-                    except (http.client.HTTPException, OSError) as error:
-                        lost.append(repr(error))
-                        return
-                    statuses.append(answer.status)
-                    if answer.status != 200:
-                        return
+    def ask_again_and_again() -> None:
+        # On one connection: what was sent on it is answered, and the last answer says that it closes.
+        kept = http.client.HTTPConnection(HOST, first.running.ports.inference, timeout=60)
+        headers = {**first.headers, "Content-Type": "image/jpeg"}
+        with contextlib.closing(kept):
+            while True:
+                try:
+                    kept.request("POST", f"/predictions/{QUICK}", jpeg(1), headers)
+                    answer = kept.getresponse()
+                    answer.read()
+                except ConnectionRefusedError:
+                    return
+                except (http.client.HTTPException, OSError) as error:
+                    lost.append(repr(error))
+                    return
+                statuses.append(answer.status)
+                if answer.status != 200:
+                    return
 
-        asking = [threading.Thread(target=ask_again_and_again) for _ in range(4)]
-        for thread in asking:
-            thread.start()
-        answers: list[tuple[int, str | None, bytes]] = []
-        sent = threading.Event()
-        slow = threading.Thread(target=lambda: answers.extend(all_at_once(first, SLOW, 12, sent.set)))
-        slow.start()
-        assert sent.wait(30)
-        time.sleep(SLOWNESS_S / 4)
-        assert not answers
-        begun = time.monotonic()
-        server.stop(tmp_path)
-        took = time.monotonic() - begun
-        for thread in (slow, *asking):
-            thread.join(60)
-        assert [status for status, *_ in answers] == [200] * 12
-        assert not lost
-        assert 200 in statuses
-        assert set(statuses) <= {200, 503}
-        assert took < LIMITS.drain_s
-    console = (server.state_folder(tmp_path) / "logs.previous" / "console.log").read_text()
+    asking = [threading.Thread(target=ask_again_and_again) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    answers: list[tuple[int, str | None, bytes]] = []
+    sent = threading.Event()
+    slow = threading.Thread(target=lambda: answers.extend(all_at_once(first, SLOW, 12, sent.set)))
+    slow.start()
+    assert sent.wait(30)
+    time.sleep(SLOWNESS_S / 4)
+    assert not answers
+    begun = time.monotonic()
+    server.stop(store)
+    took = time.monotonic() - begun
+    for thread in (slow, *asking):
+        thread.join(60)
+    assert [status for status, *_ in answers] == [200] * 12
+    assert not lost
+    assert 200 in statuses
+    assert set(statuses) <= {200, 503}
+    assert took < LIMITS.drain_s
+    console = (server.state_folder(store) / "logs.previous" / "console.log").read_text()
     assert "all that was accepted is answered" in console
-    with operating(tmp_path, archives) as second:
+    with operating(store, archives_in(store)) as second:
         assert second.header == header
-        written = (server.state_folder(tmp_path) / "key_file.json").read_text()
+        written = (server.state_folder(store) / "key_file.json").read_text()
         old, new = ({kind: entry["key"] for kind, entry in json.loads(text).items()} for text in (keys, written))
         assert new == old
-        assert {len(key) for key in new.values()} == {32}
         name, _, value = header.partition(": ")
         answer = httpx.post(second.url(f"/predictions/{QUICK}"), content=jpeg(1), headers={name: value}, timeout=60)
         assert answer.status_code == 200
