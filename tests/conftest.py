@@ -1,10 +1,12 @@
 """What all tests share: hypothesis judges what it finds, and not how busy the machine is; Ctrl-C reaches programs.
 
-And in which order several processes take the files: the longest first, so that none is left with one at the end.
+And how several processes share the machine: each computes with one thread, and takes the longest files first, so that
+none is left with one at the end.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -21,6 +23,23 @@ settings.load_profile("unhurried")
 
 # A shell's `… &` has its jobs ignore Ctrl-C, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+#: Whether this is one of several processes that share the tests.
+AMONG_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each() -> None:
+    """Where several processes share the cores, torch computes here with one thread: two fight, and take a third more.
+
+    For each test anew: an execution that is opened in this process sets as many as it says. The programs that tests
+    start have what they would have.
+    """
+    if AMONG_SEVERAL:
+        import torch  # which the tests' own files have imported by now
+
+        torch.set_num_threads(1)
+
 
 #: Files that one process runs, because they share a server, which each process would start for itself.
 TOGETHER = frozenset({"tests/serve/test_endpoint.py", "tests/serve/test_server.py"})
