@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from optimize.measure.references import REFERENCES
 from optimize.measure.rows import Measured, ModelFile, Report, Row
+from optimize.run import floats
 from optimize.run.job import Job
 from optimize.run.pipeline import Outcome, run
 
@@ -87,29 +88,37 @@ def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml"
 
 
 @contextlib.contextmanager
-def references(*, compiled: bool) -> Iterator[None]:
-    """Measure beside the eager references that of `torch.compile` too, or leave it out: it takes 10 s to compile."""
+def references(*, compiled: bool, graphs: bool = True) -> Iterator[None]:
+    """Measure beside the eager references the others too, or leave some out.
+
+    Args:
+        compiled: that of `torch.compile`, which takes 10 s to compile.
+        graphs: those of a float graph that no stage makes, which take 6 s to export and to open.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(REFERENCES, "torch.compile", raising=False)
         if compiled:
             patch.setitem(REFERENCES, "torch.compile", COMPILED)
+        if not graphs:
+            patch.setattr(floats, "_ENGINES", {})
         yield
 
 
 def run_recipe(
-    store: Path, recipe: dict[str, Any], *, compiled: bool | None = None, **options: Any
+    store: Path, recipe: dict[str, Any], *, compiled: bool | None = None, graphs: bool | None = None, **options: Any
 ) -> tuple[Outcome, Heard]:
     """Run in this process, under the name ``tiny`` unless another is given.
 
-    ``compiled`` as in `references`; by default where all is measured as in the run that all tests share, which has
-    every reference, so that it is found in the store.
+    ``compiled`` and ``graphs`` as in `references`; by default where all is measured as in the run that all tests
+    share, which has every reference, so that it is found in the store.
     """
     options.setdefault("run", "tiny")
     options.setdefault("model", TINY)
     heard = Heard()
-    if compiled is None:
-        compiled = recipe["measure"] == RECIPE["measure"]
-    with tempfile.TemporaryDirectory() as folder, references(compiled=compiled):
+    as_shared = recipe["measure"] == RECIPE["measure"]
+    compiled = as_shared if compiled is None else compiled
+    graphs = as_shared if graphs is None else graphs
+    with tempfile.TemporaryDirectory() as folder, references(compiled=compiled, graphs=graphs):
         job = Job(recipe=write_recipe(Path(folder), recipe), store=store, device="cpu", **options)
         return run(job, heard), heard
 

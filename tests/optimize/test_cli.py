@@ -19,12 +19,10 @@ from serve.runtime.errors import PipelineError
 
 from .runs_fixtures import (
     RECIPE,
-    ROOT,
     TINY,
-    UNCOMPILED,
     TinyRun,
-    command,
     copied_store,
+    references,
     start_run,
     tiny_run,
     with_stages,
@@ -319,11 +317,11 @@ def test_a_model_that_prints_does_not_spoil_the_json_and_a_failed_stage_has_exit
         .replace("    layers: list", '    print("building!")\n    layers: list')
     )
     recipe = write_recipe(tmp_path, with_stages({"pass": "fuse", "config": {"tolerance": 1e-30}}))
-    words = ("run", f"{tmp_path / 'loud.py'}:tiny", "--recipe", recipe, "--store", tmp_path / "store", "--json")
-    result = subprocess.run(
-        command(*words), capture_output=True, text=True, cwd=ROOT, check=False, timeout=120, env=os.environ | UNCOMPILED
-    )
-    assert result.returncode == 1
+    with references(compiled=False, graphs=False):
+        result = invoke(
+            "run", f"{tmp_path / 'loud.py'}:tiny", "--recipe", recipe, "--store", tmp_path / "store", "--json"
+        )
+    assert result.exit_code == 1
     assert json.loads(result.stdout)["rows"][1]["skip"]["reason"].startswith("fuse: logits differ")
     assert result.stderr.splitlines()[-1] == "error: failed: fuse; the reasons stand in the report"
     assert "building!" in result.stderr

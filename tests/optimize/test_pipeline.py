@@ -416,7 +416,8 @@ def test_a_checkpoint_is_the_baseline_and_another_one_makes_everything_anew(
     assert top1(outcome)[0] == tiny_run.measured("baseline").accuracy.top1
     weights["12.bias"] = weights["12.bias"] + torch.eye(10)[3] * 100
     save_file(weights, tmp_path / "other.safetensors")
-    outcome, heard = run_recipe(copied_store, with_stages(FUSE), run="c", checkpoint=tmp_path / "other.safetensors")
+    recipe, checkpoint = with_stages(FUSE), tmp_path / "other.safetensors"
+    outcome, heard = run_recipe(copied_store, recipe, run="c", checkpoint=checkpoint, graphs=True)
     assert heard.made() == {"baseline", "fuse", FLOAT_GRAPH, *MEASUREMENTS}
     assert top1(outcome)[0] < 0.2  # it says 3 to everything
 
@@ -565,7 +566,7 @@ def test_ctrl_c_ends_in_one_line_and_the_next_run_goes_on(tmp_path: Path) -> Non
     assert last == ["interrupted; what was finished is kept, the same command goes on from there"]
     assert list((store / ".store" / "tmp").iterdir()) == []
     _, heard = run_recipe(store, with_stages(FUSE))
-    assert heard.made() == {FLOAT_GRAPH, *MEASUREMENTS}
+    assert heard.made() == MEASUREMENTS
 
 
 def test_after_sigkill_nothing_half_written_is_used_and_the_next_run_goes_on(tmp_path: Path) -> None:
@@ -576,7 +577,7 @@ def test_after_sigkill_nothing_half_written_is_used_and_the_next_run_goes_on(tmp
     assert len(whole) == 4  # two steps, each with its name
     assert [fault(folder) for folder in whole] == [None] * 4
     _, heard = run_recipe(store, with_stages(FUSE))
-    assert heard.made() == {FLOAT_GRAPH, *MEASUREMENTS}
+    assert heard.made() == MEASUREMENTS
     assert faults_of(store, "tiny")[1] == []
 
 
