@@ -24,6 +24,7 @@ from serve.hints import DEFAULT_STORE, command, target
 from serve.runtime.errors import PipelineError, UserError
 
 if TYPE_CHECKING:
+    from optimize.certify.records import Engine
     from optimize.measure.rows import Report
 
 app = typer.Typer(
@@ -514,6 +515,55 @@ def search(  # noqa: PLR0917 - each is an option of the command line
                 typer.echo(f"pack it, with the same checkpoint and data: {again}; its artifact is called {artifact}")
         if found.pair is None:
             raise PipelineError("nothing keeps the budget")
+
+
+@app.command()
+def certify(  # noqa: PLR0917 - each is an option of the command line
+    name: Annotated[str, typer.Argument(metavar="RUN/ARTIFACT", help="An INT8 artifact of a run.")],
+    layers: Annotated[
+        bool,
+        typer.Option("--layers", help="Run each layer alone, by every engine, on the integers that the reference has."),
+    ] = False,
+    images: Annotated[int, typer.Option(min=1, help="With --layers: validation images that the integers are of.")] = 8,
+    data: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="With --layers: other images than those of the run."),
+    ] = None,
+    store: _Store = DEFAULT_STORE,
+    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")] = False,
+) -> None:
+    """Show how near engines come to what an artifact's integers mean, end to end, and layer by layer.
+
+    Exit code 1 if a layer computes something else: a saturating kernel, a lost clamp. A tie that is rounded to the
+    other side is said, and is no fault.
+    """
+    with reported():
+        from optimize.report.certified import print_engines, print_parity
+        from optimize.run.certifiable import subject
+
+        certified = subject(store, name)
+        parity = certified.card.certificate
+        found: tuple[Engine, ...] = ()
+        if layers:
+            from optimize import noise
+            from optimize.report.terminal import Display
+            from optimize.run.certifying import certify_layers
+
+            noise.silence()
+            with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
+                found = certify_layers(store, certified, images=images, data=data, listener=display)
+        if json:
+            document = {
+                "artifact": name,
+                "certificate": parity.to_json() if parity else None,
+                "layers": [engine.to_json() for engine in found],
+            }
+            sys.stdout.write(dumps(document, indent=2) + "\n")
+        else:
+            print_engines(found)
+            print_parity(name, parity)
+        if not all(engine.sound for engine in found) or (layers and not any(engine.layers for engine in found)):
+            raise typer.Exit(1)
 
 
 @app.command("passes")

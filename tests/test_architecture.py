@@ -29,6 +29,7 @@ FLOORS = {
     "optimize.lint": 4,
     "optimize.report": 5,
     "optimize.quantization": 5,
+    "optimize.certify": 5,
     "optimize.passes": 6,
     "optimize.run": 7,
     "optimize.precision": 8,

@@ -170,7 +170,7 @@ class Bench:
         key = ProbeKey(
             engine=execution.engine,
             device=execution.device_type,
-            **self._inputs(execution, makers=(find_engine(execution.engine).open,)),
+            **surroundings(execution, makers=(find_engine(execution.engine).open,)),
         )
         self.store.obtain(key.digest, build, about=f"{execution.engine} works on {execution.device_type}")
         return key.digest
@@ -190,7 +190,7 @@ class Bench:
             images=self.context.data.val.fingerprint,
             skip_unreadable=self.context.skip_unreadable,
             max_batch=_MAX_BATCH,
-            **self._inputs(candidate.execution, makers=(answer, *self._makers(candidate))),
+            **surroundings(candidate.execution, makers=(answer, *self._makers(candidate))),
         )
         return self._obtain(key, build, load_answers, candidate.artifact)
 
@@ -210,7 +210,7 @@ class Bench:
             artifact=opening(candidate.artifact.card),
             execution=candidate.execution.to_json(),
             batch=self.timing.batch_sizes[-1],
-            **self._inputs(candidate.execution, makers=self._makers(candidate)),
+            **surroundings(candidate.execution, makers=self._makers(candidate)),
         )
         return self._obtain(key, build, read, candidate.artifact)
 
@@ -241,7 +241,7 @@ class Bench:
 
         executions = [candidate.execution for candidate in distinct.values()]
         makers = {maker for candidate in distinct.values() for maker in self._makers(candidate)}
-        inputs = self._inputs(*executions, makers=(measure_speed, pickled, *makers))
+        inputs = surroundings(*executions, makers=(measure_speed, pickled, *makers))
         key = SpeedKey(
             pairs=tuple(sorted(distinct)),
             references=tuple(references.values()),
@@ -336,23 +336,24 @@ class Bench:
         """What is called to open and run a pair."""
         return (Child, Predictor, find_engine(candidate.execution.engine).open)
 
-    def _inputs(self, *executions: Execution, makers: Sequence[Callable[..., Any]]) -> dict[str, Any]:
-        """The inputs that all keys of measurements have in common; ``makers`` are called to measure."""
-        device = next((e.device for e in executions if e.device_type == "cuda"), "cpu")
-        found = machine(torch.device(device))
-        return {
-            "environment": environment(),
-            "machine": {name: found[name] for name in ("cpu", "cores", "threads", "memory_bytes", "gpu")},
-            "libraries": versions(),
-            "code": _code(frozenset(makers)),
-        }
-
     def _obtain(
         self, key: Key, build: Callable[[Path], None], read: Callable[[Path], _T], artifact: Artifact
     ) -> Kept[_T]:
         about = f"{artifact.card.model} on {self.context.data.name}: {key.kind}"
         stored = self.store.obtain(key.digest, build, about=about)
         return Kept(read(stored.folder), key.digest, stored.seconds, stored.cached, stored.created)
+
+
+def surroundings(*executions: Execution, makers: Sequence[Callable[..., Any]]) -> dict[str, Any]:
+    """The inputs that all keys of measurements have in common; ``makers`` are called to measure."""
+    device = next((e.device for e in executions if e.device_type == "cuda"), "cpu")
+    found = machine(torch.device(device))
+    return {
+        "environment": environment(),
+        "machine": {name: found[name] for name in ("cpu", "cores", "threads", "memory_bytes", "gpu")},
+        "libraries": versions(),
+        "code": _code(frozenset(makers)),
+    }
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Self
@@ -126,6 +126,12 @@ class Worker:
         """Take a turn at a batch size: milliseconds of each timed call."""
         times: list[float] = self._ask("turn", size=size, timing=timing.of_a_turn)["ms"]
         return times
+
+    def invoke(self, function: Callable[..., dict[str, Any]], images: torch.Tensor, **arguments: Any) -> dict[str, Any]:
+        """What a function at the top of a module of ours gives there, JSON values, for the bytes of images."""
+        name = f"{function.__module__}:{function.__name__}"
+        found: dict[str, Any] = self._ask("invoke", _bytes(images), function=name, arguments=arguments)["found"]
+        return found
 
     def close(self) -> None:
         """End the process; nothing happens the second time."""

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidat
 from optimize.measure.timing import Timing
 from optimize.store.effects import Effect
 from serve.runtime.card import Preprocessing
-from serve.runtime.errors import UserError
+from serve.runtime.certificate import Certificate
+from serve.runtime.errors import CardError, UserError
 from serve.runtime.execution import Execution
 
 #: Version of ``report.json``.
@@ -28,6 +29,20 @@ def _execution(body: object) -> Execution:
     except UserError as error:
         raise ValueError(str(error)) from None
 
+
+def _certificate(body: object) -> Certificate | None:
+    try:
+        return body if isinstance(body, Certificate | None) else Certificate.from_json(body)
+    except CardError as error:
+        raise ValueError(str(error)) from None
+
+
+def _certificate_json(certificate: Certificate | None) -> dict[str, Any] | None:
+    return certificate.to_json() if certificate else None
+
+
+#: A `Certificate`, or none, as a field of a record.
+Parities = Annotated[Certificate | None, PlainValidator(_certificate), PlainSerializer(_certificate_json)]
 
 #: An `Execution` as a field of a record.
 RunBy = Annotated[Execution, PlainValidator(_execution), PlainSerializer(Execution.to_json)]
@@ -219,7 +234,8 @@ class Row(Record):
     ``operation`` is the pass (``baseline`` for the first), ``made`` when the artifact was made, ``seconds`` how
     long that took, ``cached`` whether it was at an earlier run. ``pairs`` has an entry for each execution that the
     artifact was to be measured with; ``skip`` says why it was not made, or with none of them measured.
-    ``effects`` are figures of single layers, before the pass and after it.
+    ``effects`` are figures of single layers, before the pass and after it; ``certificate`` says of an INT8 artifact how
+    near each engine's answers are to what its integers mean.
     """
 
     name: str
@@ -235,6 +251,7 @@ class Row(Record):
     skip: Skip | None = None
     notes: tuple[str, ...] = ()
     effects: tuple[Effect, ...] = ()
+    certificate: Parities = None
 
     @model_validator(mode="after")
     def _measured_or_skipped(self) -> Self:

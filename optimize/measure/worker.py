@@ -168,6 +168,11 @@ class Child:
 
         return {"ms": take_turn(self._run, self.images[size], clock_of(self.device), Timing(**timing))}
 
+    def invoke(self, payload: bytearray, function: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What a function of the project's gives, ``module:name``, for the payload: JSON values."""
+        module, _, name = function.partition(":")
+        return {"found": getattr(importlib.import_module(module), name)(payload, **arguments)}
+
     def _run(self, images: torch.Tensor) -> torch.Tensor:
         assert self.call is not None, "nothing is open"
         return self.call(images)
@@ -180,6 +185,7 @@ class Child:
 
 _COMMANDS: Final = (
     "open", "reference", "warm", "memory", "device_memory", "probe", "torch_threads", "logits", "keep", "turn",
+    "invoke",
 )  # fmt: skip
 
 

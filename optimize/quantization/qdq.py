@@ -117,7 +117,7 @@ def lower(
     """
     module = program.module()
     assert isinstance(module, fx.GraphModule)
-    expected = Counter(_operator(node) for node in module.graph.nodes if _operator(node))
+    expected = Counter(quantizing(node) for node in module.graph.nodes if quantizing(node))
     clamps = _clamp_narrow_ranges(module)
     export_onnx(entered(module), example, path, target.opset)
     return verify(
@@ -221,16 +221,16 @@ def _export(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedPr
     return torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
 
 
-def _operator(node: fx.Node) -> str:
-    """Name of a quantized_decomposed operator, or ''."""
-    target = node.target
+def quantizing(node: Any) -> str:
+    """Name of a node's operator, if it is one of those that quantize and dequantize; else ''."""
+    target = node.target if isinstance(node, fx.Node) else None
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "quantized_decomposed":
         return target._schema.name.split("::")[1]
     return ""
 
 
 def _quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:
-    return (node for node in list(module.graph.nodes) if _operator(node) == operator)
+    return (node for node in list(module.graph.nodes) if quantizing(node) == operator)
 
 
 def _fold_weights(module: fx.GraphModule) -> None:
@@ -262,7 +262,7 @@ def _fold_weights(module: fx.GraphModule) -> None:
 
 def quantized_weights(program: torch.export.ExportedProgram) -> int:
     """How many weights a reference program dequantizes."""
-    return sum(_operator(node) == "dequantize_per_channel" for node in program.graph.nodes)
+    return sum(quantizing(node) == "dequantize_per_channel" for node in program.graph.nodes)
 
 
 def _drop_doubled(module: fx.GraphModule) -> None:
@@ -271,7 +271,7 @@ def _drop_doubled(module: fx.GraphModule) -> None:
         before: Any = node.args[0]
         while isinstance(before, fx.Node) and before.target in _AS_IT_IS:
             before = before.args[0]
-        if _operator(before) == "dequantize_per_tensor" and before.args[1:6] == node.args[1:6]:
+        if quantizing(before) == "dequantize_per_tensor" and before.args[1:6] == node.args[1:6]:
             node.replace_all_uses_with(before.args[0])
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimize.measure.rows import Report, Results, Row
+from optimize.report import parities
 from optimize.report.charts import Charts
 from optimize.report.columns import COLUMNS, Column, family_of
 from optimize.report.lineage import layout
@@ -46,6 +47,8 @@ def write_html(report: Report, path: Path, charts: Charts, columns: Sequence[Col
             rejected=_rejected(report),
             notes=notes(report),
             effects=[(row.name, row.effects) for row in report.rows if row.effects],
+            parities=[(row.name, row.certificate) for row in report.rows if row.certificate],
+            parity_heads=parities.HEADS,
             taken=moment(report.measurement.taken),
             created=moment(report.created),
             results=[column for column in columns if column.table == "results"],
@@ -102,6 +105,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"family": family_of, "percent": percent, "number": number, "settings": _settings}
+    environment.filters |= {"parity": parities.cells, "of": parities.explained, "missing": parities.missing}
     return environment
 
 

@@ -111,7 +111,7 @@ def report_of(store: Path, run: str) -> Report:
 
 def card_of(store: Path, name: str) -> str:
     """The card of ``run/artifact`` as JSON text."""
-    folder = _artifact_folder(store, *name.split("/", 1))
+    folder = artifact_folder(store, *name.split("/", 1))
     return (folder / CARD_FILE).read_text(encoding="utf-8")
 
 
@@ -124,7 +124,7 @@ def faults_of(store: Path, name: str) -> tuple[int, list[str]]:
     run, _, only = name.rstrip("/").partition("/")
     report = report_of(store, run)
     if only:
-        _artifact_folder(store, run, only)
+        artifact_folder(store, run, only)
     checked = 0
     faults = []
     for row in report.rows:
@@ -145,7 +145,12 @@ def faults_of(store: Path, name: str) -> tuple[int, list[str]]:
     return checked, faults
 
 
-def _artifact_folder(store: Path, run: str, artifact: str) -> Path:
+def artifact_folder(store: Path, run: str, artifact: str) -> Path:
+    """Where a run's artifact is.
+
+    Raises:
+        UserError: there is no such run, or it has no such artifact.
+    """
     names = [row.name for row in report_of(store, run).rows if row.file is not None]
     if artifact not in names:
         raise UserError(f"run {run!r} has no artifact {artifact!r}; it has {', '.join(names)}")

@@ -14,6 +14,7 @@ from rich.text import Text
 from optimize.measure.rows import Results
 from optimize.report.columns import COLUMNS, SLOWER, Column, parent_of
 from optimize.report.lines import Line, lines
+from optimize.report.parities import parity_lines
 from optimize.report.sentences import tail, verdict, yardsticks
 
 if TYPE_CHECKING:
@@ -28,11 +29,12 @@ def table(results: Results, columns: Sequence[Column] = COLUMNS, *, every: bool 
     Args:
         results: what was measured.
         columns: to choose from.
-        every: whether to list each execution of an artifact, and not its best alone.
+        every: whether to list each execution of an artifact, and not its best alone, and the parity of INT8 ones.
     """
     ranks = sorted({column.rank for column in columns}, reverse=True)
     found = lines(results, every=every)
-    return ResultsTable([_table(results, found, [c for c in columns if c.rank <= rank]) for rank in ranks])
+    more = tuple(parity_lines(results)) if every else ()
+    return ResultsTable([_table(results, found, [c for c in columns if c.rank <= rank], more) for rank in ranks])
 
 
 def print_table(results: Results, *, every: bool = False) -> None:
@@ -62,14 +64,14 @@ class ResultsTable:
         yield self._fitting(console, options)
 
 
-def _table(results: Results, found: Sequence[Line], columns: Sequence[Column]) -> Table:
+def _table(results: Results, found: Sequence[Line], columns: Sequence[Column], more: Sequence[str]) -> Table:
     shown = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
         title=Text(f"{results.title}: measured artifacts", style="bold"),
         title_justify="left",
-        caption=_caption(results, found),
+        caption=_caption(results, found, more),
         caption_justify="left",
     )
     shown.add_column(Text("artifact"))
@@ -93,7 +95,7 @@ def _style(line: Line) -> str | None:
     return "dim" if line.skip or not line.first else None
 
 
-def _caption(results: Results, found: Sequence[Line]) -> Text:
+def _caption(results: Results, found: Sequence[Line], more: Sequence[str]) -> Text:
     """The verdict, the rule, and in words whatever a cell has no room for."""
     chosen = results.recommendation
     lines = [Text(("★ " if chosen.name else "") + verdict(results), style="bold")]
@@ -108,4 +110,5 @@ def _caption(results: Results, found: Sequence[Line]) -> Text:
             if line.first and (cell := column.cell(line, results)).alarm:
                 words = f"{line.id}: {cell.text} the speed of {parent_of(line)}, {SLOWER}"
                 lines.append(Text(words, style="red"))
+    lines += map(Text, more)
     return Text("\n").join(lines)

@@ -60,7 +60,7 @@ def refuse_replacing(folder: Path, own: Identity) -> None:
     Raises:
         UserError: it is of others; both are named, and what can be done.
     """
-    present = _present(folder)
+    present = identity_of(folder)
     if present is not None and not own.is_that_of(present):
         raise UserError(
             f"the run {folder.name!r} in {folder.parent} is of {present}, and not of {own}; "
@@ -68,8 +68,8 @@ def refuse_replacing(folder: Path, own: Identity) -> None:
         )
 
 
-def _present(folder: Path) -> Identity | None:
-    """Whose the run in ``folder`` is; None if there is none, or nobody can tell."""
+def identity_of(folder: Path) -> Identity | None:
+    """Whose the run in ``folder`` is; None if there is no run, or nobody can tell."""
     try:
         return Identity(**json.loads((folder / layout.IDENTITY_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -19,7 +19,7 @@ from optimize.store.objects import Store
 from optimize.store.sources import code_of
 from serve import layout
 from serve.options import ServingOptions
-from serve.runtime.card import CARD_FILE, Card
+from serve.runtime.card import CARD_FILE, Card, write_card
 from serve.runtime.engines.base import chain_for, execution_id
 from serve.runtime.evidence import Evidence
 from serve.runtime.execution import Execution
@@ -81,15 +81,18 @@ def publish(
             published.append(row)
             continue
         target = layout.artifact_folder(folder.parent, folder.name, artifact.name)
-        executions = preferred_executions(row, artifact.card, recommended)
-        serving = options.over(Serving(executions, evidence=evidence_of(row)), artifact.card)
+        # Of the run, and not of the pass: what each engine answers to the run's images.
+        artifact = dataclasses.replace(artifact, card=dataclasses.replace(artifact.card, certificate=row.certificate))
+        card = artifact.card
+        executions = preferred_executions(row, card, recommended)
+        serving = options.over(Serving(executions, evidence=evidence_of(row)), card)
         beside = {SERVING_FILE: serving.text}
         if (known := known_answer(row, recommended, first, sample)) is not None:
             beside[KNOWN_FILE] = known.text
         _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()}, beside)
         path = layout.archive_path(folder.parent, folder.name, artifact.name)
-        key, digest = _publish_archive(store, target, artifact.card, beside, path)
-        file = row.file.model_copy(update={"path": str(target / artifact.card.file)})
+        key, digest = _publish_archive(store, target, card, beside, path)
+        file = row.file.model_copy(update={"path": str(target / card.file)})
         archived = Archive(path=str(path), bytes=path.stat().st_size, sha256=digest)
         published.append(row.model_copy(update={"file": file, "archive": archived}))
         keys |= {*artifact.objects, key}
@@ -158,10 +161,15 @@ def _publish_artifact(
     measurements: dict[str, Any],
     beside: Mapping[str, str],
 ) -> None:
-    files = (*artifact.card.files, CARD_FILE)
+    card = artifact.card
     folder.mkdir(parents=True, exist_ok=True)
-    for name in files:
+    for name in card.files:
         store.link(artifact.folder / name, folder / name)
+    files = (*card.files, CARD_FILE)
+    if card.certificate is None:
+        store.link(artifact.folder / CARD_FILE, folder / CARD_FILE)
+    else:
+        write_card(folder, card)
     write_json(measurements, folder / MEASUREMENTS_FILE)
     for name, text in beside.items():
         write_atomically(folder / name, text.encode())

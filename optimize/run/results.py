@@ -12,6 +12,7 @@ from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
 from optimize.measure.latency import compare
 from optimize.measure.rows import Measured, Measurement, ModelFile, Pair, Reference, Row, Skip
+from optimize.run.certificates import certify
 from optimize.run.floats import float_references
 from optimize.run.halves import Right
 from optimize.run.session import Step
@@ -81,6 +82,9 @@ def measure(
         listener.started("speed")
         speed = bench.speed([*remaining(), *floats.pairs.values()])
         listener.ended("speed", speed.seconds, cached=speed.cached, skipped=None)
+    listener.started("certificates")
+    certified = certify(artifacts, pairs, answers, skips, bench)
+    listener.ended("certificates", certified.seconds, cached=certified.cached, skipped=None)
     skips |= {
         pair.id: Skip(kind="failed", reason=f"measuring its speed failed: {speed.value.skipped[pair.id]}")
         for pair in remaining()
@@ -103,6 +107,7 @@ def measure(
         skips=skips,
     )
     rows = [step if isinstance(step, Row) else _row(step, every, refused.get(step.artifact.name)) for step in steps]
+    rows = [row.model_copy(update={"certificate": certified.certificates.get(row.name)}) for row in rows]
     return Measurements(
         rows=tuple(rows),
         references=(*_references(speed.value, every.turns), *floats.references(speed.value, every.turns)),
@@ -121,13 +126,9 @@ def measure(
             if 0 not in answers[pair.id].value.left_out and len(answers[pair.id].value.logits)
         },
         keys=frozenset(
-            {
-                speed.key,
-                *probes,
-                *floats.keys,
-                *(kept.key for kept in answers.values()),
-                *(kept.key for kept in weighed.values()),
-            }
+            {speed.key, *probes, *floats.keys, *certified.keys}
+            | {kept.key for kept in answers.values()}
+            | {kept.key for kept in weighed.values()}
         ),
     )
 

@@ -18,7 +18,9 @@ from serve.runtime.card import Card, Preprocessing
 from serve.runtime.execution import Execution
 
 #: Fields of a card that say what an artifact is called and where it comes from; no engine reads them.
-PROVENANCE = frozenset({"name", "model", "lineage", "data", "versions", "machine", "notes", "packed", "schema"})
+PROVENANCE = frozenset(
+    {"name", "model", "lineage", "data", "versions", "machine", "notes", "packed", "certificate", "schema"}
+)
 
 #: Fields of a card that are the run's and not the file's.
 _OF_THE_RUN = frozenset({"preprocessing", "classes"})
@@ -254,6 +256,44 @@ class ProbeKey(Bench):
     kind = "probe"
     engine: str
     device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateKey(Key):
+    """An INT8 artifact's parity certificate. Artifact, engines, libraries and CPU are inputs of the answers' keys.
+
+    Attributes:
+        reference: key of the answers of what the integers mean.
+        answers: keys of the executions' answers, by execution.
+        absent: why others were not compared, by execution.
+        file: SHA-256 of the reference program.
+        code: digest of the sources that compare.
+    """
+
+    kind = "certificate"
+    reference: str
+    answers: Mapping[str, str]
+    absent: Mapping[str, str]
+    file: str
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersKey(Bench):
+    """What an engine computes for each layer of an INT8 artifact alone, on the reference's integers.
+
+    Attributes:
+        artifact: see `opening`.
+        reference: SHA-256 of the reference program.
+        execution: what runs the layers.
+        images: SHA-256 of the images whose integers they are given.
+    """
+
+    kind = "layers"
+    artifact: Mapping[str, Any]
+    reference: str
+    execution: Mapping[str, Any]
+    images: str
 
 
 @dataclass(frozen=True, kw_only=True)

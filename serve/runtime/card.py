@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from . import fields
+from .certificate import Certificate
 from .documents import parse_document
 from .errors import CardError
 
@@ -117,6 +118,8 @@ class Card:
         notes: remarks for a reader, such as a fallback that was taken.
         packed: in an archive, SHA-256 of everything else that was packed with the artifact (handler, runtime,
             configuration), by path; empty in an artifact's own folder.
+        certificate: of an INT8 artifact, how near each engine's answers are to what its integers mean; None where that
+            was not found out.
     """
 
     name: str
@@ -136,6 +139,7 @@ class Card:
     machine: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     packed: Mapping[str, str] = field(default_factory=dict)
+    certificate: Certificate | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -162,6 +166,8 @@ class Card:
             fields.text(f"card: the version of {name}", version)
         for note in fields.sequence("card: notes", self.notes):
             fields.text("card: a note", note, longest=10_000)
+        if self.certificate is not None and not isinstance(self.certificate, Certificate):
+            raise CardError(f"card: certificate must be a JSON object, found {fields.shown(self.certificate)}")
         fields.whole("card: schema", self.schema, SCHEMA, SCHEMA)
 
     def _check_files(self) -> None:
@@ -240,6 +246,8 @@ def parse_card(document: str, path: Path) -> Card:
     lineage = body.get("lineage", [])
     body["preprocessing"] = _record(Preprocessing, body.get("preprocessing"), path)
     body["lineage"] = [_record(Ancestor, item, path) for item in lineage] if isinstance(lineage, list) else lineage
+    if (certificate := body.get("certificate")) is not None:
+        body["certificate"] = Certificate.from_json(certificate)
     return _record(Card, body, path)
 
 

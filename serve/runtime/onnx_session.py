@@ -56,6 +56,7 @@ def make_session(
     threads: int | None = None,
     entries: Mapping[str, str] | None = None,
     without: Sequence[str] = (),
+    optimized: bool = True,
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` of a file or of a graph's bytes, that does not fall back by itself.
 
@@ -65,6 +66,7 @@ def make_session(
         threads: intra-op threads on the CPU; None: the library's default.
         entries: further session configuration.
         without: graph optimizers that are left out.
+        optimized: whether the graph may be rewritten at all; else every node runs as it is written.
     """
     library = runtime()
     options = library.SessionOptions()
@@ -77,13 +79,20 @@ def make_session(
         options.add_session_config_entry(name, value)
     if threads is not None:
         options.intra_op_num_threads = threads
+    if not optimized:
+        options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
     return library.InferenceSession(
         model, options, providers=providers, enable_fallback=0, disabled_optimizers=list(without) or None
     )
 
 
 def cpu_session(
-    model: str | bytes, *, half: bool, threads: int | None = None, entries: Mapping[str, str] | None = None
+    model: str | bytes,
+    *,
+    half: bool,
+    threads: int | None = None,
+    entries: Mapping[str, str] | None = None,
+    optimized: bool = True,
 ) -> Any:
     """A session on the CPU.
 
@@ -92,11 +101,14 @@ def cpu_session(
         half: whether the graph computes in FP16, which the CPU's provider turns to FP32.
         threads: as `make_session`.
         entries: as `make_session`.
+        optimized: as `make_session`.
     """
     # ONNX Runtime 1.31 dies of a segmentation fault where FuseFp16InitializerToFp32NodeTransformer comes before
     # NchwcTransformer: seen with the FP16 graph of torchvision's VisionTransformer, its patch convolution in blocks.
     without = ("NchwcTransformer",) if half else ()
-    return make_session(model, [(CPU_PROVIDER, {})], threads=threads, without=without, entries=entries)
+    return make_session(
+        model, [(CPU_PROVIDER, {})], threads=threads, without=without, entries=entries, optimized=optimized
+    )
 
 
 def gpu_session(

@@ -287,4 +287,5 @@ class Predictor(Described):
             "lineage": [{"name": entry.name, "operation": entry.operation} for entry in card.lineage],
             "versions": dict(card.versions),
             "notes": list(card.notes),
+            "certificate": card.certificate.to_json() if card.certificate else None,
         }

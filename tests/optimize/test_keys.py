@@ -10,6 +10,7 @@ import pytest
 from optimize.store import keys
 from optimize.store.keys import Key, content, make_key, opening, paired
 from serve.runtime.card import Ancestor, Card, Preprocessing
+from serve.runtime.certificate import Certificate
 from serve.runtime.execution import Execution
 
 PLAIN = Preprocessing(16, (16, 16))
@@ -94,6 +95,23 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
         "environment": ({}, {"OMP_NUM_THREADS": "1"}),
         "machine": ({"cores": 2}, {"cores": 4}),
         "libraries": ({"openvino": "2026.4"}, {}),
+        "code": ("f" * 64, "0" * 64),
+    },
+    keys.CertificateKey: {
+        "reference": ("a" * 64, "b" * 64),
+        "answers": ({"openvino": "c" * 64}, {"openvino": "d" * 64}),
+        "absent": ({}, {"openvino": "is not installed"}),
+        "file": ("e" * 64, "f" * 64),
+        "code": ("f" * 64, "0" * 64),
+    },
+    keys.LayersKey: {
+        "artifact": ({"files": {}}, {"files": {"model.onnx": "0"}}),
+        "reference": ("e" * 64, "f" * 64),
+        "execution": (Execution("openvino").to_json(), Execution("onnxruntime").to_json()),
+        "images": ("d" * 64, "e" * 64),
+        "environment": ({}, {"OMP_NUM_THREADS": "1"}),
+        "machine": ({"cores": 2}, {"cores": 4}),
+        "libraries": ({"torch": "2.14"}, {"torch": "2.15"}),
         "code": ("f" * 64, "0" * 64),
     },
     keys.ArchiveKey: {
@@ -187,6 +205,7 @@ OTHER: dict[str, Any] = {
     "machine": {"cpu": "other"},
     "notes": ("remark",),
     "packed": {"handler.py": "2" * 64},
+    "certificate": Certificate("3" * 64, 0.1, images=1, logits_of=1, data="4" * 64, agreements=()),
 }
 
 

@@ -11,7 +11,7 @@ from ..errors import EngineError
 from ..execution import Execution
 from ..onnx_file import TINY_GRAPH, check_graph
 from ..onnx_session import CPU_PROVIDER, cpu_session, run_tiny
-from .base import Engine, EngineType, register
+from .base import Engine, EngineOption, EngineType, register
 
 
 class OnnxRuntimeEngine:
@@ -21,7 +21,13 @@ class OnnxRuntimeEngine:
         path = folder / card.file
         check_graph(path, card)
         self.device = torch.device("cpu")
-        self._session = cpu_session(str(path), half=card.precision == "float16", threads=execution.cores)
+        settings = ONNXRUNTIME.settings(execution.options)
+        self._session = cpu_session(
+            str(path),
+            half=card.precision == "float16",
+            threads=execution.cores,
+            optimized=settings["optimizations"],
+        )
         active = self._session.get_providers()[0]
         if active != CPU_PROVIDER:
             raise EngineError(f"{card.name}: ONNX Runtime runs this model on {active}, not on {CPU_PROVIDER}")
@@ -51,6 +57,12 @@ ONNXRUNTIME = register(
         probe=_probe,
         rank=20,
         computes_with_torch=False,
+        options={
+            "optimizations": EngineOption(
+                True,
+                "let ONNX Runtime rewrite the graph; else every node runs as it is written, quantizers between floats",
+            )
+        },
         # Two distributions of one library; which of them is installed, the machine's versions say.
         libraries=("onnxruntime", "onnxruntime-gpu"),
         companions=(".data",),  # where a graph keeps large weights beside it

@@ -62,6 +62,12 @@ def _core() -> Any:
     return importlib.import_module("openvino").Core()
 
 
+def compile_bytes(graph: bytes, threads: int) -> Any:
+    """A compiled model of an ONNX graph's bytes, with the settings of this engine: for what looks into a graph."""
+    core = _core()
+    return core.compile_model(core.read_model(graph), "CPU", _properties(threads, "f32"))
+
+
 def _properties(threads: int, precision: str) -> dict[str, Any]:
     return {
         # Left alone it takes bfloat16 where the CPU has it, and answers differ.

@@ -1,0 +1,263 @@
+"""The reference program as layers: what lies between two quantizers, its integers, and what exact arithmetic gives.
+
+The program (see `optimize.quantization.qdq`) has explicit quantize and dequantize operators around float ones. A layer
+is all that lies between one quantizer and those before it: a convolution with its activation, a sum, a pool.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimize.quantization.qdq import quantizing
+from serve.runtime.card import Preprocessing
+from serve.runtime.images import normalise
+
+_ATEN = torch.ops.aten
+
+#: Activations that cut values off at an end, and do nothing else to them.
+_CLAMPS = frozenset(
+    getattr(_ATEN, name).default
+    for name in (
+        "relu",
+        "relu_",
+        "relu6",
+        "relu6_",
+        "hardtanh",
+        "hardtanh_",
+        "clamp",
+        "clamp_",
+        "clamp_min",
+        "clamp_max",
+    )
+)
+#: What moves numbers and changes none.
+_MOVES = frozenset(
+    {
+        *(getattr(_ATEN, name).default for name in ("view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "t")),
+        *(getattr(_ATEN, name).default for name in ("dropout", "alias", "clone", "contiguous", "permute")),
+        *(_ATEN.flatten.using_ints, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.transpose.int),
+    }
+)
+#: Layers whose bias is their third argument.
+_WEIGHTED = frozenset({_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default, _ATEN.linear.default})
+_CASTS = frozenset({_ATEN._to_copy.default, _ATEN.to.dtype, _ATEN.to.dtype_layout})
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """What a layer's answer is rounded to: ``clamp(round(value / scale) + zero_point, low, high)``, of a type."""
+
+    scale: float
+    zero_point: int
+    low: int
+    high: int
+    dtype: torch.dtype
+
+    @property
+    def whole_range(self) -> tuple[int, int]:
+        """The least and the largest integer of the type."""
+        kind = torch.iinfo(self.dtype)
+        return kind.min, kind.max
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What lies between quantizers.
+
+    Attributes:
+        number: its place in the program, from 0.
+        name: its operators, with the node's name of the one that has the weights.
+        quantizer: of its answer.
+        before: numbers of the layers whose integers it takes; empty for one that takes the image.
+        node: the quantizer's.
+        inside: the nodes that make it, in order, dequantizers among them.
+    """
+
+    number: int
+    name: str
+    quantizer: Quantizer
+    before: tuple[int, ...]
+    node: fx.Node
+    inside: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images, and integers that layers are given of them.
+
+    Attributes:
+        pixels: ``uint8 (N, C, H, W)``.
+        images: the same, normalised, ``float32``.
+        integers: of layers' answers, by number.
+    """
+
+    pixels: torch.Tensor
+    images: torch.Tensor
+    integers: Mapping[int, torch.Tensor]
+
+
+class ReferenceLayers:
+    """A reference program, read as layers. To be used from one thread."""
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        module = program.module()
+        assert isinstance(module, fx.GraphModule)
+        self._module = module
+        self._image = next(node for node in module.graph.nodes if node.op == "placeholder")
+        quantizers = [node for node in module.graph.nodes if quantizing(node) == "quantize_per_tensor"]
+        self._numbers = {node: number for number, node in enumerate(quantizers)}
+        self.layers = tuple(self._layer(node) for node in quantizers)
+
+    @property
+    def step(self) -> float | None:
+        """The scale of the quantizer that gives the program's answer; None if a float operator does."""
+        answer = next(node for node in self._module.graph.nodes if node.op == "output").args[0]
+        node: Any = answer[0] if isinstance(answer, tuple | list) else answer
+        while isinstance(node, fx.Node) and node.target in _MOVES:
+            node = node.args[0]
+        return float(node.args[1]) if quantizing(node) == "dequantize_per_tensor" else None
+
+    def shown(self, pixels: torch.Tensor, preprocessing: Preprocessing) -> Batch:
+        """Show the program images ``uint8 (N, C, H, W)``: they, and the integers of every layer's answer."""
+        images = normalise(pixels, preprocessing, torch.device("cpu"), torch.float32)
+        found = _Noting(self._module, self._numbers)
+        with torch.no_grad():
+            found.run(images)
+        return Batch(pixels, images, found.integers)
+
+    def exact(
+        self, layer: Layer, batch: Batch, *, activations: bool = True, range_: bool = True, whole_biases: bool = False
+    ) -> torch.Tensor:
+        """A layer's answer in integers before it is rounded, in float64, where products and sums of bytes are exact.
+
+        Args:
+            layer: which.
+            batch: what it is given.
+            activations: whether ReLUs and their like cut values off; else they let all through.
+            range_: whether the quantizer's range does; else its type's.
+            whole_biases: whether biases are rounded to integers of the scale that their products have, as int32 sums
+                take them.
+        """
+        quantizer = layer.quantizer
+        values: dict[fx.Node, Any] = {self._image: batch.images.double()}
+        values |= {self.layers[number].node: batch.integers[number].double() for number in layer.before}
+        with torch.no_grad():
+            for node in layer.inside:
+                if node.target is _ATEN.sym_size.int:
+                    values[node] = len(batch.images)
+                elif node.op == "get_attr":
+                    values[node] = self._constant(str(node.target))
+                else:
+                    values[node] = _computed(node, values, activations=activations, whole_biases=whole_biases)
+            value: torch.Tensor = values[_only(layer.node.args[0])] / quantizer.scale + quantizer.zero_point
+        ends = (quantizer.low, quantizer.high) if range_ else quantizer.whole_range
+        return value.clamp(*ends)
+
+    def _constant(self, target: str) -> Any:
+        owner, _, name = target.rpartition(".")
+        found = getattr(self._module.get_submodule(owner), name)
+        return found.double() if isinstance(found, torch.Tensor) and found.is_floating_point() else found
+
+    def _layer(self, node: fx.Node) -> Layer:
+        inside: set[fx.Node] = set()
+        before: set[int] = set()
+        waiting = [_only(node.args[0])]
+        while waiting:
+            each = waiting.pop()
+            if each in self._numbers:
+                before.add(self._numbers[each])
+            elif each.op != "placeholder" and each not in inside:
+                inside.add(each)
+                # A size is the batch's, whatever it is taken of.
+                waiting += [] if each.target is _ATEN.sym_size.int else each.all_input_nodes
+        ordered = tuple(each for each in self._module.graph.nodes if each in inside)
+        scale, zero_point, low, high, dtype = node.args[1:6]
+        assert isinstance(scale, float)
+        assert isinstance(zero_point, int)
+        assert isinstance(low, int)
+        assert isinstance(high, int)
+        assert isinstance(dtype, torch.dtype)
+        return Layer(
+            number=self._numbers[node],
+            name=_name(ordered),
+            quantizer=Quantizer(scale, zero_point, low, high, dtype),
+            before=tuple(sorted(before)),
+            node=node,
+            inside=ordered,
+        )
+
+
+class _Noting(fx.Interpreter):
+    """Notes the integers of quantizers while a program runs."""
+
+    def __init__(self, module: fx.GraphModule, numbers: Mapping[fx.Node, int]) -> None:
+        super().__init__(module)
+        self._numbers = numbers
+        self.integers: dict[int, torch.Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n in self._numbers:
+            self.integers[self._numbers[n]] = value
+        return value
+
+
+def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, activations: bool, whole_biases: bool) -> Any:
+    """What a node gives in float64."""
+    mapped: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda other: values[other])
+    given, named = mapped
+    operator = quantizing(node)
+    if operator == "dequantize_per_tensor":
+        return (given[0] - given[2]) * given[1]
+    if operator == "dequantize_per_channel":
+        weight, scales, zeros, axis = given[:4]
+        shape = [-1 if place == axis else 1 for place in range(weight.ndim)]
+        return (weight.double() - zeros.double().view(shape)) * scales.double().view(shape)
+    if node.target in _CASTS or (node.target in _CLAMPS and not activations):
+        return given[0]
+    assert callable(node.target)
+    if whole_biases and (step := _step_of_products(node, values)) is not None:
+        given = (*given[:2], (given[2] / step).round() * step, *given[3:])
+    return node.target(*given, **named)
+
+
+def _step_of_products(node: fx.Node, values: Mapping[fx.Node, Any]) -> torch.Tensor | None:
+    """The scale of each output channel's products of integers, of a layer with a bias; None for other nodes."""
+    if node.target not in _WEIGHTED or len(node.args) < 3 or node.args[2] is None:
+        return None
+    given, weight = node.args[0], node.args[1]
+    if quantizing(given) != "dequantize_per_tensor" or quantizing(weight) != "dequantize_per_channel":
+        return None
+    assert isinstance(given, fx.Node)
+    assert isinstance(weight, fx.Node)
+    scales: torch.Tensor = values[_only(weight.args[1])]
+    scale = given.args[1]
+    assert isinstance(scale, float)
+    return scales.double() * scale
+
+
+def _only(node: Any) -> fx.Node:
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def _name(nodes: tuple[fx.Node, ...]) -> str:
+    """``conv1: conv2d relu``: the module that has the weights, if one has, and what computes."""
+    called = [node for node in nodes if node.op == "call_function" and not quantizing(node)]
+    computing = [node for node in called if node.target not in _MOVES and node.target is not _ATEN.sym_size.int]
+    operators = " ".join(re.sub(r"_\d+$", "", node.name) for node in computing or called) or "the image"
+    modules = [path for node in computing if (path := _module(node))]
+    return f"{modules[0]}: {operators}" if modules else operators
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the module that a node is of; '' where none is known."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return path.removeprefix("L['self'].")

@@ -1,0 +1,63 @@
+"""Parity certificates in words: what every engine answers, against what an INT8 artifact's integers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from optimize.measure.rows import Results
+from optimize.report.words import NONE, count, number, percent, points, signed, small
+from serve.runtime.certificate import LEAST_AGREEMENT, Agreement, Certificate
+
+#: Above a table of `cells`.
+HEADS = ("execution", "same top-1 %", "SQNR dB", "largest difference", "Δ top-1", "95 %", "gained, lost")
+
+
+def cells(agreement: Agreement) -> tuple[str, ...]:
+    """An agreement as text, under `HEADS`."""
+    return (
+        agreement.execution,
+        percent(agreement.top1_agreement),
+        _sqnr(agreement),
+        _apart(agreement),
+        points(agreement.delta),
+        f"{points(agreement.low)} to {points(agreement.high)}",
+        f"{signed(agreement.gained, '+')}, {signed(agreement.lost, '−')}",
+    )
+
+
+def explained(certificate: Certificate) -> str:
+    """What the figures are of, in one sentence."""
+    step = f"; a step is {small(certificate.step)}, the scale of the answer's quantizer" if certificate.step else ""
+    return (
+        f"Against torch's reference program (the same integers, in float arithmetic) on {count(certificate.images)} "
+        f"validation images, logits on {count(certificate.logits_of)} of them{step}. Aim: the same top-1 on at least "
+        f"{percent(LEAST_AGREEMENT)} % of the images, and an interval that contains 0."
+    )
+
+
+def missing(certificate: Certificate) -> list[str]:
+    """Which executions were not compared, and why."""
+    return [f"{execution}: {reason}" for execution, reason in certificate.absent.items()]
+
+
+def parity_lines(results: Results) -> Iterator[str]:
+    """A line for each certified artifact."""
+    for row in results.rows:
+        if row.certificate is None:
+            continue
+        said = [
+            f"{entry.execution} {percent(entry.top1_agreement)} % same top-1, SQNR {_sqnr(entry)} dB, at most "
+            f"{_apart(entry)} apart, {points(entry.delta)} points{'' if entry.holds else ' (NOT within the aim)'}"
+            for entry in row.certificate.agreements
+        ]
+        yield f"{row.name} against what its integers mean, on {count(row.certificate.images)} images: {'; '.join(said)}"
+
+
+def _sqnr(agreement: Agreement) -> str:
+    return "exact" if agreement.sqnr_db is None and agreement.max_abs == 0 else number(agreement.sqnr_db)
+
+
+def _apart(agreement: Agreement) -> str:
+    if agreement.steps is None:
+        return small(agreement.max_abs) if agreement.max_abs else NONE
+    return f"{number(agreement.steps)} steps"

@@ -1,0 +1,53 @@
+"""Which artifacts of a run can be certified: those of integers, with the reference program that says what they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from optimize.report.runs import artifact_folder
+from serve.runtime.card import Card, load_card
+from serve.runtime.errors import UserError
+
+#: The reference program beside a quantized artifact (`optimize.store.artifact`, which needs torch).
+_REFERENCE_FILE = "reference.pt2"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An INT8 artifact of a run: its folder and card, and the reference program of its integers."""
+
+    run: str
+    folder: Path
+    card: Card
+    reference: Path
+
+
+def subject(store: Path, name: str) -> Subject:
+    """The artifact ``RUN/ARTIFACT``, whose files are checked.
+
+    Raises:
+        UserError: there is none, or it has no integers of its own to certify.
+        CardError: it is not whole.
+    """
+    run, _, artifact = name.rstrip("/").partition("/")
+    if not artifact:
+        raise UserError(f"certify takes RUN/ARTIFACT, such as {run}/onnx-int8, and not a run alone")
+    folder = artifact_folder(store, run, artifact)
+    card = load_card(folder)
+    own = _REFERENCE_FILE in card.files
+    if card.target is None or (card.format != "onnx" and not own):
+        raise UserError(
+            f"{name} ({card.precision}) has no static integers to certify: ptq, qat and onnx-int8 make them"
+        )
+    if card.file == _REFERENCE_FILE:
+        raise UserError(
+            f"{name} is its own reference: it computes what its integers mean; certify its graph (onnx-int8)"
+        )
+    if own:
+        return Subject(run, folder, card, folder / _REFERENCE_FILE)
+    parent = card.lineage[-2]
+    made_from = artifact_folder(store, run, parent.name)
+    if load_card(made_from).lineage[-1].key != parent.key:
+        raise UserError(f"{run}/{parent.name} is not what {name} was made from any more; run the model again")
+    return Subject(run, folder, card, made_from / _REFERENCE_FILE)

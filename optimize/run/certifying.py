@@ -1,0 +1,128 @@
+"""A run's INT8 artifact, certified on demand: its parity certificate, and its layers one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from optimize.certify.layers import check_layers, in_process
+from optimize.certify.records import Engine
+from optimize.data.formats.base import open_data
+from optimize.data.loading import loader
+from optimize.listener import Listener
+from optimize.measure import processes
+from optimize.measure.bench import surroundings
+from optimize.run.certifiable import Subject
+from optimize.run.certificates import UNOPTIMIZED
+from optimize.run.identity import identity_of
+from optimize.store.files import write_json
+from optimize.store.keys import LayersKey, opening
+from optimize.store.objects import Store
+from serve.runtime.card import Card
+from serve.runtime.engines.base import execution_id, find_engine
+from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.execution import Execution
+from serve.runtime.integers import TENSORRT, saturates
+
+_FILE = "layers.json"
+
+
+def certify_layers(
+    store: Path, certified: Subject, *, images: int, data: str | None = None, listener: Listener
+) -> tuple[Engine, ...]:
+    """Run each layer of an artifact alone, by every engine, on the integers that the reference gives it.
+
+    Each engine has a process of its own; what it found is kept in the store, for artifact, engine, libraries, processor
+    and images.
+
+    Args:
+        store: where the run is.
+        certified: the artifact.
+        images: validation images that the integers are of, drawn from each class alike.
+        data: the images, if not those of the run.
+        listener: told how far it is.
+
+    Raises:
+        UserError: the run's images cannot be found.
+    """
+    opened = Store(store)
+    pixels = _pixels(store / certified.run, certified.card, images, data, listener)
+    found = []
+    with contextlib.closing(opened.hold()):
+        for execution in _executions(certified.card):
+            name = f"layers of {execution_id(execution)}"
+            listener.started(name)
+            engine, seconds, cached = _checked(opened, certified, execution, pixels)
+            listener.ended(name, seconds, cached=cached, skipped=engine.reason)
+            found.append(engine)
+    return tuple(found)
+
+
+def _executions(card: Card) -> tuple[Execution, ...]:
+    """What computes an artifact's layers here."""
+    if card.target == TENSORRT:  # no engine here does: ONNX Runtime, literally, stands in for it
+        return (UNOPTIMIZED,)
+    if card.format == "onnx":
+        return (UNOPTIMIZED, Execution("onnxruntime"), Execution("openvino"))
+    return (Execution("torchscript"),)
+
+
+def _checked(
+    store: Store, certified: Subject, execution: Execution, pixels: torch.Tensor
+) -> tuple[Engine, float, bool]:
+    """What was found of an engine, in how many seconds, and whether that was at another time."""
+    reason = saturates(certified.card.target)
+    if reason is not None:
+        return Engine(execution_id(execution), reason=reason), 0.0, False
+    key = LayersKey(
+        artifact=opening(certified.card),
+        reference=hashlib.sha256(certified.reference.read_bytes()).hexdigest(),
+        execution=execution.to_json(),
+        images=hashlib.sha256(pixels.numpy().tobytes()).hexdigest(),
+        **surroundings(execution, makers=(check_layers, find_engine(execution.engine).open)),
+    )
+
+    def build(folder: Path) -> None:
+        with processes.worker() as worker:
+            body = worker.invoke(
+                in_process,
+                pixels,
+                folder=str(certified.folder.resolve()),
+                reference=str(certified.reference.resolve()),
+                execution=execution.to_json(),
+                shape=list(pixels.shape),
+            )
+        write_json(body, folder / _FILE)
+
+    about = f"{certified.card.model} on {certified.card.data.get('name')}: layers"
+    try:
+        stored = store.obtain(key.digest, build, about=about)
+    except UserError:
+        raise
+    except PipelineError as error:  # an engine that is not installed, a graph that it does not take
+        return Engine(execution_id(execution), reason=str(error)), 0.0, False
+    found = Engine.from_json(json.loads((stored.folder / _FILE).read_text(encoding="utf-8")))
+    return found, stored.seconds, stored.cached
+
+
+def _pixels(run: Path, card: Card, images: int, data: str | None, listener: Listener) -> torch.Tensor:
+    """Validation images ``uint8 (images, C, H, W)`` of the run, or of other data."""
+    identity = identity_of(run)
+    reference = data or (identity.data if identity else None)
+    if reference is None:
+        raise UserError(f"{run.name} does not say of which data it is; name it with --data")
+    split = open_data(reference, listener=listener).val
+    batches = loader(
+        split,
+        card.preprocessing,
+        batch_size=images,
+        device=torch.device("cpu"),
+        limit=min(images, len(split)),
+        skip_unreadable=1.0,
+    )
+    pixels, _ = next(iter(batches))
+    return pixels

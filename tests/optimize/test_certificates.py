@@ -1,0 +1,202 @@
+"""Parity certificates of a run: what they compare, where they stand, and that they are made once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from optimize.certify.program import ReferenceLayers
+from optimize.measure.accuracy import Answers
+from optimize.measure.certificate import agreement
+from optimize.report.parities import parity_lines
+from optimize.run.certifiable import subject
+from optimize.run.certifying import certify_layers
+from optimize.store.artifact import REFERENCE_FILE
+from optimize.store.objects import Store
+from serve.runtime.card import load_card
+from serve.runtime.certificate import Certificate
+from serve.runtime.errors import UserError
+from serve.runtime.predictor import Predictor
+from serve.runtime.program_file import load_program
+
+from .runs_fixtures import ROOT, Heard, TinyRun, command, copied_store, tiny_run
+
+__all__ = ["copied_store", "tiny_run"]  # fixtures
+
+GRAPH = ("onnxruntime", "onnxruntime[optimizations=False]", "openvino", "torchscript")
+
+
+def answers(logits: torch.Tensor, labels: torch.Tensor) -> Answers:
+    predicted = logits.argmax(1)
+    return Answers(predicted == labels, torch.ones(len(labels), dtype=torch.bool), predicted, logits)
+
+
+def certificate(run: TinyRun, name: str) -> Certificate:
+    found = run.row(name).certificate
+    assert found is not None
+    return found
+
+
+def test_an_agreement_counts_steps_of_the_answers_quantizer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randint(-100, 100, (40, 5), generator=generator) * 0.5
+    labels = torch.arange(40) % 5
+    other = reference.clone()
+    other[3, 2] += 1.5
+    other[7, 0] -= 1.0
+    found = agreement("any", answers(reference, labels), answers(other, labels), step=0.5)
+    assert found.steps == 3.0
+    assert found.max_abs == 1.5
+    assert found.sqnr_db == pytest.approx(10 * math.log10(float((reference**2).sum()) / (1.5**2 + 1.0)))
+    same = (reference.argmax(1) == other.argmax(1)).double().mean().item()
+    assert found.top1_agreement == same
+
+
+def test_an_agreement_without_a_quantizer_of_the_answer_has_no_steps() -> None:
+    logits, labels = torch.eye(5), torch.arange(5)
+    found = agreement("any", answers(logits, labels), answers(logits, labels), step=None)
+    assert (found.steps, found.sqnr_db, found.max_abs, found.top1_agreement) == (None, None, 0.0, 1.0)
+    assert found.holds
+
+
+def test_answers_of_a_kernel_that_saturates_do_not_hold() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(400, 10, generator=generator), torch.arange(400) % 10
+    found = agreement("any", answers(logits, labels), answers(logits.clamp(max=0.5), labels), step=0.02)
+    assert not found.holds
+
+
+@pytest.mark.parametrize("name", ["onnx-int8", "onnx-int8-qat"])
+def test_a_graph_is_compared_in_every_engine_and_with_torchs_kernels(tiny_run: TinyRun, name: str) -> None:
+    found = certificate(tiny_run, name)
+    assert tuple(entry.execution for entry in found.agreements) == GRAPH
+    assert not found.absent
+    assert found.images == tiny_run.report.data.val
+    assert found.data == tiny_run.report.data.val_fingerprint
+    assert {"torch", "openvino"} <= set(found.versions)
+
+
+@pytest.mark.parametrize("name", ["ptq", "qat"])
+def test_a_packed_program_is_compared_with_its_reference(tiny_run: TinyRun, name: str) -> None:
+    found = certificate(tiny_run, name)
+    assert [entry.execution for entry in found.agreements] == ["torchscript"]
+    reference = tiny_run.folder / "artifacts" / name / REFERENCE_FILE
+    assert found.reference == load_card(reference.parent).files[REFERENCE_FILE]
+    assert found.step == ReferenceLayers(load_program(reference)).step
+
+
+def test_what_has_no_integers_of_its_own_has_none(tiny_run: TinyRun) -> None:
+    certified = {row.name for row in tiny_run.report.rows if row.certificate is not None}
+    assert certified == {"ptq", "qat", "onnx-int8", "onnx-int8-qat"}
+
+
+def test_the_figures_are_those_of_the_files(tiny_run: TinyRun, digits) -> None:
+    """Reference and graph opened by hand, and compared by numpy."""
+    from optimize.data.loading import loader
+
+    folder = tiny_run.folder / "artifacts" / "onnx-int8"
+    card = load_card(folder)
+    pixels = torch.cat(
+        [images for images, _ in loader(digits.val, card.preprocessing, batch_size=64, device=torch.device("cpu"))]
+    )
+    mean, std = (
+        torch.tensor(numbers).view(1, -1, 1, 1) for numbers in (card.preprocessing.mean, card.preprocessing.std)
+    )
+    program = load_program(tiny_run.folder / "artifacts" / "ptq" / REFERENCE_FILE).module()
+    with torch.no_grad():
+        meant = program((pixels.float() / 255 - mean) / std)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: pixels.numpy()})
+    entry = certificate(tiny_run, "onnx-int8").agreements[1]
+    same = (meant.numpy().argmax(1) == found.argmax(1)).mean()
+    assert entry.top1_agreement == pytest.approx(same, abs=2 / len(pixels))
+    right = [(logits.argmax(1) == digits.val.labels.numpy()).mean() for logits in (meant.numpy(), found)]
+    assert entry.delta == pytest.approx(right[1] - right[0], abs=2 / len(pixels))
+    assert np.abs(found).max() > 0
+
+
+def test_it_stands_in_the_card_and_travels_in_the_archive(tiny_run: TinyRun, tmp_path: Path) -> None:
+    import zipfile
+
+    found = certificate(tiny_run, "onnx-int8")
+    folder = tiny_run.folder / "artifacts" / "onnx-int8"
+    assert load_card(folder).certificate == found
+    assert Predictor(folder).describe()["certificate"] == found.to_json()
+    (archive,) = (tiny_run.folder / "archives").glob("*-onnx-int8.mar")
+    with zipfile.ZipFile(archive) as packed:
+        packed.extractall(tmp_path)
+    assert load_card(tmp_path).certificate == found
+
+
+def test_it_is_kept_in_the_store_and_by_the_run(tiny_run: TinyRun) -> None:
+    found = certificate(tiny_run, "onnx-int8")
+    stored = Store(tiny_run.store).open(found.key)
+    assert stored is not None
+    kept = Certificate.from_json(json.loads((stored.folder / "certificate.json").read_text()))
+    assert dataclasses.replace(kept, key=found.key) == found
+    assert found.key in json.loads((tiny_run.folder / "objects.json").read_text())
+
+
+def test_the_page_and_the_terminal_show_it(tiny_run: TinyRun) -> None:
+    page = (tiny_run.folder / "report.html").read_text()
+    assert page.count("parity with what its integers mean") == 4
+    assert "onnxruntime[optimizations=False]" in page
+    lines = list(parity_lines(tiny_run.report))
+    assert [line.split(" ")[0] for line in lines] == ["ptq", "qat", "onnx-int8", "onnx-int8-qat"]
+    assert all("steps apart" in line for line in lines)
+
+
+def certify(store: Path, *words: object) -> str:
+    ran = subprocess.run(
+        command("certify", *words, "--store", store), capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_layers_are_run_once_for_artifact_engine_and_images(copied_store: Path) -> None:
+    for cached in (False, True):
+        heard = Heard()
+        (engine,) = certify_layers(copied_store, subject(copied_store, "tiny/ptq"), images=2, listener=heard)
+        assert heard.steps == [("layers of torchscript", cached, None)]
+        assert engine.sound
+        assert [layer.outputs > 0 for layer in engine.layers] == [True] * len(engine.layers)
+        assert engine.layers
+
+
+@pytest.mark.slow
+def test_the_command_shows_layers_and_the_whole(tiny_run: TinyRun, copied_store: Path) -> None:
+    said = json.loads(certify(copied_store, "tiny/onnx-int8", "--layers", "--images", "4", "--json"))
+    assert said["certificate"] == json.loads(json.dumps(certificate(tiny_run, "onnx-int8").to_json()))
+    assert sorted(engine["execution"] for engine in said["layers"]) == list(GRAPH[:3])
+    assert all(engine["layers"] and engine["reason"] is None for engine in said["layers"])
+    shown = certify(copied_store, "tiny/onnx-int8", "--layers", "--images", "4")
+    assert "openvino, layer by layer" in shown
+    assert "tiny/onnx-int8, end to end" in shown
+    assert "openvino: all " in shown or "is the first that diverges" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tiny", "certify takes RUN/ARTIFACT"),
+        ("tiny/fuse", "has no static integers to certify"),
+        ("tiny/dynamic", "has no static integers to certify"),
+        ("tiny/onnx-int9", "has no artifact 'onnx-int9'"),
+        ("tinny/onnx-int8", "no run 'tinny'"),
+    ],
+)
+def test_what_cannot_be_certified_is_said_in_a_line(tiny_run: TinyRun, name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as raised:
+        subject(tiny_run.store, name)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,366 @@
+"""Layers on equal integers: what is sound passes; each kind of fault is found at its layer and named by its cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import openvino
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from optimize.certify import layers
+from optimize.certify.layers import check_layers, in_process
+from optimize.certify.program import Batch, Layer, ReferenceLayers
+from optimize.certify.records import Engine, LayerParity
+from optimize.export.pixels import GraphInput
+from optimize.measure.processes import worker
+from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
+from optimize.passes.ptq import PTQ, Ptq
+from optimize.quantization.targets import TargetName
+from optimize.store.artifact import REFERENCE_FILE, Artifact, Product
+from serve.runtime.card import Card, load_card, sha256_file, write_card
+from serve.runtime.engines.base import execution_id
+from serve.runtime.errors import PipelineError
+from serve.runtime.execution import Execution
+from serve.runtime.program_file import load_program
+
+from .workbench import noise, noise_context, parent_of, quantizers
+
+ORT = Execution("onnxruntime")
+LITERAL = Execution("onnxruntime", options={"optimizations": False})
+OPENVINO = Execution("openvino")
+TORCH = Execution("torchscript")
+GRAPHS = (LITERAL, ORT, OPENVINO)
+
+#: What OpenVINO 2026.4 makes of 7 bits, and nothing of the sort is known of others.
+KNOWN = openvino.__version__.startswith("2026.4")
+OPENVINOS = [("relu", "kernel")] if KNOWN else []
+PIXELS = [("the image", "kernel")] if KNOWN else []
+
+VNNI = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs 8-bit activations")
+
+
+class Net(nn.Module):
+    """A network with all that lies between quantizers: depthwise, ReLU6, a sum, pools, a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 16, 3, padding=1)
+        self.depth = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.point = nn.Conv2d(16, 16, 1)
+        self.down = nn.Conv2d(16, 24, 3, stride=2)
+        self.head = nn.Linear(24, 4)
+        self.relu6, self.dropout = nn.ReLU6(), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        x = torch.relu(x + self.point(self.relu6(self.depth(x))))
+        x = torch.relu(self.down(nn.functional.max_pool2d(x, 2)))
+        x = torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1)
+        return self.head(self.dropout(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A quantized network: torch's packed program and its graph, and images."""
+
+    packed: Path
+    graph: Path
+    pixels: torch.Tensor
+
+    @property
+    def reference(self) -> Path:
+        return self.packed / REFERENCE_FILE
+
+    def checked(self, execution: Execution) -> Engine:
+        folder = self.packed if execution == TORCH else self.graph
+        return check_layers(folder, self.reference, execution, self.pixels)
+
+
+def carded(product: Product, parent: Artifact, folder: Path) -> Card:
+    """The card of what a pass wrote, written beside it."""
+    files = {path.name: sha256_file(path) for path in folder.iterdir() if path.name != "card.json"}
+    card = dataclasses.replace(
+        parent.card,
+        name=folder.name,
+        format=product.format,
+        file=product.file,
+        precision=product.precision,
+        device=product.device,
+        input_dtype=product.input_dtype,
+        target=product.target,
+        files=files,
+    )
+    write_card(folder, card)
+    return card
+
+
+def quantized(
+    module: nn.Module,
+    root: Path,
+    target: TargetName = "auto",
+    grey: tuple[int, int] = (40, 200),
+    given: GraphInput = "uint8",
+) -> Made:
+    """``module`` after ptq with min-max ranges and onnx-int8, on grey noise of values in a range."""
+    context = noise_context(train=noise(64, 1, *grey))
+    parent = parent_of(module.eval(), context, root / "parent")
+    packed, graph = root / "ptq", root / "onnx-int8"
+    packed.mkdir()
+    graph.mkdir()
+    product = PTQ.apply(parent, Ptq(observer="minmax", images=32, target=target, min_agreement=0.0), context, packed)
+    card = carded(product, parent, packed)
+    artifact = Artifact("ptq", "quantized", "1" * 64, packed, card, parent=parent)
+    written = ONNX_INT8.apply(artifact, OnnxInt8(max_size_ratio=1.0, min_agreement=0.0, input=given), context, graph)
+    carded(written, artifact, graph)
+    return Made(packed, graph, context.pixels(16))
+
+
+def faults(found: Engine) -> list[tuple[str, str]]:
+    """The layers that compute something else, and why."""
+    causes = [(layer.name, layer.cause) for layer in found.layers if layer.cause is not None]
+    return [(name, cause.why) for name, cause in causes if cause.why != "rounding"]
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    torch.manual_seed(0)
+    return quantized(Net(), tmp_path_factory.mktemp("net"))
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Activations of 7 bits, each with a clamp, in a graph that takes normalised floats."""
+    torch.manual_seed(0)
+    return quantized(Net(), tmp_path_factory.mktemp("narrow"), "x86", given="float")
+
+
+def changed(made: Made, root: Path, change: Callable[[onnx.ModelProto], None]) -> Made:
+    """The same with a graph that somebody has spoiled."""
+    graph = root / "spoiled"
+    graph.mkdir(parents=True)
+    model = onnx.load(made.graph / "model.onnx")
+    change(model)
+    onnx.save(model, graph / "model.onnx")
+    card = load_card(made.graph)
+    write_card(graph, dataclasses.replace(card, files={"model.onnx": sha256_file(graph / "model.onnx")}))
+    return dataclasses.replace(made, graph=graph)
+
+
+@pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
+def test_every_quantizer_of_the_program_is_a_layer_of_every_engine(net: Made, execution: Execution) -> None:
+    found = net.checked(execution)
+    assert [layer.number for layer in found.layers] == list(range(len(quantizers(net.packed))))
+    assert found.apart is None
+    batch = len(net.pixels)
+    assert [layer.outputs for layer in found.layers[:2]] == [batch * 16 * 16, batch * 16 * 16 * 16]
+
+
+@pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
+def test_sound_kernels_differ_by_ties_alone(net: Made, execution: Execution) -> None:
+    found = net.checked(execution)
+    assert found.sound
+    assert all(layer.steps <= 1 for layer in found.layers)
+    assert sum(layer.different for layer in found.layers) < 0.01 * sum(layer.outputs for layer in found.layers)
+
+
+@pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
+def test_ranges_of_seven_bits_are_sound_with_their_clamps(narrow: Made, execution: Execution) -> None:
+    found = narrow.checked(execution)
+    assert found.layers
+    assert found.sound
+    assert all(layer.steps <= 1 for layer in found.layers)
+
+
+def test_exact_arithmetic_is_that_of_integers(net: Made) -> None:
+    """The stem, computed with numpy's whole numbers from the graph's weights."""
+    program = ReferenceLayers(load_program(net.reference))
+    layer = program.layers[1]
+    assert layer.name == "stem: conv2d"
+    batch = program.shown(net.pixels[:2], load_card(net.packed).preprocessing)
+    model = onnx.load(net.graph / "model.onnx")
+    tensors = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    weight = next(value for value in tensors.values() if value.shape == (16, 1, 3, 3) and value.dtype == np.int8)
+    scale, zero, *_ = quantizers(net.packed)[0]
+    codes = np.pad(batch.integers[0].numpy().astype(np.int64) - zero, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(codes, (3, 3), axis=(2, 3))[:, 0]
+    sums = np.einsum("nhwij,oij->nohw", windows, weight[:, 0].astype(np.int64))
+    dequantizer = next(
+        node
+        for node in model.graph.node
+        if len(node.input) > 1 and node.input[0] in tensors and tensors[node.input[0]] is weight
+    )
+    scales = tensors[dequantizer.input[1]].astype(np.float64)
+    convolution = next(node for node in model.graph.node if node.op_type == "Conv")
+    bias = tensors[convolution.input[2]].astype(np.float64)
+    values = sums * scales[:, None, None] * scale + bias[:, None, None]
+    own, own_zero, *_ = quantizers(net.packed)[1]
+    expected = np.clip(values / own + own_zero, 0, 255)
+    np.testing.assert_allclose(program.exact(layer, batch).numpy(), expected, atol=1e-9)
+
+
+def test_the_step_is_the_scale_of_the_answers_quantizer(net: Made) -> None:
+    assert ReferenceLayers(load_program(net.reference)).step == quantizers(net.packed)[-1][0]
+
+
+class Wide(nn.Module):
+    """A wide depthwise convolution whose products all have one sign, each near the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 128, 1), nn.Conv2d(128, 128, 3, padding=1, groups=128, bias=False)
+        for parameter in self.first.parameters():
+            nn.init.ones_(parameter)
+        nn.init.constant_(self.last.weight, 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.flatten(self.last(torch.relu(self.first(x))), 1)
+
+
+@pytest.mark.skipif("x86" not in torch.backends.quantized.supported_engines, reason="no x86 quantized kernels")
+@VNNI
+def test_a_kernel_that_saturates_is_found_at_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = quantized(Wide(), tmp_path, grey=(200, 256))
+    assert made.checked(TORCH).sound
+    monkeypatch.setattr(
+        layers, "use_int8_kernels", lambda: monkeypatch.setattr(torch.backends.quantized, "engine", "x86")
+    )
+    found = made.checked(TORCH)
+    assert not found.sound
+    assert found.first is not None
+    assert found.first.cause is not None
+    assert found.first.cause.why == "saturation"
+    assert found.first.name == "last: conv2d"
+    # Those before it, a plain convolution, are right on the same kernels, and so is what follows on the right integers.
+    assert [layer for layer in found.layers if not layer.holds] == [found.first]
+    assert found.first.steps > 1
+
+
+def without_clip(model: onnx.ModelProto, which: int) -> None:
+    """Take one Clip away: what it gave is what it was given."""
+    clip = [node for node in model.graph.node if node.op_type == "Clip"][which]
+    for node in model.graph.node:
+        for place, name in enumerate(node.input):
+            if name == clip.output[0]:
+                node.input[place] = clip.input[0]
+    model.graph.node.remove(clip)
+
+
+@pytest.fixture(scope="module")
+def surprised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[GraphInput], Made]:
+    """Activations of 7 bits, calibrated on a few greys, and shown all: they go beyond their ranges."""
+
+    @functools.cache
+    def made(given: GraphInput) -> Made:
+        torch.manual_seed(0)
+        calibrated = quantized(Net(), tmp_path_factory.mktemp("surprised"), "x86", (100, 130), given)
+        return dataclasses.replace(calibrated, pixels=noise_pixels(16))
+
+    return made
+
+
+@pytest.mark.parametrize("execution", GRAPHS, ids=execution_id)
+def test_a_lost_clamp_is_found_at_its_layer(
+    surprised: Callable[[GraphInput], Made], tmp_path: Path, execution: Execution
+) -> None:
+    made = surprised("float")
+    before = faults(made.checked(execution))
+    assert before == ([] if execution.engine == "onnxruntime" else OPENVINOS)
+    spoiled = changed(made, tmp_path, lambda model: without_clip(model, 1))
+    found = spoiled.checked(execution)
+    assert faults(found) == [("stem: conv2d", "lost clamp"), *before]
+    causes = [layer.cause for layer in found.layers if layer.name == "stem: conv2d"]
+    assert all("without its quantizer's range of 0 to 127" in cause.said for cause in causes if cause)
+
+
+def test_openvinos_loss_below_a_clamp_is_found(surprised: Callable[[GraphInput], Made]) -> None:
+    """OpenVINO (2026.4.1) merges what multiplies, subtracts and clips with the quantizer behind it.
+
+    It then gives other integers than any of them alone where the Clip cuts off at its lower end.
+    """
+    made = surprised("uint8")
+    assert faults(made.checked(LITERAL)) == []
+    assert faults(made.checked(OPENVINO)) == [*PIXELS, *OPENVINOS]
+
+
+def noise_pixels(count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, 256, (count, 1, 16, 16), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("execution", GRAPHS, ids=execution_id)
+def test_a_layer_that_computes_with_another_weight_is_a_kernels_fault(
+    net: Made, tmp_path: Path, execution: Execution
+) -> None:
+    def change(model: onnx.ModelProto) -> None:
+        tensor = next(tensor for tensor in model.graph.initializer if list(tensor.dims) == [16, 16, 1, 1])
+        tensor.CopyFrom(numpy_helper.from_array(np.roll(numpy_helper.to_array(tensor), 1, axis=0), tensor.name))
+
+    found = changed(net, tmp_path, change).checked(execution)
+    assert faults(found) == [("point: conv2d", "kernel")], "those after it are given the right integers"
+    assert not found.sound
+
+
+def test_a_tie_that_is_rounded_up_is_called_rounding(net: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that rounds 2.5 to 3, where the reference rounds to even."""
+
+    class RoundsUp:
+        numbers = tuple(range(12))
+
+        def every(self, batch: Batch) -> dict[int, torch.Tensor]:
+            return {number: self.one(PROGRAM.layers[number], batch) for number in self.numbers}
+
+        def one(self, layer: Layer, batch: Batch) -> torch.Tensor:
+            exact = PROGRAM.exact(layer, batch)
+            nearly = exact + torch.where((exact - exact.floor() - 0.5).abs() < 2e-3, 2e-3, 0.0)
+            return (nearly + 0.5).floor().clamp(0, 255).to(torch.uint8)
+
+    PROGRAM = ReferenceLayers(load_program(net.reference))  # noqa: N806
+    monkeypatch.setitem(layers._RUNNERS, "onnxruntime", lambda *_: RoundsUp())
+    found = net.checked(ORT)
+    assert found.sound
+    assert found.first is not None
+    assert found.first.cause is not None
+    assert found.first.cause.why == "rounding"
+    assert found.first.steps == 1
+
+
+def test_graphs_of_other_integers_are_refused(net: Made, narrow: Made) -> None:
+    with pytest.raises(PipelineError, match=r"are not the \d+ of the reference program"):
+        check_layers(net.graph, narrow.reference, ORT, net.pixels)
+
+
+def test_the_same_is_found_in_a_process_of_its_own(net: Made) -> None:
+    with worker() as process:
+        body = process.invoke(
+            in_process,
+            net.pixels,
+            folder=str(net.graph),
+            reference=str(net.reference),
+            execution=ORT.to_json(),
+            shape=list(net.pixels.shape),
+        )
+    assert Engine.from_json(body) == net.checked(ORT)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "different", "steps", "holds"),
+    [
+        (100_000, 10, 1, True),
+        (100_000, 11, 1, False),
+        (100_000, 1, 2, False),
+        (100, 0, 0, True),
+        (100, 1, 1, False),
+    ],
+)
+def test_a_layer_holds_where_next_to_all_are_equal_and_none_is_far_off(
+    outputs: int, different: int, steps: int, *, holds: bool
+) -> None:
+    assert LayerParity(0, "layer", outputs, different, steps).holds is holds
