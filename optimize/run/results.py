@@ -12,7 +12,7 @@ from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
 from optimize.measure.latency import compare
 from optimize.measure.rows import Measured, Measurement, ModelFile, Pair, Reference, Row, Skip
-from optimize.run.certificates import certify
+from optimize.run.certificates import certify, reference_origin
 from optimize.run.floats import float_references
 from optimize.run.halves import Right
 from optimize.run.session import Step
@@ -82,9 +82,11 @@ def measure(
         listener.started("speed")
         speed = bench.speed([*remaining(), *floats.pairs.values()])
         listener.ended("speed", speed.seconds, cached=speed.cached, skipped=None)
-    listener.started("certificates")
+    if certifiable := any(reference_origin(artifact) for artifact in artifacts):
+        listener.started("certificates")
     certified = certify(artifacts, pairs, answers, skips, bench)
-    listener.ended("certificates", certified.seconds, cached=certified.cached, skipped=None)
+    if certifiable:
+        listener.ended("certificates", certified.seconds, cached=certified.cached, skipped=None)
     skips |= {
         pair.id: Skip(kind="failed", reason=f"measuring its speed failed: {speed.value.skipped[pair.id]}")
         for pair in remaining()

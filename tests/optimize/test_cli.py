@@ -285,8 +285,9 @@ def test_prune_frees_what_only_removed_runs_used(copied_store: Path) -> None:
     shutil.rmtree(copied_store / "tiny")
     result = invoke("prune", "--store", copied_store, "--yes")
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("  tiny on digits: "))
-    # Ten artifacts, the four graphs by two engines.
-    assert {"baseline (2)", "ptq (2)", "answers (14)", "speed", "archive (11)"} <= set(line[18:].split(", "))
+    # Ten artifacts, the four graphs by two engines; what the integers of two mean, and two graphs as they are written.
+    expected = {"baseline (2)", "ptq (2)", "answers (18)", "speed", "parity certificate (4)", "archive (11)"}
+    assert expected <= set(line[18:].split(", "))
     assert result.stdout.splitlines()[-1].startswith("removed ")
     assert list((copied_store / ".store" / "objects").iterdir()) == []
 
@@ -305,7 +306,8 @@ def test_json_is_all_of_standard_output_and_nothing_of_torch_reaches_the_termina
     assert "Warning" not in err
     assert "CUDA runtime" not in err
     steps = [line.split()[1] for line in err.splitlines() if line.startswith("  ")]
-    assert steps == ["baseline", *(s.get("name", s["pass"]) for s in RECIPE["stages"]), "memory", "accuracy", "speed"]
+    stages = [stage.get("name", stage["pass"]) for stage in RECIPE["stages"]]
+    assert steps == ["baseline", *stages, "memory", "accuracy", "speed", "certificates"]
     assert all("from the cache" in line for line in err.splitlines() if line.startswith("  + onnx"))
 
 
