@@ -53,6 +53,10 @@ class Certified:
     cached: bool
 
 
+#: Of artifacts that have no integers, or were not asked about.
+UNCERTIFIED = Certified({}, frozenset(), 0.0, cached=True)
+
+
 @dataclass(frozen=True)
 class _Compared:
     """What there is to compare for one artifact: answers by execution, and why others have none."""

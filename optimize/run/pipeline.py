@@ -71,7 +71,7 @@ def run(job: Job, listener: Listener) -> Outcome:
         _check(opened, recipe, path)
         steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, recipe.measure, opened.devices, remeasure=job.remeasure)
-        measured = measure(steps, bench, functools.partial(graph_of, session))
+        measured = measure(steps, bench, functools.partial(graph_of, session), certifying=True)
         recommendation = recommend(measured.rows, measured.turns.speeds, rule, measured.right)
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         gpu = next((device for device in opened.devices if device != "cpu"), "cpu")

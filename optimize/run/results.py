@@ -12,7 +12,7 @@ from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
 from optimize.measure.latency import compare
 from optimize.measure.rows import Measured, Measurement, ModelFile, Pair, Reference, Row, Skip
-from optimize.run.certificates import certify, reference_origin
+from optimize.run.certificates import UNCERTIFIED, certify, reference_origin
 from optimize.run.floats import float_references
 from optimize.run.halves import Right
 from optimize.run.session import Step
@@ -51,7 +51,11 @@ class Measurements:
 
 
 def measure(
-    steps: Sequence[Step | Row], bench: Bench, graph_of: Callable[[Artifact], Step] | None = None
+    steps: Sequence[Step | Row],
+    bench: Bench,
+    graph_of: Callable[[Artifact], Step] | None = None,
+    *,
+    certifying: bool = False,
 ) -> Measurements:
     """Measure what this machine can run; the others keep their row, with the reason and no number.
 
@@ -60,6 +64,7 @@ def measure(
             with. A row stands for a stage that was not made.
         bench: see `Bench`; its processes have ended when this returns.
         graph_of: makes the float graph of an eager artifact, which is a reference where no artifact here is one.
+        certifying: whether artifacts of integers get their parity certificates.
 
     Raises:
         PipelineError: the first cannot be measured.
@@ -82,10 +87,10 @@ def measure(
         listener.started("speed")
         speed = bench.speed([*remaining(), *floats.pairs.values()])
         listener.ended("speed", speed.seconds, cached=speed.cached, skipped=None)
-    if certifiable := any(reference_origin(artifact) for artifact in artifacts):
+    certified = UNCERTIFIED
+    if certifying and any(reference_origin(artifact) for artifact in artifacts):
         listener.started("certificates")
-    certified = certify(artifacts, pairs, answers, skips, bench)
-    if certifiable:
+        certified = certify(artifacts, pairs, answers, skips, bench)
         listener.ended("certificates", certified.seconds, cached=certified.cached, skipped=None)
     skips |= {
         pair.id: Skip(kind="failed", reason=f"measuring its speed failed: {speed.value.skipped[pair.id]}")
