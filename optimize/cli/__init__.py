@@ -1,0 +1,48 @@
+"""The words of ``python -m optimize``: a file for each group of commands, a line here for each command. No logic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+from typer.core import TyperCommand
+
+from optimize.cli.integers import certify, lint
+from optimize.cli.layers import search, sensitivity
+from optimize.cli.passes import list_passes
+from optimize.cli.running import compare, run
+from optimize.cli.stored import list_runs, prune, show, verify
+from optimize.cli.words import ListsData
+from serve.command_line import OneLineGroup
+
+app = typer.Typer(
+    cls=OneLineGroup,
+    help="Turn a trained vision model into measured, deployable artifacts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+#: By name, in the order of the help.
+COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run,
+    "list": list_runs,
+    "compare": compare,
+    "show": show,
+    "verify": verify,
+    "prune": prune,
+    "lint": lint,
+    "certify": certify,
+    "sensitivity": sensitivity,
+    "search": search,
+    "passes": list_passes,
+}
+_LIST_DATA = {"run", "search"}
+
+for _name, _command in COMMANDS.items():
+    app.command(_name, cls=ListsData if _name in _LIST_DATA else TyperCommand)(_command)
+
+
+def main() -> None:
+    """Entry point."""
+    app()

@@ -1,0 +1,104 @@
+"""Commands that judge int8 graphs: ``lint`` and ``certify``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from optimize.cli.words import Store
+from serve.command_line import reported
+from serve.hints import DEFAULT_STORE
+from serve.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from optimize.certify.records import Engine
+
+
+def lint(
+    file: Annotated[Path, typer.Argument(help="A quantized ONNX graph, of whatever tool.", metavar="FILE.onnx")],
+    target: Annotated[
+        str,
+        typer.Option(
+            help="What it is for: cpu (ONNX Runtime and OpenVINO, with VNNI), x86 (any x86 CPU: 7 bits) or tensorrt."
+        ),
+    ] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False,
+) -> None:
+    """Look for what is wrong with a quantized ONNX graph; exit code 1 if anything is.
+
+    Only its structure and constants are looked at: nothing runs.
+    """
+    with reported():
+        from optimize.lint.base import TARGETS, read_graph
+        from optimize.lint.base import lint as judge
+
+        chosen = next((name for name in TARGETS if name == target), None)
+        if chosen is None:
+            raise UserError(f"--target is one of {', '.join(TARGETS)}, not {target!r}")
+        findings = judge(read_graph(file), chosen)
+        if json:
+            found = [dataclasses.asdict(finding) for finding in findings]
+            sys.stdout.write(dumps({"file": str(file), "target": target, "findings": found}, indent=2) + "\n")
+        else:
+            for finding in findings:
+                typer.echo(f"{finding.severity}: {finding.node}: {finding.said}; {finding.remedy} [{finding.rule}]")
+            typer.echo(
+                f"{len(findings)} findings" if findings else f"nothing found: {file} is well-formed for {target}"
+            )
+        if findings:
+            raise typer.Exit(1)
+
+
+def certify(  # noqa: PLR0917 - each is an option of the command line
+    name: Annotated[str, typer.Argument(metavar="RUN/ARTIFACT", help="An INT8 artifact of a run.")],
+    layers: Annotated[
+        bool,
+        typer.Option("--layers", help="Run each layer alone, by every engine, on the integers that the reference has."),
+    ] = False,
+    images: Annotated[int, typer.Option(min=1, help="With --layers: validation images that the integers are of.")] = 8,
+    data: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="With --layers: other images than those of the run."),
+    ] = None,
+    store: Store = DEFAULT_STORE,
+    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")] = False,
+) -> None:
+    """Show how near engines come to what an artifact's integers mean, end to end, and layer by layer.
+
+    Exit code 1 if a layer computes something else: a saturating kernel, a lost clamp. A tie that is rounded to the
+    other side is said, and is no fault.
+    """
+    with reported():
+        from optimize.report.certified import print_engines, print_parity
+        from optimize.run.certifiable import subject
+
+        certified = subject(store, name)
+        parity = certified.card.certificate
+        found: tuple[Engine, ...] = ()
+        if layers:
+            from optimize import noise
+            from optimize.report.terminal import Display
+            from optimize.run.certifying import certify_layers
+
+            noise.silence()
+            with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
+                found = certify_layers(store, certified, images=images, data=data, listener=display)
+        if json:
+            document = {
+                "artifact": name,
+                "certificate": parity.to_json() if parity else None,
+                "layers": [engine.to_json() for engine in found],
+            }
+            sys.stdout.write(dumps(document, indent=2) + "\n")
+        else:
+            print_engines(found)
+            print_parity(name, parity)
+        if not all(engine.sound for engine in found) or (layers and not any(engine.layers for engine in found)):
+            raise typer.Exit(1)

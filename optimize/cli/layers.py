@@ -1,0 +1,169 @@
+"""Commands about each layer's precision: ``sensitivity`` and ``search``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+
+from optimize.cli.words import Execution, Measure, Store, uncollected
+from optimize.data.formats.base import DEFAULT_DATA
+from optimize.run.drop import drop_of
+from serve.command_line import reported
+from serve.hints import DEFAULT_STORE, command
+from serve.runtime.errors import PipelineError, UserError
+
+
+def sensitivity(  # noqa: PLR0917 - each is an option of the command line
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A run, or run/artifact: one that ptq made, or a module.")],
+    store: Store = DEFAULT_STORE,
+    measure: Measure = "auto",
+    execution: Execution = None,
+    device: Annotated[str, typer.Option(help="Where to calibrate: auto, cpu, cuda or cuda:N.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="That the run was made with.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False,
+) -> None:
+    """Measure what each layer of a run's network costs and wins in int8: alone, and as the only one that is not.
+
+    Interrupted, it goes on where it was; table, chart and figures are written beside the run.
+    """
+    with reported("interrupted; what was measured is kept, the same command goes on from there"):
+        with uncollected():
+            from optimize import noise
+            from optimize.measure.machine import measured_devices
+            from optimize.precision.files import write_sensitivity
+            from optimize.precision.sensitivity import one_image, subject
+            from optimize.precision.sensitivity import sensitivity as look
+            from optimize.precision.table import print_sensitivity
+            from optimize.report.terminal import Display
+            from optimize.run.reopened import artifact_of, reopen_run
+
+        noise.silence()
+        run_name, _, artifact = name.rstrip("/").partition("/")
+        with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
+            session, report = reopen_run(store, run_name, display, seed=seed, device=device)
+            with contextlib.closing(session):
+                first = next((row.name for row in report.rows if row.operation == "ptq" and row.file), None)
+                step = artifact_of(session, report, run_name, artifact or first or report.baseline.name)
+                parent, config = subject(step.artifact, None)
+                devices = measured_devices(measure, session.context.device)
+                timing = one_image(report.measurement.timing)
+                found, keys = look(session, parent, config, timing=timing, devices=devices, execution=execution)
+                folder = write_sensitivity(found, keys, session.store, run_name)
+        if json:
+            sys.stdout.write(dumps(found.to_json(), indent=2) + "\n")
+        else:
+            print_sensitivity(found)
+            typer.echo(f"chart: {folder / 'sensitivity.svg'}   table: {folder / 'sensitivity.md'}")
+
+
+def search(  # noqa: PLR0917 - each is an option of the command line
+    model: Annotated[
+        str,
+        typer.Argument(help="A torchvision classifier, timm:NAME, path/to/file.py:factory or some.module:factory."),
+    ],
+    max_drop: Annotated[
+        str, typer.Option(help="Largest loss of top-1, in percentage points: 0.5, or 0.5pp.", metavar="POINTS")
+    ] = "0.5",
+    max_latency_ms: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Longest median latency of one image, in milliseconds.", metavar="MS"),
+    ] = None,
+    bits: Annotated[
+        str, typer.Option(help="Precisions that layers may have: 8 and 16 or 32 or both.", metavar="8,16,32")
+    ] = "8,32",
+    method: Annotated[str, typer.Option(help="How layers are looked for: greedy or halving.")] = "greedy",
+    max_trials: Annotated[Optional[int], typer.Option(min=1, help="Most trials.")] = None,  # noqa: UP045
+    execution: Execution = None,
+    checkpoint: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Trained weights, as for `run`. Without them the baseline is trained."),
+    ] = None,
+    data: Annotated[str, typer.Option(help="The images to train, calibrate and measure with.")] = DEFAULT_DATA,
+    val_images: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=2, help="Measure accuracy on so many validation images, drawn from each class alike."),
+    ] = None,
+    weights: Annotated[
+        Optional[str], typer.Option(help="torchvision's own weights, such as DEFAULT.")  # noqa: UP045
+    ] = None,
+    weights_key: Annotated[
+        Optional[str], typer.Option(help="Which weights of the checkpoint, as for `run`.")  # noqa: UP045
+    ] = None,
+    image_size: Annotated[
+        Optional[int], typer.Option(min=1, help="Side of the network's input in pixels.")  # noqa: UP045
+    ] = None,
+    recipe: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A recipe whose baseline, preprocessing and first ptq stage are taken."),
+    ] = None,
+    store: Store = DEFAULT_STORE,
+    device: Annotated[str, typer.Option(help="Where to train and calibrate: auto, cpu, cuda or cuda:N.")] = "auto",
+    measure: Measure = "auto",
+    name: Annotated[Optional[str], typer.Option(help="What to call it; by default made of model and data.")] = None,  # noqa: UP045
+    seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
+    trust_checkpoint: Annotated[
+        bool, typer.Option("--trust-checkpoint", help="Let the checkpoint's pickle run code. Only for files you made.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")] = False,
+) -> None:
+    """Choose the precision of each layer under a budget, by measured accuracy and measured latency.
+
+    Interrupted, it goes on where it was. A recipe that makes what was found is written. Exit code 1 if nothing keeps
+    the budget.
+    """
+    with reported("interrupted; every trial is kept, the same command goes on from there"):
+        with uncollected():
+            from optimize import noise
+            from optimize.precision.command import search_job
+            from optimize.precision.search import Search
+            from optimize.precision.table import print_search
+            from optimize.report.terminal import Display
+            from optimize.run.job import Job
+
+        words = [word.strip() for word in bits.split(",")]
+        if not all(word.isascii() and word.isdigit() for word in words):
+            raise UserError(f"--bits takes numbers such as 8,32, not {bits!r}")
+        asked: dict[str, Any] = {
+            "max_drop": drop_of(max_drop, plain="points"),
+            "max_latency_ms": max_latency_ms,
+            "bits": tuple(map(int, words)),
+            "method": method,
+            "max_trials": max_trials,
+            "execution": execution,
+        }
+        by = Search(**asked)
+        job = Job(
+            model=model,
+            checkpoint=checkpoint,
+            data=data,
+            val_images=val_images,
+            recipe=recipe,
+            store=store,
+            device=device,
+            measure=measure,
+            image_size=image_size,
+            weights=weights,
+            weights_key=weights_key,
+            run=name,
+            trust_checkpoint=trust_checkpoint,
+            seed=seed,
+        )
+        noise.silence()
+        with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
+            found, folder = search_job(job, by, display)
+        if json:
+            sys.stdout.write(dumps(found.to_json(), indent=2) + "\n")
+        else:
+            print_search(found)
+            if found.pair:
+                again = command(f"optimize run {model} --recipe {folder / 'recipe.yaml'}", store)
+                artifact = found.pair.partition("@")[0]
+                typer.echo(f"pack it, with the same checkpoint and data: {again}; its artifact is called {artifact}")
+        if found.pair is None:
+            raise PipelineError("nothing keeps the budget")
