@@ -30,7 +30,7 @@ from optimize.precision.layers import layers_of, ranks
 from optimize.precision.methods import METHODS, MethodName, given_back
 from optimize.precision.records import Budget, Found, Trial
 from optimize.precision.sentences import Choice, why
-from optimize.precision.trials import Bed, Mixed, Precisions, fastest_execution
+from optimize.precision.trials import Bed, Mixed, Precisions, fastest_execution, require_engine
 from optimize.run.halves import Halves, Right, halves
 from optimize.run.results import Measurements, measure
 from optimize.run.session import Session, Step
@@ -72,6 +72,15 @@ class Search(Config):
         if not {8} < set(bits) <= {8, 16, 32}:
             raise ValueError(f"are 8 and at least one of 16 and 32, such as 8,32; not {','.join(map(str, bits))}")
         return tuple(sorted(set(bits)))
+
+    @field_validator("execution")
+    @classmethod
+    def _of_an_engine(cls, wanted: str | None) -> str | None:
+        try:
+            require_engine(wanted)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return wanted
 
 
 class _SpentError(Exception):

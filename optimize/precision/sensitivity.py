@@ -18,7 +18,7 @@ from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.precision.layers import layers_of
 from optimize.precision.records import Figure, Layer, Sensitivity
-from optimize.precision.trials import Bed, Precisions, fastest_execution
+from optimize.precision.trials import Bed, Precisions, fastest_execution, require_engine
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from serve.runtime.engines.base import execution_id
@@ -67,6 +67,7 @@ def sensitivity(
     """
     if parent.kind != "module":
         raise UserError(f"sensitivity is of a float module, and {parent.name} is none")
+    require_engine(execution)
     listener = session.context.listener
     layers = layers_of(parent, ptq, session.context)
     with Bench(session.store, session.context, timing, devices) as bench:

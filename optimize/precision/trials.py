@@ -19,7 +19,7 @@ from optimize.passes.ptq import Ptq
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from optimize.store.keys import make_key
-from serve.runtime.engines.base import execution_id
+from serve.runtime.engines.base import execution_id, find_engine
 from serve.runtime.errors import EngineError, PipelineError, UserError
 from serve.runtime.execution import Execution
 
@@ -155,6 +155,16 @@ class Bed:
         self.note([step.artifact])
         self.cost.add(step)
         return step
+
+
+def require_engine(wanted: str | None) -> None:
+    """Refuse an execution of an engine that there is not, before anything is measured.
+
+    Raises:
+        UserError: there is no such engine; the message names the nearest.
+    """
+    if wanted is not None:
+        find_engine(wanted.partition("[")[0])
 
 
 def shared_executions(bed: Bed, first: Artifact, second: Artifact) -> list[Execution]:

@@ -312,6 +312,12 @@ def test_bits_are_8_and_at_least_one_more(bits: tuple[int, ...]) -> None:
         Search(bits=bits)
 
 
+def test_an_engine_that_there_is_not_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(UserError, match=r"openvinyl.*did you mean openvino"):
+        Search(execution="openvinyl")
+    assert Search(execution="onnxruntime[threads=1]").execution == "onnxruntime[threads=1]"
+
+
 def test_what_is_no_float_module_cannot_be_searched(bench) -> None:
     base = Variant(bench.session, bench.baseline)
     quantized = opt.apply(base, OPEN)
