@@ -212,7 +212,13 @@ def compare(
             references_of=measured.references_of,
             yardstick=measured.turns.yardstick,
             eager=measured.turns.eager,
-            recommendation=recommend(measured.rows, measured.turns.speeds, rule, measured.right),
+            recommendation=recommend(
+                measured.rows,
+                measured.turns.speeds,
+                rule,
+                measured.right,
+                classes=len(session.context.data.classes),
+            ),
             measurement=measured.measurement,
         )
     )

@@ -15,6 +15,7 @@ from optimize.measure.statistics import (
     PairedDifference,
     images_needed,
     smallest_loss,
+    wilson_interval,
 )
 from optimize.run.halves import Judge, Right, images_to_split
 from serve.config import Config
@@ -85,7 +86,12 @@ _GOALS: dict[Objective, _Goal] = {
 
 
 def recommend(
-    rows: Sequence[Row], speeds: Mapping[str, Speed], by: Recommend, right: Right | None = None
+    rows: Sequence[Row],
+    speeds: Mapping[str, Speed],
+    by: Recommend,
+    right: Right | None = None,
+    *,
+    classes: int | None = None,
 ) -> Recommendation:
     """Choose among the measured pairs of all rows.
 
@@ -95,6 +101,7 @@ def recommend(
         by: the user's rule.
         right: what each measured pair answers correctly. Where there are enough images, half of them choose and the
             others judge; without it all of them choose.
+        classes: that an image may be of; None: not told, and then a baseline that guesses is not noticed.
     """
     rule = _rule(by)
     rejected = {row.name: str(row.skip) for row in rows if row.skip is not None}
@@ -113,6 +120,7 @@ def recommend(
             rejected[candidate.id] = _unproven(candidate, by)
     chosen, reasons = _best(proven, by)
     remarks, unproven = _doubts(chosen, candidates, by)
+    remarks += _guesses(baseline, classes)
     if chosen.measured.speedup.slower:
         remarks.append(
             f"{chosen.id} is not faster than the fastest float execution: at batch 1 it has "
@@ -229,6 +237,18 @@ def _doubts(chosen: _Candidate, candidates: Sequence[_Candidate], by: Recommend)
         better = f"{gain:.2f} times the size" if by.objective == "size" else f"{gain:.2f} times as fast"
         remarks.append(f"Unproven best: {unproven.id} ({better}); {_unproven(unproven, by)}.")
     return remarks, unproven.id if unproven else None
+
+
+def _guesses(baseline: _Candidate, classes: int | None) -> list[str]:
+    """Says so if the baseline is not shown to know more than one who guesses: then equal answers are no merit."""
+    accuracy = baseline.measured.accuracy
+    if classes is None or wilson_interval(accuracy.top1, accuracy.images)[0] > 1 / classes:
+        return []
+    return [
+        f"The baseline's top-1 of {accuracy.top1 * 100:.2f} % on {accuracy.images:,} images is not above what guessing "
+        f"among {classes:,} classes gives ({100 / classes:.2f} %): differences of accuracy say nothing here. Bring a "
+        "checkpoint, or train longer (baseline: {epochs: …} in a recipe)."
+    ]
 
 
 def _tail(

@@ -217,6 +217,21 @@ def test_the_baseline_is_chosen_where_nothing_is_better() -> None:
     assert chosen.unproven is None
 
 
+@pytest.mark.parametrize(("top1", "guesses"), [(36 / 359, True), (43 / 359, True), (60 / 359, False)])
+def test_a_baseline_that_knows_no_more_than_one_who_guesses_is_told(top1: float, guesses: bool) -> None:
+    case = row("baseline", 4.0, 40, images=359)
+    made = case.row(case.speed())
+    (pair,) = made.pairs
+    assert pair.measured is not None
+    accuracy = pair.measured.accuracy.model_copy(update={"top1": top1})
+    measured = pair.measured.model_copy(update={"accuracy": accuracy})
+    rows = [made.model_copy(update={"pairs": (pair.model_copy(update={"measured": measured}),)})]
+    found = recommend(rows, {case.id: case.speed()}, Recommend(), classes=10)
+    told = f"The baseline's top-1 of {100 * top1:.2f} % on 359 images is not above what guessing among 10 classes gives"
+    assert any(remark.startswith(told) for remark in found.remarks) == guesses
+    assert not any("guessing" in remark for remark in recommend(rows, {case.id: case.speed()}, Recommend()).remarks)
+
+
 def test_what_was_not_measured_is_rejected_for_its_own_reason() -> None:
     chosen = choose(row("baseline", 2, 100), Case("half", None, 50, skip="runs on CUDA only"))
     assert (chosen.name, chosen.rejected) == ("baseline", {"half": "runs on CUDA only"})
