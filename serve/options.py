@@ -35,9 +35,9 @@ class ServingOptions(Config):
     max_batch_delay_ms: int = Field(
         default=Serving.max_batch_delay_ms,
         ge=1,
-        description="How long the first request of a batch waits for others, idle workers or not; 1 ms is the least, "
-        "and the servers that are started here do not wait for it. While a worker is busy, batches form in the queue "
-        "by themselves, so that a longer wait costs a lone client and buys little.",
+        description="How long the first request of a batch waits for others; 1 ms is the least, and none where we "
+        "start the server. While a worker is busy, batches form by themselves: a longer wait costs a lone client and "
+        "buys little.",
     )
     decode_threads: int | None = Field(
         default=None,
