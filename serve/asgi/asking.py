@@ -7,7 +7,7 @@ import time
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
-from serve.asgi.messages import RefusedError, try_again
+from serve.asgi.messages import RefusedError, queue_full
 from serve.runtime.errors import EngineError, PipelineError, one_line
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Asking:
         except EngineError as error:
             raise RefusedError(500, f"the model failed: {error}", "engine") from None
         except PipelineError as error:
-            raise try_again(f"{self._served.name}: {error}", "queue-full") from None
+            raise queue_full(self._served.name, str(error)) from None
 
     def _settle(self, computing: Future[Answered]) -> None:
         self._served.progressed = time.monotonic()

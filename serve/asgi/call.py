@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from serve.asgi.asking import Asking, ClientGoneError
-from serve.asgi.messages import Receive, RefusedError, Scope, try_again
+from serve.asgi.messages import Receive, RefusedError, Scope, queue_full, try_again
 from serve.asgi.observing import Observation
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class Call:
         self._kept = 0
         self._whole = False
         self._taken = ExitStack()
+        self._served: Served | None = None
 
     @cached_property
     def query(self) -> dict[str, str]:
@@ -135,17 +136,23 @@ class Call:
         """
         served = self.models.get(name, version)
         self._taken.enter_context(served.held())
+        self._served = served
         self.observation.model, self.observation.version = served.name, served.version
         return served
 
     async def body(self) -> bytes:
         """The whole body.
 
+        Where the model that was taken has a full queue, that is told before anything is read: under overload most
+        requests end here, and what they cost is taken from those that are answered.
+
         Raises:
             RefusedError: 408 (too slow), 413 (too large; told before it is read where the client says its size), 415
-                (compressed), 503 (too much is held already).
+                (compressed), 503 (the queue is full, or too much is held already).
             ClientGoneError: the client went while it sent.
         """
+        if self._served is not None and (full := self._served.service.full) is not None:
+            raise queue_full(self._served.name, full)
         if self.headers.get("content-encoding", "identity").lower() != "identity":
             raise RefusedError(415, "compressed bodies are not taken: send the image as it is", "content-encoding")
         limit = self._limits.body_bytes

@@ -58,6 +58,11 @@ def try_again(message: str, kind: str) -> RefusedError:
     return RefusedError(503, message, kind, RETRY)
 
 
+def queue_full(model: str, reason: str) -> RefusedError:
+    """A refusal of a request for which a model's service has no room."""
+    return try_again(f"{model}: {reason}", "queue-full")
+
+
 def bad_request(error: RequestError) -> RefusedError:
     """A refusal of what a request's reader could not make sense of."""
     return RefusedError(error.status, str(error), "bad-request")

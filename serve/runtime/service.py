@@ -105,6 +105,12 @@ class Service:
         return len(self._accepted)
 
     @property
+    def full(self) -> str | None:
+        """Why no further request is taken for now; None: one is. `submit` refuses it; so can who asks here first."""
+        count = len(self._accepted)
+        return f"{count} requests wait already: try again later" if count >= self.queue_limit else None
+
+    @property
     def broken(self) -> str | None:
         """Why no request will be answered any more: the process must end. None: they will be."""
         return None if self._broken is None else str(self._broken)
@@ -130,8 +136,8 @@ class Service:
                 raise BrokenError(str(self._broken))
             if self._refusing:
                 raise QueueFull(_CLOSED.message)
-            if len(self._accepted) >= self.queue_limit:
-                raise QueueFull(f"{len(self._accepted)} requests wait already: try again later")
+            if (full := self.full) is not None:
+                raise QueueFull(full)
             if len(self._waiting.works) > self.queue_limit:  # while all threads decode large images
                 self._waiting.drop_cancelled()
             self._accepted[id(work.future)] = work

@@ -246,6 +246,7 @@ class Computing:
         self.futures: list[Future[Any]] = []
         self.waiting = 0
         self.broken = None
+        self.full: str | None = None
         self._served = served
 
     def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:

@@ -39,6 +39,7 @@ class Stuck:
     """A service that takes requests and answers none."""
 
     broken: str | None = None
+    full: str | None = None
 
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []
@@ -100,6 +101,27 @@ async def read(reader: asyncio.StreamReader, timeout_s: float = 5) -> bytes:
         return await asyncio.wait_for(reader.read(), timeout_s)
     except ConnectionResetError:
         return b""
+
+
+def test_a_full_queue_is_told_before_the_body_is_sent_and_the_connection_goes_on() -> None:
+    class Full(Stuck):
+        full = "256 requests wait already: try again later"
+
+    async def ask() -> tuple[bytes, bytes]:
+        async with listening(settings(), stuck_model(Full())) as (connect, _):
+            reader, writer = await connect()
+            writer.write(b"POST /predictions/stuck HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+            refused = await asyncio.wait_for(reader.readuntil(b'later"}'), 5)
+            writer.write(b"x" * 100000 + PING)
+            after = await asyncio.wait_for(reader.readuntil(b"}"), 5)
+            writer.close()
+        return refused, after
+
+    refused, after = asyncio.run(ask())
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1" in refused
+    assert b"stuck: 256 requests wait already" in refused
+    assert after.startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,11 @@ def test_more_requests_than_may_wait_are_refused_at_once(artifact: Path) -> None
     with service_of(artifact, queue_limit=3) as service:
         engine = service.predictor.engine
         assert isinstance(engine, Gate)
-        accepted = [shut(service, engine), *(service.submit(one(jpeg(1))) for _ in range(2))]
+        accepted = [shut(service, engine), service.submit(one(jpeg(1)))]
+        room = service.full
+        accepted.append(service.submit(one(jpeg(1))))
+        assert room is None
+        assert service.full == "3 requests wait already: try again later"
         with pytest.raises(QueueFull, match="3 requests wait already"):
             service.submit(one(jpeg(1)))
         accepted[2].cancel()
