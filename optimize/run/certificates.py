@@ -25,7 +25,7 @@ from optimize.store.sources import code_of
 from serve.runtime.card import read_card, write_card
 from serve.runtime.certificate import Certificate
 from serve.runtime.engines.base import engines, execution_id
-from serve.runtime.errors import PipelineError
+from serve.runtime.errors import PipelineError, UserError, one_line
 from serve.runtime.execution import Execution
 from serve.runtime.integers import TENSORRT
 from serve.runtime.program_file import load_program
@@ -34,6 +34,7 @@ from serve.runtime.program_file import load_program
 UNOPTIMIZED = Execution("onnxruntime", options={"optimizations": False})
 
 _FILE = "certificate.json"
+_LONGEST = 1000  # characters of a reason
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def certify(
     """Certify every artifact of integers that a CPU computes.
 
     One whose target is TensorRT has none: no engine here computes its integers. `certify --layers` compares its graph.
+    One that cannot be certified, for whatever reason, is said, and has none.
 
     Args:
         artifacts: all that were measured.
@@ -82,6 +84,10 @@ def certify(
         answers: that were measured, by pair's id.
         skips: why others were not.
         bench: measures what is lacking; its processes are not touched.
+
+    Raises:
+        UserError: what the user must mend: images that cannot be read.
+        OSError: what was measured cannot be kept.
     """
     found: dict[str, Certificate] = {}
     keys: set[str] = set()
@@ -100,12 +106,16 @@ def certify(
                 if not compared.answers:
                     continue
                 meant = own.answers(Candidate(reference, Execution("exported")))
-            except PipelineError as error:
-                bench.context.listener.said(f"{artifact.name}: no parity certificate: {error}")
+                found[artifact.name] = _certificate(reference, meant, compared, bench)
+            except (UserError, OSError):
+                raise
+            except Exception as error:  # noqa: BLE001 - all was measured: no certificate is worth losing that
+                said = str(error) if isinstance(error, PipelineError) else one_line(error)
+                bench.context.listener.said(f"{artifact.name}: no parity certificate: {_in_a_line(said)}")
                 continue
-            found[artifact.name] = _certificate(reference, meant, compared, bench)
             further = [kept for name, kept in compared.answers.items() if name == execution_id(UNOPTIMIZED)]
-            taken |= {kept.key: kept for kept in (meant, *further)}
+            # What was taken first stays: read again for another artifact, the same answers come from the store.
+            taken = {kept.key: kept for kept in (meant, *further)} | taken
             keys |= {*reference.objects, *taken, found[artifact.name].key}
     seconds = sum(kept.seconds for kept in taken.values())
     return Certified(found, frozenset(keys), seconds, all(kept.cached for kept in taken.values()))
@@ -156,15 +166,21 @@ def _compared(
         if pair.execution.device_type != "cpu":
             continue
         if pair.id not in answers:
-            absent[name] = str(skips[pair.id]) if pair.id in skips else "it was not measured"
+            absent[name] = _in_a_line(str(skips[pair.id])) if pair.id in skips else "it was not measured"
             continue
         if pair.execution == Execution("onnxruntime"):
             try:
                 found[execution_id(UNOPTIMIZED)] = bench.answers(Candidate(pair.artifact, UNOPTIMIZED))
             except PipelineError as error:
-                absent[execution_id(UNOPTIMIZED)] = str(error)
+                absent[execution_id(UNOPTIMIZED)] = _in_a_line(str(error))
         found[name] = answers[pair.id]
     return _Compared(dict(sorted(found.items())), absent)
+
+
+def _in_a_line(said: str) -> str:
+    """What a library said, as a card takes it: a line of text, however many it wrote, in whatever colours."""
+    shown = "".join(character if character.isprintable() else " " for character in said)
+    return " ".join(shown.split())[:_LONGEST]
 
 
 def _certificate(reference: Artifact, meant: Kept[Answers], compared: _Compared, bench: Bench) -> Certificate:

@@ -27,7 +27,8 @@ class Agreement:
     """How near one execution's answers are to the reference's, on the same images.
 
     Attributes:
-        execution: of which artifact, by what: ``onnx-int8@openvino``.
+        execution: what ran: ``openvino``. In a graph's certificate ``torchscript`` ran the packed program that the
+            graph was made from, which has the same integers; all others ran the graph.
         top1_agreement: part of all images with the same best class, 0 to 1.
         sqnr_db: 10 log10 of the energy of the reference's logits over that of the difference; None: the two are equal
             to the last bit, or the reference's are all zero.

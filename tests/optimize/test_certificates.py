@@ -12,22 +12,30 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from torch import nn
 
 from optimize.certify.program import ReferenceLayers
 from optimize.measure.accuracy import Answers
+from optimize.measure.bench import Bench, Candidate, Kept
 from optimize.measure.certificate import agreement
-from optimize.report.parities import parity_lines
+from optimize.measure.rows import Skip
+from optimize.passes.ptq import PTQ, Ptq
+from optimize.report.parities import explained, parity_lines
+from optimize.run import certificates
 from optimize.run.certifiable import subject
+from optimize.run.certificates import certify as certified_by
 from optimize.run.certifying import certify_layers
-from optimize.store.artifact import REFERENCE_FILE
+from optimize.store.artifact import REFERENCE_FILE, Artifact
 from optimize.store.objects import Store
-from serve.runtime.card import load_card
-from serve.runtime.certificate import Certificate
+from serve.runtime.card import load_card, sha256_file, write_card
+from serve.runtime.certificate import Agreement, Certificate
 from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.program_file import load_program
 
 from .runs_fixtures import ROOT, Heard, TinyRun, command, copied_store, tiny_run
+from .workbench import noise_context, parent_of
 
 __all__ = ["copied_store", "tiny_run"]  # fixtures
 
@@ -37,6 +45,110 @@ GRAPH = ("onnxruntime", "onnxruntime[optimizations=False]", "openvino", "torchsc
 def answers(logits: torch.Tensor, labels: torch.Tensor) -> Answers:
     predicted = logits.argmax(1)
     return Answers(predicted == labels, torch.ones(len(labels), dtype=torch.bool), predicted, logits)
+
+
+TORCH = Execution("torchscript")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A small network as ptq leaves it, measured and not yet certified; what its listener heard."""
+
+    artifact: Artifact
+    bench: Bench
+    answers: Kept[Answers]
+    heard: Heard
+
+    def certify(self, *more: Artifact, **skipped: str) -> certificates.Certified:
+        """Certify it, and others; ``skipped`` are engines of its own that were not measured, with the reason."""
+        artifacts = [self.artifact, *more]
+        absent = [Candidate(self.artifact, Execution(engine)) for engine in skipped]
+        pairs = {each.name: [Candidate(each, TORCH)] for each in artifacts}
+        pairs[self.artifact.name] += absent
+        measured = {Candidate(each, TORCH).id: self.answers for each in artifacts}
+        skips = {pair.id: Skip(kind="failed", reason=skipped[pair.execution.engine]) for pair in absent}
+        return certified_by(artifacts, pairs, measured, skips, self.bench)
+
+
+@pytest.fixture
+def quantized(tmp_path: Path) -> Quantized:
+    heard = Heard()
+    context = dataclasses.replace(noise_context(), listener=heard)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(784, 4)).eval()
+    parent = parent_of(net, context, tmp_path / "parent")
+    folder = tmp_path / "ptq"
+    folder.mkdir()
+    product = PTQ.apply(parent, Ptq(observer="minmax", images=32, min_sqnr=0.0, min_agreement=0.0), context, folder)
+    card = dataclasses.replace(
+        parent.card,
+        name="ptq",
+        format=product.format,
+        file=product.file,
+        precision=product.precision,
+        target=product.target,
+        device=product.device,
+        input_dtype=product.input_dtype,
+        files={path.name: sha256_file(path) for path in folder.iterdir()},
+    )
+    write_card(folder, card)
+    artifact = Artifact("ptq", "quantized", "1" * 64, folder, card, parent=parent)
+    with Bench(Store(tmp_path / "store"), context) as bench:
+        kept = bench.answers(Candidate(artifact, TORCH))
+    return Quantized(artifact, bench, kept, heard)
+
+
+def test_a_reason_of_several_lines_costs_no_certificate(quantized: Quantized) -> None:
+    found = quantized.certify(openvino="it ended:\n\x1b[31m  segmentation\tfault\x1b[0m").certificates["ptq"]
+    assert found.absent == {"openvino": "failed: it ended: [31m segmentation fault [0m"}
+    assert [entry.execution for entry in found.agreements] == ["torchscript"]
+
+
+def test_a_certificate_that_fails_is_said_in_a_line_and_costs_nothing_else(
+    quantized: Quantized, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise AssertionError("a program\nof another form")
+
+    monkeypatch.setattr(certificates, "load_program", refuse)
+    assert not quantized.certify().certificates
+    said = [line for line in quantized.heard.lines if "certificate" in line]
+    assert said == ["ptq: no parity certificate: AssertionError: a program"]
+
+
+@pytest.mark.parametrize("error", [UserError("an image"), OSError("the disk is full")], ids=["user", "disk"])
+def test_what_the_user_must_mend_ends_the_run(
+    quantized: Quantized, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(certificates, "load_program", refuse)
+    with pytest.raises(type(error), match=str(error)):
+        quantized.certify()
+
+
+def test_answers_that_were_just_taken_are_not_called_cached_by_a_second_reading(quantized: Quantized) -> None:
+    again = dataclasses.replace(quantized.artifact, name="again")
+    assert not quantized.certify(again).cached
+    assert quantized.certify(again).cached
+
+
+def test_a_graphs_certificate_says_what_torchs_kernels_ran() -> None:
+    logits, labels = torch.eye(5), torch.arange(5)
+    torchs, openvinos = (
+        agreement(name, answers(logits, labels), answers(logits, labels), step=None)
+        for name in ("torchscript", "openvino")
+    )
+
+    def told(*entries: Agreement, **absent: str) -> bool:
+        made = Certificate("a" * 64, None, 5, 5, "b" * 64, entries, absent=absent)
+        return "torchscript ran the packed program that the graph was made from" in explained(made)
+
+    assert told(torchs, openvinos)
+    assert told(torchs, openvino="it is not installed")
+    assert not told(torchs)
+    assert not told(openvinos)
 
 
 def certificate(run: TinyRun, name: str) -> Certificate:
@@ -154,6 +266,10 @@ def test_the_page_and_the_terminal_show_it(tiny_run: TinyRun) -> None:
     lines = list(parity_lines(tiny_run.report))
     assert [line.split(" ")[0] for line in lines] == ["ptq", "qat", "onnx-int8", "onnx-int8-qat"]
     assert all("steps apart" in line for line in lines)
+    packed = [line.count("torchscript (on ") for line in lines]
+    assert packed == [0, 0, 1, 1], "a program of its own is not another artifact's"
+    assert "torchscript (on ptq)" in lines[2]
+    assert "torchscript (on qat)" in lines[3]
 
 
 def certify(store: Path, *words: object) -> str:
