@@ -142,7 +142,7 @@ def compare_runs(
         rows=tuple(rows),
         yardstick=every.yardstick,
         eager=every.eager,
-        recommendation=recommend(rows, speeds, rule, right),
+        recommendation=recommend(rows, speeds, rule, right, classes=contestants[0].report.data.classes),
         measurement=Measurement(timing=timing, taken=begun, seconds=taken, cached=False),
     )
 

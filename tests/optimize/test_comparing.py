@@ -96,6 +96,22 @@ def test_runs_that_were_judged_by_different_images_do_not_compare(two_runs: Path
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_baseline_that_guesses_among_the_first_runs_classes_is_told(two_runs: Path, tmp_path: Path) -> None:
+    def remarks(store: Path) -> list[str]:
+        found = opt.compare_runs("tiny/baseline", "other/fuse", store=store, measure="cpu", timing=QUICK)
+        return [remark for remark in found.recommendation.remarks if "guessing" in remark]
+
+    assert remarks(two_runs) == []
+    store = tmp_path / "model_store"
+    shutil.copytree(two_runs, store)
+    path = store / "tiny" / "report.json"
+    report = json.loads(path.read_text())
+    report["data"]["classes"] = 1  # among which every answer is a guess
+    path.write_text(json.dumps(report))
+    (remark,) = remarks(store)
+    assert "guessing among 1 classes gives (100.00 %)" in remark
+
+
 def test_each_is_run_by_the_execution_that_its_report_has_as_the_best(tiny_run: TinyRun, two_runs: Path) -> None:
     best = {name: tiny_run.row(name).best for name in ("baseline", "onnx-int8")}
     rows = compared(two_runs, *(f"tiny/{name}" for name in best))
