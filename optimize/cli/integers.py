@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 from rich.console import Console
 
-from optimize.cli.words import Store
+from optimize.cli.words import Store, given
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE
 from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from optimize.certify.records import Engine
+
+_IMAGES = 8  # whose integers layers are run on
 
 
 def lint(
@@ -62,7 +64,10 @@ def certify(  # noqa: PLR0917 - each is an option of the command line
         bool,
         typer.Option("--layers", help="Run each layer alone, by every engine, on the integers that the reference has."),
     ] = False,
-    images: Annotated[int, typer.Option(min=1, help="With --layers: validation images that the integers are of.")] = 8,
+    images: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help=f"With --layers: validation images that the integers are of; {_IMAGES} by default."),
+    ] = None,
     data: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="With --layers: other images than those of the run."),
@@ -72,10 +77,13 @@ def certify(  # noqa: PLR0917 - each is an option of the command line
 ) -> None:
     """Show how near engines come to what an artifact's integers mean, end to end, and layer by layer.
 
-    Exit code 1 if a layer computes something else: a saturating kernel, a lost clamp. A tie that is rounded to the
-    other side is said, and is no fault.
+    Exit code 1 if a layer computes something else (a saturating kernel, a lost clamp), or if no engine here could run
+    one. A tie that is rounded to the other side is said, and is no fault.
     """
     with reported():
+        if not layers and given(images=images, data=data):
+            asked = " and ".join(f"--{option}" for option in given(images=images, data=data))
+            raise UserError(f"{asked}: only layers are run on images of your choice; add --layers")
         from optimize.report.certified import print_engines, print_parity
         from optimize.run.certifiable import subject
 
@@ -89,7 +97,7 @@ def certify(  # noqa: PLR0917 - each is an option of the command line
 
             noise.silence()
             with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
-                found = certify_layers(store, certified, images=images, data=data, listener=display)
+                found = certify_layers(store, certified, images=images or _IMAGES, data=data, listener=display)
         if json:
             document = {
                 "artifact": name,

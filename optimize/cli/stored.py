@@ -21,6 +21,7 @@ _MOST_LINES = 30
 def list_runs(store: Store = DEFAULT_STORE) -> None:
     """List the runs of a store."""
     with reported():
+        from optimize.report.console import output
         from optimize.report.runs import HEADS, RunSummary, read_runs
 
         table = Table(*HEADS, box=None, pad_edge=False)
@@ -32,8 +33,7 @@ def list_runs(store: Store = DEFAULT_STORE) -> None:
         if not table.row_count:
             typer.echo(f"no runs in {store}")
             return
-        console = Console()
-        (console if console.is_terminal else Console(width=1000)).print(table)
+        output().print(table)
         # Two days, or two runs at once, and the same network takes another time.
         typer.echo("speed is to each run's own fastest float execution; `compare RUN RUN` measures runs together")
 

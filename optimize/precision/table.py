@@ -10,6 +10,7 @@ from rich.text import Text
 
 from optimize.measure.rows import Skip
 from optimize.precision.records import Figure, Found, Sensitivity
+from optimize.report.console import output
 from optimize.report.words import NONE, number, points
 
 _HEADS = (
@@ -111,5 +112,4 @@ def _print(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(head, justify="left" if place == 0 else "right")
     for row in rows:
         table.add_row(*map(Text, row))
-    console = Console()
-    (console if console.is_terminal else Console(width=1000)).print(table)
+    output().print(table)

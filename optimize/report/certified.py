@@ -6,22 +6,20 @@ from collections.abc import Sequence
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from optimize.certify.records import LEAST_EQUAL, MOST_STEPS, Engine, LayerParity
+from optimize.report.console import output
 from optimize.report.parities import HEADS, cells, explained, missing
 from optimize.report.words import count, plural
 from serve.runtime.certificate import Certificate
-
-_UNBOUNDED = 1000  # characters
 
 
 def print_engines(engines: Sequence[Engine]) -> None:
     """Each engine's layers, and the first that diverges."""
     for engine in engines:
-        _print(_layers(engine))
+        output().print(_layers(engine))
         typer.echo(f"{engine.execution}: {verdict(engine)}\n")
 
 
@@ -36,7 +34,7 @@ def print_parity(name: str, certificate: Certificate | None) -> None:
     table = _table(f"{name}, end to end", HEADS)
     for agreement in certificate.agreements:
         table.add_row(*map(Text, cells(agreement)), style="" if agreement.holds else "red")
-    _print(table)
+    output().print(table)
     typer.echo(explained(certificate))
     for line in missing(certificate):
         typer.echo(f"not compared: {line}")
@@ -86,8 +84,3 @@ def _table(title: str, heads: Sequence[str]) -> Table:
     for number, head in enumerate(heads):
         table.add_column(Text(head), justify="left" if number < 1 or head in ("operators", "why") else "right")
     return table
-
-
-def _print(table: Table) -> None:
-    console = Console()
-    (console if console.is_terminal else Console(width=_UNBOUNDED)).print(table)

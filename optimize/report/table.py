@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from optimize.measure.rows import Results
 from optimize.report.columns import COLUMNS, SLOWER, Column, parent_of
+from optimize.report.console import UNBOUNDED, output
 from optimize.report.lines import Line, lines
 from optimize.report.parities import parity_lines
 from optimize.report.sentences import tail, verdict, yardsticks
 
 if TYPE_CHECKING:
-    from rich.console import ConsoleOptions, RenderResult
-
-_UNBOUNDED = 1000  # characters
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 
 def table(results: Results, columns: Sequence[Column] = COLUMNS, *, every: bool = False) -> ResultsTable:
@@ -39,10 +37,7 @@ def table(results: Results, columns: Sequence[Column] = COLUMNS, *, every: bool 
 
 def print_table(results: Results, *, every: bool = False) -> None:
     """Print to standard output; a file or a pipe gets every column, however long the lines."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_UNBOUNDED)
-    console.print(table(results, every=every))
+    output().print(table(results, every=every))
 
 
 class ResultsTable:
@@ -52,7 +47,7 @@ class ResultsTable:
         self._variants = widest_first
 
     def _fitting(self, console: Console, options: ConsoleOptions) -> Table:
-        unbounded = options.update(width=_UNBOUNDED)
+        unbounded = options.update(width=UNBOUNDED)
         fitting = (
             variant
             for variant in self._variants

@@ -13,13 +13,17 @@ import onnxruntime
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+from optimize import cli
 from optimize.certify.program import ReferenceLayers
+from optimize.certify.records import Engine, LayerParity
 from optimize.measure.accuracy import Answers
 from optimize.measure.bench import Bench, Candidate, Kept
 from optimize.measure.certificate import agreement
 from optimize.measure.rows import Skip
 from optimize.passes.ptq import PTQ, Ptq
+from optimize.report.certified import print_engines
 from optimize.report.parities import explained, parity_lines
 from optimize.run import certificates
 from optimize.run.certifiable import subject
@@ -300,6 +304,28 @@ def test_the_command_shows_layers_and_the_whole(tiny_run: TinyRun, copied_store:
     assert "openvino, layer by layer" in shown
     assert "tiny/onnx-int8, end to end" in shown
     assert "openvino: all " in shown or "is the first that diverges" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--images", "4"), "error: --images: only layers"),
+        (("--data", "digits"), "error: --data: only layers"),
+        (("--images", "8", "--data", "digits"), "error: --images and --data: only layers"),
+    ],
+)
+def test_images_that_no_layer_would_be_run_on_are_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["certify", "tiny/onnx-int8", *words, "--store", str(tmp_path)])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "add --layers" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_pipe_gets_the_lines_of_layers_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "layer4.1.conv2: " + " ".join(f"conv2d_{number}" for number in range(60))
+    print_engines([Engine("openvino", (LayerParity(3, name, outputs=4096, different=0, steps=0),))])
+    assert name in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
