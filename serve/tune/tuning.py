@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from serve.runtime.serving import SERVING_FILE, Serving
 from serve.torchserve.archive import serving_of
 from serve.tune.journal import Journal
 from serve.tune.page import plot
-from serve.tune.search import Found, Goal, Point, Search, Trial, confirmed
+from serve.tune.search import MOST_ASKED, Found, Goal, Point, Search, Trial, confirmed
 from serve.tune.servers import Live, ServerKind, end_left, pack, remember, serving
 from serve.tune.space import Stage, cores, stages, told
 
@@ -179,7 +180,11 @@ def tune(
         def point(way: Serving, rate: float | None, effort: float) -> Point:
             return journal.point(way, rate, effort, lambda: clock.timed(lambda: servers.measure(way, rate, effort)))
 
-        found = confirmed(Search(point, goal, clock.tell).run(usual, tried), goal, point, say)
+        def tell(trial: Trial, left: int) -> None:
+            clock.tell(trial, left, search.asks(left))
+
+        search: Search = Search(point, goal, tell)
+        found = confirmed(search.run(usual, tried), goal, point, clock.ask)
         curves = _curves(found, goal, point, say) if settings.curve else {}
     _write(artifact, found, goal, subject, curves)
     journal.remove()
@@ -206,13 +211,18 @@ def _curve_s(settings: Settings) -> float:
 
 
 class _Clock:
-    """Says what became of each way, and about how long the rest takes: the mean so far for each, and the curve."""
+    """Says what became of each way, and about how long the rest takes.
+
+    That is the mean so far for each way that is left; for each measurement of the best way and the present one in turns
+    what the first one of a way took, for which a server was started, too; and the curve.
+    """
 
     def __init__(self, say: Callable[[str], None], curve_s: float) -> None:
         self._say = say
         self._curve_s = curve_s
         self._spent, self._trials = 0.0, 0
         self._measured = False
+        self._first: list[float] = []
 
     def timed(self, work: Callable[[], Point]) -> Point:
         """Do some work on the clock."""
@@ -220,17 +230,27 @@ class _Clock:
         try:
             return work()
         finally:
-            self._spent += time.monotonic() - begun
+            took = time.monotonic() - begun
+            self._spent += took
+            if not self._measured:
+                self._first.append(took)
             self._measured = True
 
-    def tell(self, trial: Trial, left: int) -> None:
-        """Say what became of a way to serve."""
+    def tell(self, trial: Trial, left: int, asked: int) -> None:
+        """Say what became of a way to serve; ``left`` ways and ``asked`` measurements in turns may follow."""
         self._trials += self._measured
         self._measured = False
-        rest = ""
-        if self._trials and (left or self._curve_s):
-            rest = f"; about {left * self._spent / self._trials + self._curve_s:.0f} s left"
-        self._say(f"{told(trial.way)}: {trial.outcome}{rest}")
+        self._say(f"{told(trial.way)}: {trial.outcome}{self._rest(left, asked)}")
+
+    def ask(self, line: str) -> None:
+        """Say that the turns begin."""
+        self._say(f"{line}{self._rest(0, MOST_ASKED)}")
+
+    def _rest(self, left: int, asked: int) -> str:
+        if not self._trials:  # all was measured before
+            return ""
+        seconds = left * self._spent / self._trials + asked * statistics.mean(self._first) + self._curve_s
+        return f"; about {seconds:.0f} s left" if seconds else ""
 
 
 def _curves(

@@ -63,7 +63,9 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(tmp_pa
     assert all(point["bad"] == 0 and point["memory_bytes"] > 0 for trial in told["trials"] for point in trial["points"])
     assert len(told["curves"]["chosen"]) == 7
     first, second, *asking, last = said
-    assert asking == ["asking the best and the present way in turns …"] * bool(turns)
+    assert len(asking) == bool(turns)
+    for line in asking:
+        assert re.fullmatch(r"asking the best and the present way in turns …; about \d+ s left", line)
     assert re.fullmatch(
         rf"{re.escape(told_in_words(usual))}: {re.escape(found.usual.outcome)}; about \d+ s left", first
     )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,8 +22,9 @@ from hypothesis import strategies as st
 from serve.runtime.errors import PipelineError
 from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
+from serve.tune import tuning
 from serve.tune.journal import Journal
-from serve.tune.search import STEP, Found, Goal, Objective, Point, Search, confirmed
+from serve.tune.search import STEP, Found, Goal, Objective, Point, Search, Trial, confirmed
 from serve.tune.servers import end_left, ended_in_order, remember
 from serve.tune.space import Stage, stages
 
@@ -125,6 +127,47 @@ def test_where_the_present_way_does_not_hold_the_p99_nothing_is_asked_again() ->
     formula.asked.clear()
     assert confirmed(found, Goal(), formula).chosen.way.batch_size == 1
     assert not formula.asked
+
+
+@pytest.mark.parametrize(
+    ("capacities", "usual_ms", "asks"),
+    [
+        ((300, 400, 120), 5, [14, 14, 14]),  # the second is better: it will be asked again
+        ((300, 200, 120), 5, [14, 14, 0]),  # none is: whoever is left at the end has nobody to be compared with
+        ((300, 400, 120), 25, [0, 0, 0]),  # the present way does not hold 20 ms
+    ],
+)
+def test_turns_are_expected_until_nobody_can_be_asked_again(
+    capacities: tuple[int, int, int], usual_ms: int, asks: list[int]
+) -> None:
+    formula = Formula(dict(zip((8, 1, 2), capacities, strict=True)), {8: usual_ms, 1: 5, 2: 5}, {})
+    expected: list[int] = []
+
+    def tell(trial: Trial, left: int) -> None:
+        expected.append(search.asks(left))
+
+    search: Search = Search(formula, Goal(), tell)
+    found = search.run(USUAL, [sizes(1, 2)])
+    assert expected == asks
+    formula.asked.clear()
+    confirmed(found, Goal(), formula)
+    assert len(formula.asked) == asks[-1], "all turns are won, so that none is left out"
+
+
+def test_the_time_left_counts_the_turns_each_with_a_server_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter((0.0, 5.0, 10.0, 12.0, 20.0, 29.0))  # 5 s with a fresh server, 2 s with the same; 9 s with another
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: next(readings)))
+    point = Point(100.0, 1.0, 100.0, 1.0, 2.0, 0, 0, False, 1)
+    trial = Trial(USUAL, "any", [point], "holds 100/s")
+    said: list[str] = []
+    clock = tuning._Clock(said.append, 10.0)
+    clock.timed(lambda: point)
+    clock.timed(lambda: point)
+    clock.tell(trial, 3, 14)  # three ways of 7 s, fourteen measurements of 5 s, 10 s for the curve
+    clock.timed(lambda: point)
+    clock.tell(trial, 0, 0)
+    clock.ask("asking …")  # of (5 + 9) / 2 s each
+    assert [line.rpartition("; ")[2] for line in said] == ["about 101 s left", "about 10 s left", "about 108 s left"]
 
 
 def test_what_saturates_below_the_best_is_not_measured_at_any_rate() -> None:
