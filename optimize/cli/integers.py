@@ -72,6 +72,10 @@ def certify(  # noqa: PLR0917 - each is an option of the command line
         Optional[str],  # noqa: UP045
         typer.Option(help="With --layers: other images than those of the run."),
     ] = None,
+    seed: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, help="With --layers: that the run was made with, if it was given one."),
+    ] = None,
     store: Store = DEFAULT_STORE,
     json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")] = False,
 ) -> None:
@@ -81,8 +85,8 @@ def certify(  # noqa: PLR0917 - each is an option of the command line
     one. A tie that is rounded to the other side is said, and is no fault.
     """
     with reported():
-        if not layers and given(images=images, data=data):
-            asked = " and ".join(f"--{option}" for option in given(images=images, data=data))
+        if not layers and (named := given(images=images, data=data, seed=seed)):
+            asked = " and ".join(f"--{option}" for option in named)
             raise UserError(f"{asked}: only layers are run on images of your choice; add --layers")
         from optimize.report.certified import print_engines, print_parity
         from optimize.run.certifiable import subject
@@ -97,7 +101,9 @@ def certify(  # noqa: PLR0917 - each is an option of the command line
 
             noise.silence()
             with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
-                found = certify_layers(store, certified, images=images or _IMAGES, data=data, listener=display)
+                found = certify_layers(
+                    store, certified, images=images or _IMAGES, data=data, seed=seed or 0, listener=display
+                )
         if json:
             document = {
                 "artifact": name,

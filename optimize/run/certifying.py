@@ -13,9 +13,12 @@ from optimize.certify.layers import check_layers, in_process
 from optimize.certify.records import Engine
 from optimize.data.formats.base import open_data
 from optimize.data.loading import loader
+from optimize.data.records import Split
+from optimize.data.splits import subset
 from optimize.listener import Listener
 from optimize.measure import processes
 from optimize.measure.bench import surroundings
+from optimize.report.runs import report_of
 from optimize.run.certifiable import Subject
 from optimize.run.certificates import UNOPTIMIZED
 from optimize.run.identity import identity_of
@@ -32,7 +35,7 @@ _FILE = "layers.json"
 
 
 def certify_layers(
-    store: Path, certified: Subject, *, images: int, data: str | None = None, listener: Listener
+    store: Path, certified: Subject, *, images: int, data: str | None = None, seed: int = 0, listener: Listener
 ) -> tuple[Engine, ...]:
     """Run each layer of an artifact alone, by every engine, on the integers that the reference gives it.
 
@@ -44,13 +47,15 @@ def certify_layers(
         certified: the artifact.
         images: validation images that the integers are of, drawn from each class alike.
         data: the images, if not those of the run.
+        seed: that the run was made with, which its images may depend on; it is not written down in it.
         listener: told how far it is.
 
     Raises:
-        UserError: the run's images cannot be found.
+        UserError: the run's images cannot be found, or are not those that it was measured on.
     """
     opened = Store(store)
-    pixels = _pixels(store / certified.run, certified.card, images, data, listener)
+    split = _of_run(store, certified.run, seed, listener) if data is None else _val(data, seed, listener)
+    pixels = _pixels(split, certified.card, images)
     found = []
     with contextlib.closing(opened.hold()):
         for execution in _executions(certified.card):
@@ -109,13 +114,33 @@ def _checked(
     return found, stored.seconds, stored.cached
 
 
-def _pixels(run: Path, card: Card, images: int, data: str | None, listener: Listener) -> torch.Tensor:
-    """Validation images ``uint8 (images, C, H, W)`` of the run, or of other data."""
-    identity = identity_of(run)
-    reference = data or (identity.data if identity else None)
-    if reference is None:
-        raise UserError(f"{run.name} does not say of which data it is; name it with --data")
-    split = open_data(reference, listener=listener).val
+def _of_run(store: Path, run: str, seed: int, listener: Listener) -> Split:
+    """The images that a run was measured on, and no others: with another seed they may be those it was trained on.
+
+    Raises:
+        UserError: they are not found, or are others.
+    """
+    identity = identity_of(store / run)
+    if identity is None:
+        raise UserError(f"{run} does not say of which data it is; name it with --data")
+    then = report_of(store, run).data
+    split = _val(identity.data, seed, listener)
+    if then.val_of is not None:
+        split = subset(split, then.val, seed)
+    if split.fingerprint != then.val_fingerprint:
+        raise UserError(
+            f"the validation images of {identity.data} are not those that {run} was measured on: they have changed, or "
+            f"the run had another --seed than {seed}; give that one, or name images with --data"
+        )
+    return split
+
+
+def _val(data: str, seed: int, listener: Listener) -> Split:
+    return open_data(data, seed=seed, listener=listener).val
+
+
+def _pixels(split: Split, card: Card, images: int) -> torch.Tensor:
+    """Images ``uint8 (images, C, H, W)`` of a split."""
     batches = loader(
         split,
         card.preprocessing,

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -18,6 +19,8 @@ from typer.testing import CliRunner
 from optimize import cli
 from optimize.certify.program import ReferenceLayers
 from optimize.certify.records import Engine, LayerParity
+from optimize.data.formats.base import open_data
+from optimize.data.splits import subset
 from optimize.measure.accuracy import Answers
 from optimize.measure.bench import Bench, Candidate, Kept
 from optimize.measure.certificate import agreement
@@ -294,6 +297,36 @@ def test_layers_are_run_once_for_artifact_engine_and_images(copied_store: Path) 
         assert engine.layers
 
 
+def layers_of(store: Path, **options: Any) -> Engine:
+    (engine,) = certify_layers(store, subject(store, "tiny/ptq"), images=1, listener=Heard(), **options)
+    return engine
+
+
+def with_data(store: Path, **changes: object) -> None:
+    """Let the run's report say other things of its images."""
+    path = store / "tiny" / "report.json"
+    report = json.loads(path.read_text())
+    report["data"] |= changes
+    path.write_text(json.dumps(report))
+
+
+def test_layers_are_run_on_no_other_images_than_the_run_was_measured_on(copied_store: Path) -> None:
+    with pytest.raises(UserError, match=r"not those that tiny was measured on.* another --seed than 3; .*--data"):
+        layers_of(copied_store, seed=3)
+    with_data(copied_store, val_fingerprint="0123")
+    with pytest.raises(UserError, match="another --seed than 0"):
+        layers_of(copied_store)
+    assert layers_of(copied_store, data="digits").layers, "images that are named may be any"
+
+
+def test_of_a_run_that_measured_on_a_part_of_the_images_layers_are_run_on_that_part(copied_store: Path) -> None:
+    val = open_data("digits", seed=0).val
+    with_data(copied_store, val=100, val_of=len(val), val_fingerprint=subset(val, 100, 0).fingerprint)
+    assert layers_of(copied_store).layers
+    with pytest.raises(UserError, match="another --seed than 1"):
+        layers_of(copied_store, seed=1)
+
+
 @pytest.mark.slow
 def test_the_command_shows_layers_and_the_whole(tiny_run: TinyRun, copied_store: Path) -> None:
     said = json.loads(certify(copied_store, "tiny/onnx-int8", "--layers", "--images", "4", "--json"))
@@ -311,6 +344,7 @@ def test_the_command_shows_layers_and_the_whole(tiny_run: TinyRun, copied_store:
     [
         (("--images", "4"), "error: --images: only layers"),
         (("--data", "digits"), "error: --data: only layers"),
+        (("--seed", "0"), "error: --seed: only layers"),
         (("--images", "8", "--data", "digits"), "error: --images and --data: only layers"),
     ],
 )
