@@ -105,8 +105,7 @@ def accuracy(answers: Answers, baseline: Answers | None, key: str) -> Accuracy:
     )
     if baseline is None:
         return alone
-    found = paired_difference(baseline.first.numpy(), answers.first.numpy())
-    difference = Difference(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
+    difference = Difference.of(paired_difference(baseline.first.numpy(), answers.first.numpy()))
     return alone.model_copy(update={"difference": difference})
 
 

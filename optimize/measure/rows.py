@@ -8,7 +8,7 @@ always a pair: an artifact and an execution of it, called as `serve.runtime.engi
 from __future__ import annotations
 
 import datetime
-from typing import Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
@@ -18,6 +18,9 @@ from serve.runtime.card import Preprocessing
 from serve.runtime.certificate import Certificate
 from serve.runtime.errors import CardError, UserError
 from serve.runtime.execution import Execution
+
+if TYPE_CHECKING:
+    from optimize.measure.statistics import PairedDifference
 
 #: Version of ``report.json``.
 SCHEMA: Final = 3
@@ -111,6 +114,11 @@ class Difference(Record):
     high: float
     gained: int
     lost: int
+
+    @classmethod
+    def of(cls, found: PairedDifference) -> Self:
+        """A paired difference as a report has it; how many images it is of stands elsewhere."""
+        return cls(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
 
 
 class Accuracy(Record):

@@ -366,8 +366,7 @@ def _judged(choice: Choice, final: Measurements, parts: Halves) -> Judgement | N
 
 
 def _difference(baseline: NDArray[np.bool_], right: NDArray[np.bool_], images: NDArray[np.int64]) -> Difference:
-    found = paired_difference(baseline[images], right[images])
-    return Difference(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
+    return Difference.of(paired_difference(baseline[images], right[images]))
 
 
 def _stages(steps: list[Step], chosen: Row | None) -> list[dict[str, Any]]:

@@ -168,13 +168,10 @@ def subject(artifact: Artifact, ptq: Ptq | None) -> tuple[Artifact, Ptq]:
 
 def _figure(expected: Answers, found: Answers, own: Speed, slow: Speed, fast: Speed) -> Figure:
     """A trial's figure; what is won is from ``slow`` to ``fast``."""
-    paired = paired_difference(expected.first.numpy(), found.first.numpy())
     won: Callable[[Speed], list[float]] = Speed.medians
     return Figure(
         top1=found.top1,
-        difference=Difference(
-            delta=paired.delta, low=paired.low, high=paired.high, gained=paired.gained, lost=paired.lost
-        ),
+        difference=Difference.of(paired_difference(expected.first.numpy(), found.first.numpy())),
         sqnr_db=parity(expected, found, "float").sqnr_db,
         p50=statistics.median(own.medians()),
         won_ms=statistics.median(before - after for before, after in zip(won(slow), won(fast), strict=True)),

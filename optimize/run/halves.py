@@ -92,11 +92,10 @@ class Judge:
         if self.halves is None:
             return None
         found = self._difference(pair, self.halves.judge)
-        difference = Difference(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
         return Judgement(
             images=found.n,
             top1=float(self.right[pair][self.halves.judge].mean()),
-            difference=None if pair == self.baseline else difference,
+            difference=None if pair == self.baseline else Difference.of(found),
         )
 
     def _difference(self, pair: str, images: NDArray[np.int64]) -> PairedDifference:
