@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +13,7 @@ from optimize.context import Context
 from optimize.measure.machine import versions
 from optimize.passes.ptq import Ptq
 from optimize.quantization.calibration import calibrate
+from optimize.quantization.calls import called_layer
 from optimize.quantization.choices import resolve
 from optimize.quantization.convert import choose, prepare, trace_calls
 from optimize.quantization.gate import sqnr
@@ -31,7 +31,6 @@ from serve.runtime.images import normalise
 #: Calibration images that the answers of each simulation are compared on.
 _JUDGED: Final = 64
 _FILE: Final = "ranks.json"
-_SECOND_CALL = re.compile(r"_call\d+$")
 
 
 def layers_of(parent: Artifact, config: Ptq, context: Context) -> dict[str, int]:
@@ -43,7 +42,7 @@ def layers_of(parent: Artifact, config: Ptq, context: Context) -> dict[str, int]
     found: dict[str, int] = {}
     for name, layer in weighted(_observed(parent, config, context)).items():
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        found.setdefault(_SECOND_CALL.sub("", name), weight.numel())
+        found.setdefault(called_layer(name), weight.numel())
     if not found:
         raise UserError(f"{parent.name} has no layer that ptq can quantize: no convolution and no linear layer")
     return found
@@ -84,7 +83,7 @@ def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
     with torch.no_grad():
         expected = parent.module().to(context.device)(images).cpu()
         for name, module in each_alone(prepared):
-            layer, ratio = _SECOND_CALL.sub("", name), sqnr(expected, module(images).cpu())
+            layer, ratio = called_layer(name), sqnr(expected, module(images).cpu())
             # JSON has no infinity; no layer that is quantized reaches a tenth of this.
             found[layer] = min(found.get(layer, 1e3), max(ratio, -1e3))
     return found

@@ -233,7 +233,7 @@ def search(
         fastest_float=choice.float_name,
         fastest_float_p50=choice.float_p50,
         why=(),
-        stages=tuple(_stages(steps, choice.row)),
+        stages=tuple(_stages(steps, final.rows, choice.row)),
         timing=timing,
         cpu=str(machine(session.context.device)["cpu"]),
     )
@@ -369,9 +369,9 @@ def _difference(baseline: NDArray[np.bool_], right: NDArray[np.bool_], images: N
     return Difference.of(paired_difference(baseline[images], right[images]))
 
 
-def _stages(steps: list[Step], chosen: Row | None) -> list[dict[str, Any]]:
+def _stages(steps: list[Step], rows: Sequence[Row], chosen: Row | None) -> list[dict[str, Any]]:
     """The stages of a recipe that makes what was chosen, and the float ones that it was compared with."""
-    wanted = {step.artifact.name for step in steps if "int" not in step.artifact.card.precision}
+    wanted = {row.name for row in rows if row.file is not None and row.file.is_float}
     for step in steps:
         if chosen is not None and step.artifact.name == chosen.name:
             wanted |= {artifact.name for artifact in step.artifact.line()}

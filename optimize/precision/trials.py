@@ -5,7 +5,6 @@ Everything that it consists of is in the store by its own key, so that a search 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +16,11 @@ from optimize.measure.latency import Speed
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.run.session import Session, Step
+from optimize.run.turns import fastest
 from optimize.store.artifact import Artifact
 from optimize.store.keys import make_key
 from serve.runtime.engines.base import execution_id, find_engine
-from serve.runtime.errors import EngineError, PipelineError, UserError
+from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 from serve.runtime.execution import Execution
 
 
@@ -151,7 +151,7 @@ class Bed:
         except (PipelineError, NotApplicableError, OSError):
             raise
         except Exception as error:
-            raise PipelineError(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+            raise PipelineError(f"{name}: {one_line(error)}") from error
         self.note([step.artifact])
         self.cost.add(step)
         return step
@@ -205,9 +205,11 @@ def fastest_execution(bed: Bed, float_graph: Artifact, graph: Artifact, wanted: 
         works = named
     if len(works) == 1:
         return works[0]
-    candidates = [Candidate(graph, execution) for execution in works]
-    speeds = bed.speeds(candidates)
-    best = min(candidates, key=lambda candidate: statistics.median(speeds[candidate.id].medians()))
-    for candidate in candidates:
-        bed.bench.release(candidate)
-    return best.execution
+    candidates = {candidate.id: candidate for candidate in (Candidate(graph, execution) for execution in works)}
+    try:
+        best = fastest(bed.speeds(list(candidates.values())), candidates)
+    finally:
+        for candidate in candidates.values():
+            bed.bench.release(candidate)
+    assert best is not None
+    return candidates[best].execution

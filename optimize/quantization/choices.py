@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Literal
 from pydantic import Field
 from torch import fx, nn
 
+from optimize.quantization.calls import called_layer
 from optimize.quantization.gate import Gate
 from optimize.quantization.observers import watched
 from optimize.quantization.ranges import Observer
@@ -117,6 +117,5 @@ def _matching(modules: Mapping[str, str], pattern: str) -> list[str]:
 
 def _owners(target: str) -> Iterable[str]:
     """The module itself and those around it, from the inside; a second call of a layer counts as the layer."""
-    target = re.sub(r"_call\d+$", "", target)
-    parts = target.split(".")
+    parts = called_layer(target).split(".")
     return (".".join(parts[:length]) for length in range(len(parts), 0, -1))

@@ -22,6 +22,7 @@ from optimize.export.program import write_script
 from optimize.export.trace import trace
 from optimize.quantization.between import free_between
 from optimize.quantization.bounds import bind, bound_relus
+from optimize.quantization.calls import another_call
 from optimize.quantization.choices import Chosen
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.observers import settle_weights
@@ -51,7 +52,7 @@ def trace_calls(module: nn.Module) -> fx.GraphModule:
             continue
         layer = graph_module.get_submodule(str(node.target))
         if id(layer) in called and next(layer.parameters(), None) is not None:
-            node.target = f"{node.target}_call{number}"
+            node.target = another_call(str(node.target), number)
             graph_module.add_submodule(node.target, copy.deepcopy(layer))
         called.add(id(layer))
     graph_module.recompile()

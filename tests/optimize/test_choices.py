@@ -16,7 +16,9 @@ from optimize.passes.fuse import Fuse
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
+from optimize.quantization.calls import called_layer
 from optimize.quantization.choices import check_choices, resolve
+from optimize.quantization.convert import trace_calls
 from optimize.run.job import Job
 from optimize.run.pipeline import run as run_recipe
 from serve.runtime.errors import UserError
@@ -47,6 +49,25 @@ def test_a_pattern_is_a_name_or_a_class(patterns: tuple[str, ...], kept: set[str
     chosen = resolve(tiny, Ptq(keep_float=patterns))
     assert chosen.kept == kept
     check_choices(tiny, Ptq(keep_float=patterns))
+
+
+class Twice(nn.Module):
+    """One layer, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 3)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        twice: torch.Tensor = self.shared(torch.relu(self.shared(batch)))
+        return twice
+
+
+def test_each_call_of_a_layer_has_a_name_of_its_own_by_which_the_layer_is_known() -> None:
+    names = [str(node.target) for node in trace_calls(Twice().eval()).graph.nodes if node.op == "call_module"]
+    assert len(set(names)) == 2
+    assert [called_layer(name) for name in names] == ["shared", "shared"]
+    assert called_layer("shared_call") == "shared_call"
 
 
 def test_what_lies_beneath_and_a_second_call_are_covered() -> None:
