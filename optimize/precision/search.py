@@ -31,6 +31,7 @@ from optimize.precision.methods import METHODS, MethodName, given_back
 from optimize.precision.records import Budget, Found, Trial
 from optimize.precision.sentences import Choice, why
 from optimize.precision.trials import Bed, Mixed, Precisions, fastest_execution, require_engine
+from optimize.run.drop import within
 from optimize.run.halves import Halves, Right, halves
 from optimize.run.results import Measurements, measure
 from optimize.run.session import Session, Step
@@ -143,9 +144,7 @@ class _Ledger:
         candidate = Candidate(mixed.graph.artifact, self.start.execution)
         right = self.bed.answers(candidate).first.numpy()
         delta = _difference(self.baseline, right, self.halves.choose).delta
-        # At the edge it is a whole number of images, which fractions only come near to.
-        held = delta >= -self.by.max_drop - 1e-9
-        if not held:
+        if not within(delta, self.by.max_drop):
             self.bed.bench.release(candidate)
             return Trial(number=number, bits=precisions.bits, delta=delta, holds=False)
         speeds = self.bed.speeds([self.start, candidate])
@@ -320,7 +319,7 @@ def choose(rows: Sequence[Row], taken: Turns, right: Right, parts: Halves, by: S
     for row, pair, found in measured:
         is_float = row.file is not None and row.file.is_float
         delta = _difference(baseline, right[pair.id], parts.choose).delta
-        if delta < -by.max_drop - 1e-9:
+        if not within(delta, by.max_drop):
             refused[pair.id] = f"loses {-delta * 100:.2f} points"
         elif not is_float and found.speedup.value < 1:
             beaten[pair.id] = found.speedup

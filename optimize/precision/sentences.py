@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from optimize.measure.rows import Measured, Pair, Ratio, Row
 from optimize.precision.records import Found
 from optimize.report.words import number, points
+from optimize.run.drop import within
 
 #: What 16 bits are, wherever they are offered.
 SIXTEEN = (
@@ -139,7 +140,7 @@ def _judged(found: Found) -> list[str]:
     difference, limit = found.judged.difference, found.budget.max_drop
     if difference.low > -limit:
         verdict = "the interval excludes a loss beyond the budget"
-    elif difference.delta >= -limit:
+    elif within(difference.delta, limit):
         verdict = "within the budget, which the interval does not prove"
     else:
         verdict = "MORE than the budget: it was kept on the images that chose, and is not on these"

@@ -1,4 +1,4 @@
-"""A loss of top-1 in words: a fraction for some commands, percentage points for others, and no number that is both."""
+"""A loss of top-1: whether it is within a limit, and its words, of which none is both a fraction and points."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from serve.runtime.errors import UserError
 #: As a fraction nobody asks for more, and as points nobody for less: 5 points, or 5 images of 10,000.
 BETWEEN: Final = 0.05
 
+#: Far less than an image of any data set, and far more than what arithmetic leaves of one.
+_ROUNDING: Final = 1e-9
+
 _WORDS = re.compile(r"(?P<number>\+?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<unit>pp|points?|)", re.ASCII)
+
+
+def within(delta: float, max_drop: float) -> bool:
+    """Whether a difference of top-1 is no loss beyond ``max_drop``; both are fractions, the second not negative.
+
+    At the edge a loss is a whole number of images, which fractions only come near to: 7 of 1000 are within 0.7 points.
+    """
+    return delta >= -max_drop - _ROUNDING
 
 
 def drop_of(words: str, *, plain: Literal["fraction", "points"]) -> float:

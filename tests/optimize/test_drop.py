@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from optimize import cli
-from optimize.run.drop import drop_of
+from optimize.run.drop import drop_of, within
 from serve.runtime.errors import UserError
 
 from .runs_fixtures import TINY
@@ -20,6 +20,21 @@ from .runs_fixtures import TINY
 @pytest.mark.parametrize("plain", ["fraction", "points"])
 def test_with_its_unit_it_means_the_same_everywhere(words: str, plain) -> None:
     assert drop_of(words, plain=plain) == 0.005
+
+
+@given(images=st.integers(1, 100_000), data=st.data())
+def test_a_loss_of_as_many_images_as_are_allowed_is_within_and_of_one_more_is_not(images: int, data) -> None:
+    lost = data.draw(st.integers(0, images - 1))
+    for limit in (lost / images, drop_of(f"{100 * lost / images!r}pp", plain="points")):
+        assert within(-lost / images, limit)
+        assert not within(-(lost + 1) / images, limit)
+    assert within(1 / images, 0.0)
+
+
+def test_seven_images_of_a_thousand_are_seven_tenths_of_a_point() -> None:
+    limit = drop_of("0.7pp", plain="points")
+    assert -limit > -7 / 1000, "in binary it is not so"
+    assert within(-7 / 1000, limit)
 
 
 def test_a_bare_number_is_what_the_command_says() -> None:

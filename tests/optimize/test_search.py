@@ -491,6 +491,16 @@ def test_it_says_where_the_other_images_do_not_bear_the_choice_out(delta: float,
     assert verdict in told(chosen(Case("baseline", 10), Case("int8", 4, int8=True)), judged=judged)[-1]
 
 
+def test_a_loss_of_exactly_the_budget_is_within_it_on_the_other_images_too() -> None:
+    allowed = 0.7 / 100  # as --max-drop 0.7 is read: less than 7 / 1000, in binary
+    judged = Judgement(
+        images=1000, top1=0.9, difference=Difference(delta=-7 / 1000, low=-0.02, high=0.0, gained=0, lost=7)
+    )
+    budget = Budget(max_drop=allowed, max_latency_ms=None, bits=(8, 32))
+    said = told(chosen(Case("baseline", 10), Case("int8", 4, int8=True)), judged=judged, budget=budget)
+    assert said[-1].endswith("within the budget, which the interval does not prove.")
+
+
 def test_a_reference_that_is_faster_than_every_pair_is_named() -> None:
     said = " ".join(told(chosen(Case("baseline", 10), Case("int8", 5, int8=True), reference=4)))
     assert "eager is faster and a reference only: it cannot be packed or served." in said
