@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -39,9 +40,17 @@ class GraphLayers:
         """Whether the graph normalises its images itself."""
         return bool(self._graph.inputs[self.image] == TensorProto.UINT8)
 
-    def input_of(self, number: int) -> str:
-        """The name that a one-layer graph takes the integers of a layer by."""
-        return str(self._quantizers[number].output[0])
+    def given(self, layer: Layer, batch: Batch) -> dict[str, Any]:
+        """What a layer's graph takes of a batch, as arrays by name.
+
+        That may be the image beside integers: a graph that asks for the number of images asks it of its own input.
+        """
+        _, names = self._slice(self._quantizers[layer.number])
+        image = (batch.pixels if self.takes_pixels else batch.images).numpy()
+        return {
+            name: image if name == self.image else batch.integers[self._numbers[name]].contiguous().numpy()
+            for name in names
+        }
 
     def alone(self, layer: Layer, batch: Batch) -> bytes:
         """A layer's graph: it takes the integers of the layers before it, or the image, and gives its own.

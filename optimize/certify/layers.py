@@ -5,6 +5,7 @@ This runs in a process of its own (`optimize.measure.processes`): what a library
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,12 @@ from optimize.certify.causes import cause_of
 from optimize.certify.graph import GraphLayers
 from optimize.certify.packed import PackedLayers
 from optimize.certify.program import Batch, Layer, ReferenceLayers
-from optimize.certify.records import Cause, Engine, LayerParity, agrees
+from optimize.certify.records import Cause, Engine, LayerParity, Unable, agrees
 from serve.runtime.card import load_card
 from serve.runtime.engines.base import execution_id
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.errors import PipelineError
+from serve.runtime.errors import PipelineError, first_line, one_line
 from serve.runtime.execution import Execution
 from serve.runtime.onnx_session import cpu_session
 from serve.runtime.program_file import load_program
@@ -31,14 +32,14 @@ from serve.runtime.script_file import load_script
 #: Images that go through the reference together.
 _TOGETHER: Final = 4
 
+_LONGEST: Final = 1000  # characters of a reason
+
 
 class Runner(Protocol):
-    """An engine that runs single layers of an artifact; ``numbers`` are those that it has."""
+    """An engine that runs single layers of an artifact."""
 
-    numbers: tuple[int, ...]
-
-    def every(self, batch: Batch) -> Mapping[int, torch.Tensor]:
-        """The integers of each layer, by number, from the batch's of those before it."""
+    def every(self, batch: Batch) -> Mapping[int, torch.Tensor | str]:
+        """The integers of each layer that it has, by number, from the batch's of those before it; or why not."""
         ...
 
     def one(self, layer: Layer, batch: Batch) -> torch.Tensor:
@@ -49,6 +50,8 @@ class Runner(Protocol):
 def check_layers(folder: Path, reference: Path, execution: Execution, pixels: torch.Tensor) -> Engine:
     """Run each layer of an artifact alone, and compare its integers with the reference's.
 
+    A layer that cannot be run alone is noted with the reason, and costs no other.
+
     Args:
         folder: the artifact's: a QDQ graph, or torch's packed program.
         reference: the reference program.
@@ -56,7 +59,8 @@ def check_layers(folder: Path, reference: Path, execution: Execution, pixels: to
         pixels: ``uint8 (N, C, H, W)`` images.
 
     Raises:
-        PipelineError: the artifact's layers are not those of the reference, or its engine is not known here.
+        PipelineError: the artifact's layers are not those of the reference, none of them can be run alone, or its
+            engine is not known here.
     """
     card = load_card(folder)
     program = ReferenceLayers(load_program(reference))
@@ -66,18 +70,29 @@ def check_layers(folder: Path, reference: Path, execution: Execution, pixels: to
     if open_runner is None:
         raise PipelineError(f"{execution.engine}: its layers cannot be run alone; those of {', '.join(_RUNNERS)} can")
     runner = open_runner(folder / card.file, program, execution, example)
-    counts = {number: _Count() for number in runner.numbers}
+    counts: dict[int, _Count] = {}
     for part in torch.split(pixels, _TOGETHER):
         batch = program.shown(part, card.preprocessing)
         for number, found in runner.every(batch).items():
-            count, layer = counts[number], program.layers[number]
-            count.add(batch.integers[number], found)
-            if count.cause is None and not count.agrees:
-                count.cause = cause_of(program, layer, _alone(runner, layer), batch, found)
+            count, layer = counts.setdefault(number, _Count()), program.layers[number]
+            if count.unable is not None:
+                continue
+            if isinstance(found, str):
+                count.unable = found
+                continue
+            why = functools.partial(cause_of, program, layer, _alone(runner, layer), batch, found)
+            count.unable = count.compare(batch.integers[number], found, why)
     left = [layer.name for layer in program.layers if layer.number not in counts]
+    counted = [(count, program.layers[number]) for number, count in sorted(counts.items())]
+    reasons = [count.unable for count, _ in counted if count.unable is not None]
+    if reasons and len(reasons) == len(counted):
+        raise PipelineError(f"none of its layers can be run alone: {reasons[0]}")
     return Engine(
         execution=execution_id(execution),
-        layers=tuple(count.found(program.layers[number]) for number, count in sorted(counts.items())),
+        layers=tuple(count.found(layer) for count, layer in counted if count.unable is None),
+        unable=tuple(
+            Unable(layer.number, layer.name, count.unable) for count, layer in counted if count.unable is not None
+        ),
         apart=f"no step of its own here: {'; '.join(left)}" if left else None,
     )
 
@@ -88,6 +103,10 @@ def in_process(
     """`check_layers` as a process is asked for it: images as bytes of a shape, the answer as JSON values."""
     pixels = torch.frombuffer(payload, dtype=torch.uint8).view(shape)
     return check_layers(Path(folder), Path(reference), Execution.from_json(execution), pixels).to_json()
+
+
+def _said(error: Exception) -> str:
+    return first_line(error, _LONGEST) if isinstance(error, PipelineError) else one_line(error)
 
 
 def _alone(runner: Runner, layer: Layer) -> Callable[[Batch], torch.Tensor]:
@@ -102,15 +121,22 @@ class _Count:
     different: int = 0
     steps: int = 0
     cause: Cause | None = None
+    unable: str | None = None
 
-    def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
-        """Compare the integers of a batch."""
+    def compare(self, expected: torch.Tensor, found: torch.Tensor, why: Callable[[], Cause]) -> str | None:
+        """Compare the integers of a batch, and find out why they differ; the answer is why that cannot be done."""
         if expected.shape != found.shape:
-            raise PipelineError(f"a layer gives {tuple(found.shape)} integers where {tuple(expected.shape)} are meant")
+            return f"it gives integers of the shape {tuple(found.shape)} where {tuple(expected.shape)} is meant"
         apart = (expected.int() - found.int()).abs()
         self.outputs += apart.numel()
         self.different += int((apart > 0).sum())
         self.steps = max(self.steps, int(apart.max()))
+        if self.cause is None and not self.agrees:
+            try:
+                self.cause = why()
+            except Exception as error:  # noqa: BLE001 - an operator without float64, an engine that refuses
+                return f"its integers differ by {self.steps} at most, and why cannot be found out: {_said(error)}"
+        return None
 
     @property
     def agrees(self) -> bool:
@@ -130,20 +156,22 @@ class _OfGraph:
         self._layers, self._example, self._execution = program.layers, example, execution
         self._graph = GraphLayers(onnx.load(file), program.layers)
         self._open: dict[int, Callable[[dict[str, Any]], Any]] = {}
-        self.numbers = tuple(layer.number for layer in program.layers)
 
-    def every(self, batch: Batch) -> Mapping[int, torch.Tensor]:
+    def every(self, batch: Batch) -> Mapping[int, torch.Tensor | str]:
         """See `Runner`."""
-        return {layer.number: self.one(layer, batch) for layer in self._layers}
+        found: dict[int, torch.Tensor | str] = {}
+        for layer in self._layers:
+            try:
+                found[layer.number] = self.one(layer, batch)
+            except Exception as error:  # noqa: BLE001 - an engine may refuse a graph in any way
+                found[layer.number] = _said(error)
+        return found
 
     def one(self, layer: Layer, batch: Batch) -> torch.Tensor:
         """See `Runner`."""
         if layer.number not in self._open:
             self._open[layer.number] = self._opened(self._graph.alone(layer, self._example))
-        given = {self._graph.input_of(number): batch.integers[number].contiguous().numpy() for number in layer.before}
-        if not given:
-            given[self._graph.image] = (batch.pixels if self._graph.takes_pixels else batch.images).numpy()
-        return torch.from_numpy(self._open[layer.number](given))
+        return torch.from_numpy(self._open[layer.number](self._graph.given(layer, batch)))
 
     def _opened(self, body: bytes) -> Callable[[dict[str, Any]], Any]:
         raise NotImplementedError
@@ -168,13 +196,19 @@ class _Packed:
     def __init__(self, file: Path, program: ReferenceLayers, execution: Execution, example: Batch) -> None:
         use_int8_kernels()
         self._packed = PackedLayers(load_script(file, torch.device("cpu")), program.layers)
-        self.numbers = tuple(self._packed.match(example))
-        if not self.numbers:
-            raise PipelineError(f"{file.name}: none of its layers is one of the reference program")
+        numbers = self._packed.match(example)
+        ended = self._packed.ended
+        if not numbers:
+            why = f": {ended}" if ended else ""
+            raise PipelineError(f"{file.name}: none of its layers is one of the reference program{why}")
+        # Which of those behind an operator that cannot be run have a step of their own, nobody knows.
+        behind = [layer.number for layer in program.layers if ended and layer.number > numbers[-1]]
+        self._numbers = (*numbers, *behind)
 
-    def every(self, batch: Batch) -> Mapping[int, torch.Tensor]:
+    def every(self, batch: Batch) -> Mapping[int, torch.Tensor | str]:
         """See `Runner`."""
-        return self._packed.integers(batch)
+        found = self._packed.integers(batch)
+        return {number: found.get(number, f"{self._packed.ended}") for number in self._numbers}
 
     def one(self, layer: Layer, batch: Batch) -> torch.Tensor:
         """See `Runner`."""

@@ -7,13 +7,13 @@ file that is served, and its kernels are those that the process has selected.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from optimize.certify.program import Batch, Layer
-from serve.runtime.errors import PipelineError
+from serve.runtime.errors import PipelineError, one_line
 
 #: Operators that TorchScript has for structure, by kind.
 _STRUCTURE = ("prim::ListConstruct", "prim::TupleConstruct")
@@ -27,6 +27,10 @@ class PackedLayers:
     Args:
         script: a loaded module.
         layers: of the reference program.
+
+    Attributes:
+        ended: the operator that could not be run when all were last, and why; nothing behind it is known. None: all
+            could.
     """
 
     def __init__(self, script: Any, layers: Sequence[Layer]) -> None:
@@ -35,6 +39,7 @@ class PackedLayers:
         self._layers = layers
         self._nodes = list(self._graph.nodes())
         self._number_of: dict[str, int] = {}
+        self.ended: str | None = None
 
     def match(self, batch: Batch) -> list[int]:
         """Find out which tensor is the answer of which layer; gives the numbers of the layers that are found.
@@ -47,8 +52,7 @@ class PackedLayers:
         """
         values = self._begun(batch.images)
         waiting = list(self._layers)
-        for node in self._nodes:
-            self._run(node, values)
+        for node in self._ran(values):
             name = node.outputsAt(0).debugName() if node.outputsSize() == 1 else ""
             tensor = values.get(name)
             if not isinstance(tensor, torch.Tensor) or not tensor.is_quantized:
@@ -72,8 +76,7 @@ class PackedLayers:
         """
         values = self._begun(batch.images)
         found: dict[int, torch.Tensor] = {}
-        for node in self._nodes:
-            self._run(node, values)
+        for node in self._ran(values):
             name = node.outputsAt(0).debugName() if node.outputsSize() == 1 else ""
             number = self._number_of.get(name)
             if number is None:
@@ -91,6 +94,17 @@ class PackedLayers:
     def _begun(self, images: torch.Tensor) -> dict[str, Any]:
         own, image = list(self._graph.inputs())[-2:]
         return {own.debugName(): self._script, image.debugName(): images}
+
+    def _ran(self, values: dict[str, Any]) -> Iterator[Any]:
+        """Each node, when it has been run; see `ended`."""
+        self.ended = None
+        for node in self._nodes:
+            try:
+                self._run(node, values)
+            except Exception as error:  # noqa: BLE001 - an operator may refuse in any way
+                self.ended = str(error) if isinstance(error, PipelineError) else f"{node.kind()}: {one_line(error)}"
+                return
+            yield node
 
     def _run(self, node: Any, values: dict[str, Any]) -> None:
         """Compute a node's outputs from its inputs."""
@@ -110,15 +124,32 @@ class PackedLayers:
         elif kind == "aten::Int":
             values[outputs[0]] = int(given[0])
         else:
-            values[outputs[0]] = self._called(kind, given)
+            values[outputs[0]] = self._called(node, given)
 
-    def _called(self, kind: str, given: Sequence[Any]) -> Any:
-        namespace, _, name = kind.partition("::")
+    def _called(self, node: Any, given: Sequence[Any]) -> Any:
+        namespace, _, name = node.kind().partition("::")
         operator = getattr(getattr(torch.ops, namespace), name, None)
         if operator is None:
-            raise PipelineError(f"torch's packed program has {kind}, which cannot be run alone")
+            raise PipelineError(f"torch's packed program has {node.kind()}, which cannot be run alone")
+        named = dict(_keywords(operator, node.schema(), given))
         with torch.no_grad():
-            return operator(*given)
+            return operator(*given[: len(given) - len(named)], **named)
+
+
+def _keywords(operator: Any, schema: str, given: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Those arguments, the last ones, that an operator takes by name alone: ``approximate`` of ``aten::gelu``.
+
+    Args:
+        operator: with all its overloads.
+        schema: of the one that is called, ``aten::add.Tensor(Tensor self, …``; other words have no such arguments.
+        given: all arguments, in the schema's order, as TorchScript has them.
+    """
+    overload = schema.partition("(")[0].partition("::")[2].partition(".")[2] or "default"
+    called = getattr(operator, overload, None)
+    if called is not None:
+        for argument, value in zip(called._schema.arguments, given, strict=False):
+            if argument.kwarg_only:
+                yield argument.name, value
 
 
 def _is_of(tensor: torch.Tensor, layer: Layer, batch: Batch) -> bool:

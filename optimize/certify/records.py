@@ -57,18 +57,29 @@ class LayerParity:
 
 
 @dataclass(frozen=True)
+class Unable:
+    """A layer that an engine could not run alone, and why, in a line."""
+
+    number: int
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Engine:
     """All layers of an artifact as one engine computes them.
 
     Attributes:
         execution: the engine, in the words of its executions.
-        layers: in the program's order.
+        layers: those that were compared, in the program's order.
+        unable: those that could not be run alone, or not be judged.
         apart: why layers of the program are not among them, in a line; None if all are.
         reason: why nothing was run; None if it was.
     """
 
     execution: str
     layers: tuple[LayerParity, ...] = ()
+    unable: tuple[Unable, ...] = ()
     apart: str | None = None
     reason: str | None = None
 
@@ -93,7 +104,8 @@ class Engine:
             LayerParity(**{**layer, "cause": Cause(**layer["cause"]) if layer["cause"] else None})
             for layer in body["layers"]
         )
-        return cls(**{**body, "layers": tuple(layers)})
+        unable = tuple(Unable(**layer) for layer in body["unable"])
+        return cls(**{**body, "layers": tuple(layers), "unable": unable})
 
 
 def agrees(outputs: int, different: int, steps: int) -> bool:

@@ -9,10 +9,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from optimize.certify.records import LEAST_EQUAL, MOST_STEPS, Engine, LayerParity
+from optimize.certify.records import LEAST_EQUAL, MOST_STEPS, Engine, LayerParity, Unable
 from optimize.report.console import output
 from optimize.report.parities import HEADS, cells, explained, missing
-from optimize.report.words import count, plural
+from optimize.report.words import NONE, count, plural
 from serve.runtime.certificate import Certificate
 
 
@@ -45,11 +45,13 @@ def verdict(engine: Engine) -> str:
     if engine.reason is not None:
         return f"not compared: {engine.reason}"
     apart = f"; {engine.apart}" if engine.apart else ""
+    apart += f"; {plural(len(engine.unable), 'layer')} could not be run alone" if engine.unable else ""
     first = engine.first
     if first is None or first.cause is None:
+        which = f"all {plural(len(engine.layers), 'layer')}{' that could be run' if engine.unable else ''}"
         return (
-            f"all {plural(len(engine.layers), 'layer')} give the reference's integers: at least {100 * LEAST_EQUAL:g} "
-            f"% of each one's outputs, and none more than {plural(MOST_STEPS, 'step')} off{apart}"
+            f"{which} give the reference's integers: at least {100 * LEAST_EQUAL:g} % of each one's outputs, and none "
+            f"more than {plural(MOST_STEPS, 'step')} off{apart}"
         )
     more = [layer for layer in engine.layers if not layer.holds][1:]
     others = f"; so do {count(len(more))} after it ({', '.join(_reasons(more))})" if more else ""
@@ -65,7 +67,12 @@ def _layers(engine: Engine) -> Table:
     table = _table(
         f"{engine.execution}, layer by layer", ("layer", "operators", "outputs", "equal %", "most off", "why")
     )
-    for layer in engine.layers:
+    entries: list[LayerParity | Unable] = [*engine.layers, *engine.unable]
+    for layer in sorted(entries, key=lambda each: each.number):
+        if isinstance(layer, Unable):
+            reason = Text(f"could not be run alone: {layer.reason}")
+            table.add_row(str(layer.number), Text(layer.name), NONE, NONE, NONE, reason, style="yellow")
+            continue
         why = layer.cause.why if layer.cause else ""
         table.add_row(
             str(layer.number),

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from optimize import cli
 from optimize.certify.program import ReferenceLayers
-from optimize.certify.records import Engine, LayerParity
+from optimize.certify.records import Engine, LayerParity, Unable
 from optimize.data.formats.base import open_data
 from optimize.data.splits import subset
 from optimize.measure.accuracy import Answers
@@ -356,10 +356,16 @@ def test_images_that_no_layer_would_be_run_on_are_refused(words: tuple[str, ...]
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_pipe_gets_the_lines_of_layers_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_the_lines_of_layers_whole_in_the_programs_order(capsys: pytest.CaptureFixture[str]) -> None:
     name = "layer4.1.conv2: " + " ".join(f"conv2d_{number}" for number in range(60))
-    print_engines([Engine("openvino", (LayerParity(3, name, outputs=4096, different=0, steps=0),))])
-    assert name in capsys.readouterr().out
+    compared = tuple(LayerParity(number, f"{number} {name}", 4096, 0, 0) for number in (0, 2))
+    print_engines([Engine("openvino", compared, (Unable(1, "fc: linear", "no kernel [for it]"),))])
+    said = capsys.readouterr().out
+    assert name in said
+    shown = [said.index(line) for line in (f"0 {name}", "could not be run alone: no kernel [for it]", f"2 {name}")]
+    assert shown == sorted(shown)
+    assert "all 2 layers that could be run give" in said
+    assert said.rstrip().endswith("; 1 layer could not be run alone")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,8 +19,9 @@ from torch import nn
 
 from optimize.certify import layers
 from optimize.certify.layers import check_layers, in_process
+from optimize.certify.packed import PackedLayers
 from optimize.certify.program import Batch, Layer, ReferenceLayers
-from optimize.certify.records import Engine, LayerParity
+from optimize.certify.records import Cause, Engine, LayerParity
 from optimize.export.pixels import GraphInput
 from optimize.measure.processes import worker
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
@@ -330,6 +333,113 @@ def test_a_tie_that_is_rounded_up_is_called_rounding(net: Made, monkeypatch: pyt
     assert found.first.cause is not None
     assert found.first.cause.why == "rounding"
     assert found.first.steps == 1
+
+
+def unknown_operator(model: onnx.ModelProto, groups: int) -> None:
+    """Let the convolution of so many groups be an operator that nobody knows."""
+    (node,) = [
+        node
+        for node in model.graph.node
+        for attribute in node.attribute
+        if node.op_type == "Conv" and attribute.name == "group" and attribute.i == groups
+    ]
+    node.op_type = "Unknown"
+
+
+@pytest.mark.parametrize("execution", GRAPHS, ids=execution_id)
+def test_a_layer_that_an_engine_refuses_is_listed_and_costs_no_other(
+    net: Made, tmp_path: Path, execution: Execution
+) -> None:
+    found = changed(net, tmp_path, lambda model: unknown_operator(model, 16)).checked(execution)
+    (unable,) = found.unable
+    assert unable.name.startswith("depth: conv2d")
+    assert unable.reason
+    assert "\n" not in unable.reason
+    numbers = sorted([unable.number, *(layer.number for layer in found.layers)])
+    assert numbers == list(range(len(quantizers(net.packed))))
+    assert found.sound
+    assert Engine.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_behind_an_operator_of_torch_that_cannot_be_run_layers_are_listed(
+    net: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = PackedLayers._called
+
+    def refuse(self: PackedLayers, node: Any, given: Sequence[Any]) -> Any:
+        if node.kind() == "quantized::linear":
+            raise RuntimeError("no kernel\nfor it")
+        return called(self, node, given)
+
+    monkeypatch.setattr(PackedLayers, "_called", refuse)
+    found = net.checked(TORCH)
+    last = len(quantizers(net.packed)) - 1
+    assert [(layer.number, layer.reason) for layer in found.unable] == [
+        (last, "quantized::linear: RuntimeError: no kernel")
+    ]
+    assert [layer.number for layer in found.layers] == list(range(last))
+
+
+def test_a_layer_that_gives_another_shape_cannot_be_judged() -> None:
+    count = layers._Count()
+    assert count.compare(torch.zeros(4, 2), torch.zeros(0, 2), lambda: Cause("kernel", "")) == (
+        "it gives integers of the shape (0, 2) where (4, 2) is meant"
+    )
+
+
+def test_a_layer_whose_difference_cannot_be_explained_says_so() -> None:
+    def refuse() -> Cause:
+        raise NotImplementedError("no kernel of float64")
+
+    said = layers._Count().compare(torch.zeros(4, 2), torch.full((4, 2), 3.0), refuse)
+    assert said is not None
+    assert said.startswith("its integers differ by 3 at most")
+    assert said.endswith("NotImplementedError: no kernel of float64")
+
+
+class Gelu(nn.Module):
+    """An activation whose operator takes an argument by name alone, and stays in float between quantizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.gelu(self.first(x), approximate="tanh")
+        return torch.flatten(self.last(x), 1)
+
+
+class Shuffled(nn.Module):
+    """Channels in another order, by a view whose first size is asked of the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 4, 3, groups=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        count, channels, height, width = x.size()
+        x = x.view(count, 2, channels // 2, height, width).transpose(1, 2).contiguous()
+        x = self.last(x.view(count, channels, height, width))
+        return x.view(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
+@pytest.mark.parametrize("module", [Gelu, Shuffled])
+def test_layers_that_ask_for_a_size_or_take_an_argument_by_name_are_run(
+    module: type[nn.Module], tmp_path: Path, execution: Execution
+) -> None:
+    torch.manual_seed(0)
+    made = quantized(module(), tmp_path)
+    found = made.checked(execution)
+    assert found.unable == ()
+    assert found.sound
+    compared = [layer.number for layer in found.layers]
+    if execution == TORCH:  # views have no step of their own in its program
+        assert compared
+        assert compared[-1] == len(quantizers(made.packed)) - 1
+    else:
+        assert compared == list(range(len(quantizers(made.packed))))
 
 
 def test_graphs_of_other_integers_are_refused(net: Made, narrow: Made) -> None:
