@@ -7,8 +7,8 @@ Where a range ends at or below 6, the largest integer stands for all above it, a
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -19,6 +19,22 @@ from torch.nn import functional
 #: Layers whose kernels take a ReLU along.
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+#: What is given one tensor and gives no number beyond those in it, so that a bound holds behind it, too. Interpolation,
+#: which may overshoot, is not among them.
+_WITHIN = (
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.Flatten, nn.Identity, nn.PixelShuffle, nn.PixelUnshuffle),
+)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_WITHIN_FUNCTIONS = (
+    *(torch.adaptive_avg_pool1d, functional.adaptive_avg_pool1d),
+    *(functional.adaptive_avg_pool2d, functional.adaptive_avg_pool3d),
+    *(functional.max_pool1d, functional.max_pool2d, functional.max_pool3d),
+    *(torch.flatten, torch.mean, torch.reshape, torch.squeeze, torch.unsqueeze, torch.transpose, torch.permute),
+)
+_WITHIN_METHODS = ("contiguous", "flatten", "mean", "permute", "reshape", "squeeze", "transpose", "unsqueeze", "view")
 
 
 class _Bound:
@@ -70,21 +86,48 @@ def bind(prepared: fx.GraphModule, bounds: Mapping[str, float]) -> frozenset[str
         bounds: from `bound_relus`, of the module that was prepared.
 
     Returns:
-        The layers that have no watcher of their own: one that others share (those of a concatenation) may find a range
-        that goes beyond the bound, and theirs would be lost.
+        The layers whose watcher sees what may go beyond their bound, too (the other inputs of a concatenation), and for
+        which it would be lost. Behind a pool, which FX gives the watcher of its input, nothing can.
     """
     watching: dict[str, nn.Module] = {}
-    places: Counter[nn.Module] = Counter()
+    places: defaultdict[nn.Module, list[fx.Node]] = defaultdict(list)
     for node in prepared.graph.nodes:
         watcher = prepared.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(watcher, (ObserverBase, FakeQuantizeBase)):
-            places[watcher] += 1
+            places[watcher].append(node)
             if node.args[0].op == "call_module":
                 watching[str(node.args[0].target)] = watcher
-    own = {name for name in bounds if name in watching and places[watching[name]] == 1}
+    own: set[str] = set()
+    for name in bounds.keys() & watching.keys():
+        seen = places[watching[name]]
+        if all(_within(prepared, node, name, seen) for node in seen):
+            own.add(name)
     for name in own:
         watching[name].register_forward_pre_hook(_Bound(bounds[name]))
     return frozenset(bounds.keys() - own)
+
+
+def _within(prepared: fx.GraphModule, place: fx.Node, layer: str, places: Sequence[fx.Node]) -> bool:
+    """Whether a watcher is given at a place what a layer gives, or at most the numbers that it passed on elsewhere."""
+    given = place.args[0]
+    while isinstance(given, fx.Node) and given not in places:
+        if given.op == "call_module" and given.target == layer:
+            return True
+        if not _gives_no_more(prepared, given):
+            return False
+        given = given.args[0] if given.args else None
+    return isinstance(given, fx.Node)
+
+
+def _gives_no_more(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        called = prepared.get_submodule(str(node.target))
+        if type(called) in _DROPOUTS:
+            return not called.training  # there it makes up for what it drops
+        return type(called) in _WITHIN and getattr(called, "divisor_override", None) is None
+    if node.op == "call_method":
+        return node.target in _WITHIN_METHODS
+    return node.op == "call_function" and node.target in _WITHIN_FUNCTIONS
 
 
 def _bound(module: fx.GraphModule, node: fx.Node) -> float | None:

@@ -12,7 +12,8 @@ from torch import nn
 from optimize.context import Context
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
-from optimize.quantization.targets import TargetName
+from optimize.quantization.convert import prepare, trace_calls
+from optimize.quantization.targets import TargetName, target_named
 from serve.runtime.engines.torchscript import use_int8_kernels
 
 from .workbench import noise_context, parent_of, quantizers
@@ -86,6 +87,76 @@ def test_a_bound_is_the_end_of_the_integers_and_the_answers_stay(name: str, targ
     kinds = [node.kind().partition("::")[2] for node in program.inlined_graph.nodes()]
     narrow = any(high < 255 for *_, high in quantizers(folder))  # torch's kernels need a clamp for each such range
     assert [kind for kind in kinds if kind in ("hardtanh", "relu6", "clamp")[: 2 if narrow else 3]] == ["relu6"]
+
+
+class Pooled(nn.Module):
+    """What a MobileNetV2 ends with; torch.ao gives all between the convolution and the last layer one range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.clip = nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU6()
+        self.classifier = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        pooled = nn.functional.adaptive_avg_pool2d(self.clip(self.norm(self.conv(batch))), (1, 1))
+        logits: torch.Tensor = self.classifier(torch.flatten(pooled, 1))
+        return logits
+
+
+def pooled() -> Pooled:
+    """Much of what the convolution gives is negative, and much beyond 6."""
+    torch.manual_seed(0)
+    module = Pooled().eval()
+    with torch.no_grad():
+        module.conv.weight.mul_(20)
+        module.norm.bias.fill_(3.0)
+    return module
+
+
+def test_a_relu6_in_front_of_a_global_pool_spends_no_integers_on_negatives(tmp_path: Path) -> None:
+    context, module = noise_context(), pooled()
+    images = context.example(16)
+    with torch.no_grad():
+        given = module.norm(module.conv(images))
+        assert given.min() < -3
+        assert given.max() > 9
+    folder = written("ptq", module, context, tmp_path / "ptq")
+    _, (scale, zero, _, high), *shared, _ = quantizers(folder)
+    assert zero == 0
+    assert (high - zero) * scale == pytest.approx(6.0, rel=5e-3)
+    assert shared, "the pool has the range of what it is given"
+    assert {found[:2] for found in shared} == {(scale, zero)}
+    use_int8_kernels()
+    program = torch.jit.load(str(folder / "model.pt"))
+    assert not {"aten::relu6", "aten::hardtanh"} & {node.kind() for node in program.inlined_graph.nodes()}
+    with torch.no_grad():
+        wanted, found = module(images), program(images)
+        module.clip.max_val = float("inf")
+        boundless = module(images)
+    assert (found - wanted).abs().max() < 0.2 * (boundless - wanted).abs().max(), "the bound is not lost"
+
+
+@pytest.mark.parametrize(
+    ("between", "training", "kept"),
+    [
+        (nn.MaxPool2d(2), False, False),
+        (nn.AvgPool2d(2), False, False),
+        (nn.AdaptiveAvgPool2d(7), True, False),
+        (nn.Dropout(0.5), False, False),
+        (nn.Dropout(0.5), True, True),  # it makes up for what it drops: twice what it is given
+        (nn.AvgPool2d(2, divisor_override=2), False, True),
+    ],
+)
+def test_a_bound_stays_a_relu6_where_the_shared_range_may_go_beyond_it(
+    between: nn.Module, *, training: bool, kept: bool
+) -> None:
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU6(), between, nn.Conv2d(4, 4, 3)).eval()
+    target = target_named("x86")
+    traced = trace_calls(module).train(training)
+    mapping = target.quantization_aware(10) if training else target.post_training("minmax")
+    prepared = prepare(traced, mapping, noise_context().example(2), target)
+    called = [prepared.get_submodule(str(node.target)) for node in prepared.graph.nodes if node.op == "call_module"]
+    assert any(type(layer) is nn.ReLU6 for layer in called) == kept
 
 
 def test_a_layer_that_is_kept_in_float_keeps_its_relu6(tmp_path: Path) -> None:
