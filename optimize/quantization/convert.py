@@ -139,6 +139,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     if not layers:
         raise NotApplicableError(_NOTHING)
     program = reference_program(prepared, example, backend_config)
+    _reshape_views(converted)
     clamp_packed(converted, program, example)
     save_program(program, folder / REFERENCE_FILE)
     file = write_script(converted, example, folder)
@@ -173,6 +174,18 @@ def _write_reference(prepared: fx.GraphModule, example: torch.Tensor, target: Ta
             f"arithmetic, and its speed is not theirs",
         ),
     )
+
+
+def _reshape_views(converted: fx.GraphModule) -> None:
+    """Write views as reshapes, in place: what torch's integer kernels give lies channels last (2.11 to 2.14).
+
+    A view of it as rows, which the network can take of its own tensors, would be refused.
+    """
+    for node in converted.graph.nodes:
+        sizes = all(isinstance(size, int | fx.Node | tuple | list) for size in node.args[1:])  # and no type
+        if node.op == "call_method" and node.target == "view" and sizes and not node.kwargs:
+            node.target = "reshape"
+    converted.recompile()
 
 
 def _left_in_float(converted: fx.GraphModule) -> Iterator[str]:

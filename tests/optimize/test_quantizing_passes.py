@@ -240,6 +240,29 @@ def test_a_model_with_nothing_to_quantize_is_not_applicable(tmp_path):
         ptq(Nothing(), noise_context(), tmp_path)
 
 
+class Viewed(nn.Module):
+    """LeNet's way to the last layer: rows as a view of the images that a convolution gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(1, 6, 5), nn.Linear(6 * 36, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.max_pool2d(torch.relu(self.conv(x)), 2)
+        return self.last(x.view(-1, 6 * 36))
+
+
+def test_a_view_of_what_a_convolution_gives_is_taken_of_its_integers_too(tmp_path):
+    torch.manual_seed(0)
+    module, context = Viewed().eval(), noise_context()
+    folder = ptq(module, context, tmp_path / "viewed", observer="minmax")
+    images = context.example(16)
+    use_int8_kernels()
+    with torch.no_grad():
+        found, expected = torch.jit.load(str(folder / "model.pt"))(images), module(images)
+    assert (found - expected).abs().max() < 0.1 * (expected.max() - expected.min())
+
+
 def test_the_program_takes_any_batch_size_and_gives_each_image_the_same_answer(made, digits_context):
     batch = digits_context.example(16)
     for artifact in (made("ptq"), made("fuse", "ptq")):
