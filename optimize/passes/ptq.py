@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import fx
+from torch import fx, nn
 
 from optimize.context import Context
+from optimize.data.loading import Loader
 from optimize.passes.base import Pass, register
 from optimize.quantization.calibration import calibrate
-from optimize.quantization.choices import Choices, check_choices, overrides_note, resolve
+from optimize.quantization.choices import Choices, Chosen, check_choices, overrides_note, resolve
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, check_quantized
 from optimize.quantization.ranges import MEANING, Observer
@@ -38,12 +40,21 @@ class Ptq(Choices, Recovery):
     seed: int | None = Field(default=None, ge=0, description="which images those are; by default the run's seed")
 
 
-def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
-    target = target_named(config.target)
-    example = context.example()
-    traced, chosen = trace_calls(parent.module()), resolve(next(parent.line()).module, config)
-    seed = context.seed if config.seed is None else config.seed
-    shown = dataclasses.replace(context, seed=seed).calibration(config.images)
+def observing(
+    module: nn.Module, config: Ptq, chosen: Chosen, example: torch.Tensor
+) -> Callable[[Observer], fx.GraphModule]:
+    """What makes a network with observers, as its settings want it; a new one with each call.
+
+    Args:
+        module: the float network, in eval mode.
+        config: the settings, of which the observer is not read: it may be ``auto``.
+        chosen: what their patterns mean for the model.
+        example: ``float32 (N, C, H, W)``.
+
+    Returns:
+        Given the name of an observer of activations, the network, not calibrated.
+    """
+    target, traced = target_named(config.target), trace_calls(module)
 
     def observed(observer: Observer) -> fx.GraphModule:
         mapping = choose(traced, target.post_training(observer), chosen, target.observing)
@@ -51,6 +62,21 @@ def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Pro
         choose_weights(model, config)
         return model
 
+    return observed
+
+
+def calibrating(config: Ptq, context: Context) -> Loader:
+    """The training images that ranges are calibrated on."""
+    seed = context.seed if config.seed is None else config.seed
+    return dataclasses.replace(context, seed=seed).calibration(config.images)
+
+
+def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
+    target = target_named(config.target)
+    example = context.example()
+    chosen = resolve(next(parent.line()).module, config)
+    observed = observing(parent.module(), config, chosen, example)
+    shown = calibrating(config, context)
     observer, tried = config.observer, ""
     if observer == "auto":
         observer, tried = best_observer(observed, parent.module(), context, shown)

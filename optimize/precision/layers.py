@@ -11,19 +11,18 @@ from torch import fx
 
 from optimize.context import Context
 from optimize.measure.machine import versions
-from optimize.passes.ptq import Ptq
+from optimize.passes.ptq import Ptq, calibrating, observing
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.calls import called_layer
 from optimize.quantization.choices import resolve
-from optimize.quantization.convert import choose, prepare, trace_calls
 from optimize.quantization.gate import sqnr
 from optimize.quantization.ranges import Observer
 from optimize.quantization.simulate import each_alone, weighted
-from optimize.quantization.targets import target_named
+from optimize.quantization.targets import x86_target
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.files import write_json
-from optimize.store.keys import RanksKey
+from optimize.store.keys import RanksKey, content
 from optimize.store.sources import code_of
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
@@ -48,22 +47,24 @@ def layers_of(parent: Artifact, config: Ptq, context: Context) -> dict[str, int]
     return found
 
 
-def ranks(session: Session, parent: Artifact, config: Ptq) -> dict[str, float]:
+def ranks(session: Session, parent: Artifact, config: Ptq) -> tuple[dict[str, float], str]:
     """SQNR of the logits in dB with each layer alone quantized, simulated in torch on calibration images.
 
     Nothing is executed as it would be served, and no evaluation image is looked at: this says where to look first.
     Taken from the store where it was found before.
+
+    Returns:
+        The figures by layer, and the key that the store has them by.
     """
     context = session.context
-    known = versions()
     key = RanksKey(
-        parent=parent.key,
         config=config.model_dump(mode="json"),
-        images=context.data.train.fingerprint,
-        preprocessing=context.preprocessing,
-        seed=context.seed,
-        libraries={"torch": known.get("torch")},
+        ancestors=tuple(content(artifact.card) for artifact in parent.line()),
+        target=x86_target().name,
+        device=context.device.type,
+        libraries={"torch": versions().get("torch")},
         code=code_of(_ranks),
+        **session.surroundings(),
     )
 
     def build(folder: Path) -> None:
@@ -72,17 +73,19 @@ def ranks(session: Session, parent: Artifact, config: Ptq) -> dict[str, float]:
     about = f"{session.source.name} on {context.data.name}: ranks of layers"
     stored = session.store.obtain(key.digest, build, about=about)
     found: dict[str, float] = json.loads((stored.folder / _FILE).read_text(encoding="utf-8"))
-    return found
+    return found, key.digest
 
 
 def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
     prepared = _observed(parent, config, context).to(context.device)
-    calibrate(prepared, context, context.calibration(config.images))
+    calibrate(prepared, context, calibrating(config, context))
+    # What is cut of the weights of all layers would count for each.
+    plain = _observed(parent, config.model_copy(update={"weight_observer": "minmax"}), context).to(context.device)
     images = normalise(context.pixels(_JUDGED), context.preprocessing, context.device, torch.float32)
     found: dict[str, float] = {}
     with torch.no_grad():
         expected = parent.module().to(context.device)(images).cpu()
-        for name, module in each_alone(prepared):
+        for name, module in each_alone(prepared, plain):
             layer, ratio = called_layer(name), sqnr(expected, module(images).cpu())
             # JSON has no infinity; no layer that is quantized reaches a tenth of this.
             found[layer] = min(found.get(layer, 1e3), max(ratio, -1e3))
@@ -90,10 +93,8 @@ def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
 
 
 def _observed(parent: Artifact, config: Ptq, context: Context) -> fx.GraphModule:
-    """The network with what watches its tensors."""
-    target, traced = target_named(config.target), trace_calls(parent.module())
+    """The network with what watches its tensors, as ``ptq`` would make it."""
     # Which observer is best is found for the whole network, and hardly matters for an order.
     observer: Observer = "histogram" if config.observer == "auto" else config.observer
     chosen = resolve(next(parent.line()).module, config)
-    mapping = choose(traced, target.post_training(observer), chosen, target.observing)
-    return prepare(traced, mapping, context.example(), target)
+    return observing(parent.module(), config, chosen, context.example())(observer)

@@ -189,12 +189,12 @@ def search(
     floats = _floats(session, baseline)
     parent, float_graph = floats[-2].artifact, floats[-1].artifact
     layers = layers_of(parent, ptq, session.context)
-    order = _order(session, parent, ptq, by, layers)
+    order, ranked = _order(session, parent, ptq, by, layers)
     start = measure(floats, Bench(session.store, session.context, timing, devices))  # what is to be beaten
     bench = Bench(session.store, session.context, timing, devices)
     bed = Bed(session, bench, parent, ptq, OnnxInt8())
     bed.note(step.artifact for step in floats)
-    bed.keys.update(start.keys)
+    bed.keys.update(start.keys | ranked)
     right = start.right[_first(start.rows)]
     ledger: _Ledger | None = None
     unable = ""
@@ -251,12 +251,14 @@ def _floats(session: Session, baseline: Step) -> list[Step]:
     return [*steps, session.apply(steps[-1].artifact, Onnx())]
 
 
-def _order(session: Session, parent: Artifact, ptq: Ptq, by: Search, layers: Mapping[str, int]) -> list[str]:
-    """The layers as the method wants them: the most sensitive first, or as they stand in the graph."""
+def _order(
+    session: Session, parent: Artifact, ptq: Ptq, by: Search, layers: Mapping[str, int]
+) -> tuple[list[str], frozenset[str]]:
+    """The layers as the method wants them, the most sensitive first or as they stand in the graph; and what tells."""
     if by.method != "greedy":
-        return list(layers)
-    found = ranks(session, parent, ptq)
-    return sorted(layers, key=lambda name: found.get(name, 0.0))
+        return list(layers), frozenset()
+    found, key = ranks(session, parent, ptq)
+    return sorted(layers, key=lambda name: found.get(name, 0.0)), frozenset({key})
 
 
 def _execution(bed: Bed, float_graph: Artifact, by: Search) -> Execution:

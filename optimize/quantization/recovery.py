@@ -6,7 +6,6 @@ mended on what the mended layers before it give.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,14 +15,13 @@ from pydantic import Field
 from torch import fx, nn
 from torch.ao.nn.intrinsic.modules.fused import _FusedModule
 from torch.ao.quantization import QConfig
-from torch.ao.quantization.observer import ObserverBase
 
 from optimize.context import Context
 from optimize.quantization.adaround import Rounding, learn_rounding
 from optimize.quantization.calibration import Batches
 from optimize.quantization.gate import sqnr
 from optimize.quantization.ranges import Granularity, WeightObserver, weight_observer
-from optimize.quantization.simulate import simulated, weight_grid, weighted
+from optimize.quantization.simulate import simulated, unwatched, weight_grid, weighted
 from optimize.store.effects import Effect
 from serve.config import Config
 from serve.runtime.images import normalise
@@ -113,7 +111,7 @@ class _Seen:
 
 def _walk(prepared: fx.GraphModule, images: Sequence[torch.Tensor]) -> Iterator[_Seen]:
     """Each weighted layer in the graph's order; changes of it are seen by those after it."""
-    rounding, plain = _Stream(simulated(prepared), images), _Stream(_unwatched(prepared), images)
+    rounding, plain = _Stream(simulated(prepared), images), _Stream(unwatched(prepared), images)
     names = frozenset(weighted(prepared))
     for number, node in enumerate(list(rounding.module.graph.nodes)):
         twin = plain.nodes[number]
@@ -179,17 +177,6 @@ class _Stream:
             if self._last[used] is node:
                 for run in self._runs:
                     run.env.pop(used, None)
-
-
-def _unwatched(prepared: fx.GraphModule) -> fx.GraphModule:
-    """The float model of the same graph: what watches passes on, cut at a ReLU6's bound where it was (see `bind`)."""
-    module = copy.deepcopy(prepared)
-    for name, layer in list(module.named_modules(remove_duplicate=False)):
-        if isinstance(layer, ObserverBase):
-            passing = nn.Identity()
-            passing._forward_pre_hooks.update(layer._forward_pre_hooks)
-            module.set_submodule(name, passing)
-    return module
 
 
 @torch.no_grad()

@@ -84,26 +84,39 @@ def simulated(prepared: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def each_alone(prepared: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+def unwatched(prepared: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the same graph in float: what watches passes on, cut at a ReLU6's bound where it was (see `bind`)."""
+    module = copy.deepcopy(prepared)
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
+        if isinstance(layer, ObserverBase):
+            passing = nn.Identity()
+            passing._forward_pre_hooks.update(layer._forward_pre_hooks)
+            module.set_submodule(name, passing)
+    return module
+
+
+def each_alone(prepared: fx.GraphModule, plain: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
     """For each layer that will be quantized the model with that one alone rounded: weight, what it reads and gives.
 
     Args:
         prepared: with observers that have seen images; it is not changed.
+        plain: the same, of which only the weights are read: those of the float network, where ``prepared`` may have
+            some that were cut to a range.
 
     Yields:
         The layer's name, and the model: always the same object, which is another one as soon as the next is asked for.
     """
-    rounded, module = simulated(prepared), copy.deepcopy(prepared)
-    observers = [
-        name for name, layer in module.named_modules(remove_duplicate=False) if isinstance(layer, ObserverBase)
-    ]
-    for name in observers:
-        module.set_submodule(name, nn.Identity())
+    rounded, module = simulated(prepared), unwatched(plain)
+    passing = {
+        name: module.get_submodule(name)
+        for name, layer in prepared.named_modules(remove_duplicate=False)
+        if isinstance(layer, ObserverBase)
+    }
     places = {str(node.target): node for node in module.graph.nodes if node.op == "call_module"}
     twins = weighted(rounded)
     for name, layer in list(weighted(module).items()):
         node = places[name]
-        near = [str(other.target) for other in (*node.all_input_nodes, *node.users) if str(other.target) in observers]
+        near = [str(other.target) for other in (*node.all_input_nodes, *node.users) if str(other.target) in passing]
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         kept, weight.data = weight.data, twins[name].weight.data  # type: ignore[assignment]
         for watcher in near:
@@ -111,4 +124,4 @@ def each_alone(prepared: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]
         yield name, module
         weight.data = kept
         for watcher in near:
-            module.set_submodule(watcher, nn.Identity())
+            module.set_submodule(watcher, passing[watcher])

@@ -137,7 +137,7 @@ class Session(Described):
             training=training,
             libraries=_versions(("torch", "torchvision")),
             code=code_of(make_baseline),
-            **self._surroundings(),
+            **self.surroundings(),
         )
 
         def write(folder: Path) -> Product:
@@ -190,7 +190,7 @@ class Session(Described):
             device=self.context.device.type if step.reads_device else None,
             libraries=_versions(step.libraries),
             code=step.source_digest(),
-            **self._surroundings(),
+            **self.surroundings(),
         )
 
         def write(folder: Path) -> Product:
@@ -202,8 +202,8 @@ class Session(Described):
         planned = Planned(name or step.name, step.yields, step.name, settings, key.digest)
         return self._obtain(planned, write, parent, build_module)
 
-    def _surroundings(self) -> dict[str, Any]:
-        """The inputs that the keys of baselines and stages have in common."""
+    def surroundings(self) -> dict[str, Any]:
+        """The inputs that the keys of all that is made of the model and its data have in common; see `Making`."""
         data = self.context.data
         return {
             "classes": len(data.classes),

@@ -58,7 +58,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Making(Key):
-    """What a baseline and a pass's result both depend on.
+    """What everything depends on that is made of a model and its data: a baseline, what a pass makes, an order.
 
     Attributes:
         classes: how many outputs the model has.
@@ -221,27 +221,21 @@ class SpeedKey(Bench):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RanksKey(Key):
+class RanksKey(Making):
     """How far each layer alone, quantized in simulation, takes a network from what it answers.
 
     Attributes:
-        parent: key of the float module.
         config: settings of the quantization.
-        images: fingerprint of the training images.
-        preprocessing: of the images.
-        seed: which of them calibrate.
-        libraries: versions of the libraries that compute it.
-        code: digest of the sources that do.
+        ancestors: `content` of the float module and of each of its ancestors, the baseline first.
+        target: which integers the machine's kernels speak, which is what ``auto`` means.
+        device: that it is computed on.
     """
 
     kind = "ranks"
-    parent: str
     config: Mapping[str, Any]
-    images: str
-    preprocessing: Preprocessing
-    seed: int
-    libraries: Mapping[str, str | None]
-    code: str
+    ancestors: tuple[str, ...]
+    target: str
+    device: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,7 @@ def test_the_layers_are_those_that_ptq_quantizes(bench) -> None:
 
 
 def test_the_broken_layer_comes_first_in_the_order(bench) -> None:
-    found = ranks(bench.session, fused(bench), OPEN)
+    found, _ = ranks(bench.session, fused(bench), OPEN)
     assert list(found) == list(LAYERS)
     others = [ratio for name, ratio in found.items() if name != BROKEN]
     assert found[BROKEN] < 10 < min(others)
@@ -122,6 +122,7 @@ def test_the_search_leaves_the_broken_layer_in_float_and_quantizes_the_others(be
     assert [trial.bits for trial in found.trials] == [{}, {BROKEN: 32}]
     leaves_the_broken_layer_in_float(found)
     assert keys >= set(bench.baseline.artifact.objects)
+    assert ranks(bench.session, fused(bench), OPEN)[1] in keys, "prune would take the order"
 
 
 def leaves_the_broken_layer_in_float(found: Found) -> None:
