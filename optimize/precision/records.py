@@ -68,9 +68,9 @@ class Sensitivity(Record):
 class Trial(Record):
     """One choice of precisions: ``bits`` of the layers that are not int8, by name.
 
-    ``delta`` is the difference of top-1 to the baseline on the images that choose, None where it was not made, and then
-    ``skip`` says why; ``holds`` whether that is within the budget. ``speedup`` is to the float graph by the same
-    execution; what loses too much is not timed.
+    ``delta`` is the difference of top-1 to the baseline on the images that choose, None where it was not made;
+    ``holds`` whether that is within the budget. ``speedup`` is to the float graph by the same execution; what loses too
+    much is not timed. ``skip`` says why it was not made, or of one that holds why it could not be timed.
     """
 
     number: int

@@ -142,21 +142,24 @@ class _Ledger:
 
     def _measured(self, number: int, precisions: Precisions, mixed: Mixed) -> Trial:
         candidate = Candidate(mixed.graph.artifact, self.start.execution)
-        right = self.bed.answers(candidate).first.numpy()
-        delta = _difference(self.baseline, right, self.halves.choose).delta
-        if not within(delta, self.by.max_drop):
+        try:
+            right = self.bed.answers(candidate).first.numpy()
+            delta = _difference(self.baseline, right, self.halves.choose).delta
+            trial = Trial(number=number, bits=precisions.bits, delta=delta, holds=within(delta, self.by.max_drop))
+            return self._timed(trial, candidate) if trial.holds else trial
+        finally:
             self.bed.bench.release(candidate)
-            return Trial(number=number, bits=precisions.bits, delta=delta, holds=False)
-        speeds = self.bed.speeds([self.start, candidate])
-        self.bed.bench.release(candidate)
-        return Trial(
-            number=number,
-            bits=precisions.bits,
-            delta=delta,
-            holds=True,
-            p50=_p50(speeds[candidate.id]),
-            speedup=compare(speeds[self.start.id], speeds[candidate.id]),
-        )
+
+    def _timed(self, trial: Trial, candidate: Candidate) -> Trial:
+        """A trial that holds with its times; without them, and why, where there are none: it holds none the less."""
+        try:
+            speeds = self.bed.speeds([self.start, candidate])
+        except UserError:
+            raise
+        except PipelineError as error:
+            return trial.model_copy(update={"skip": Skip(kind="failed", reason=str(error))})
+        own = speeds[candidate.id]
+        return trial.model_copy(update={"p50": _p50(own), "speedup": compare(speeds[self.start.id], own)})
 
 
 def search(

@@ -96,6 +96,7 @@ def sensitivity(
         def tried(left: frozenset[str], beside: Candidate, said: str) -> Figure | Skip:
             listener.started(said)
             bed.cost.reset()
+            trial: Candidate | None = None
             try:
                 mixed = bed.make(Precisions(single=left))
                 trial = Candidate(mixed.graph.artifact, chosen)
@@ -105,8 +106,9 @@ def sensitivity(
             except PipelineError as error:
                 listener.ended(said, 0.0, cached=False, skipped=str(error))
                 return Skip(kind="failed", reason=str(error))
-            if trial.id != whole.id:
-                bench.release(trial)
+            finally:
+                if trial is not None and trial.id != whole.id:
+                    bench.release(trial)
             listener.ended(said, bed.cost.seconds, cached=bed.cost.cached, skipped=None)
             return figure
 

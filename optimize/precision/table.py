@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optimize.measure.rows import Skip
-from optimize.precision.records import Figure, Found, Sensitivity
+from optimize.precision.records import Figure, Found, Sensitivity, Trial
 from optimize.report.console import output
 from optimize.report.words import NONE, number, points
 
@@ -46,7 +46,7 @@ def trial_rows(found: Found) -> list[tuple[str, ...]]:
             points(trial.delta),
             number(trial.p50),
             f"{trial.speedup.value:.2f}×" if trial.speedup else NONE,
-            "holds" if trial.holds else str(trial.skip) if trial.skip else "loses too much",
+            _verdict(trial),
         )
         for trial in found.trials
     ]
@@ -98,6 +98,12 @@ def _cells(figure: Figure | Skip) -> tuple[str, str, str, str]:
         NONE if figure.sqnr_db is None else f"{figure.sqnr_db:.1f}",
         f"{figure.won_ms:+.3f}".replace("-", "−"),
     )
+
+
+def _verdict(trial: Trial) -> str:
+    if trial.holds:
+        return f"holds; {trial.skip}" if trial.skip else "holds"
+    return str(trial.skip) if trial.skip else "loses too much"
 
 
 def _listed(bits: dict[str, int]) -> str:

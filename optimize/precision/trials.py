@@ -130,14 +130,18 @@ class Bed:
         """Times of pairs that took turns, by id.
 
         Raises:
-            PipelineError: one of them could not be timed.
+            PipelineError: one of them could not be timed. Nothing of it is kept: the next time it may be.
         """
         kept = self.bench.speed(candidates, beside_eager=False)
-        self.keys.add(kept.key)
         self.cost.add(kept)
-        if kept.value.skipped:
-            name, reason = next(iter(kept.value.skipped.items()))
+        if skipped := kept.value.skipped:
+            self.bench.store.forget(kept.key)
+            for candidate in candidates:
+                if candidate.id in skipped:  # its process may be what has failed
+                    self.bench.release(candidate)
+            name, reason = next(iter(skipped.items()))
             raise PipelineError(f"{name} could not be timed: {reason}")
+        self.keys.add(kept.key)
         return dict(kept.value.speeds)
 
     def note(self, artifacts: Iterable[Artifact]) -> None:

@@ -20,8 +20,10 @@ from typer.testing import CliRunner
 
 import optimize as opt
 from optimize import api, cli
+from optimize.measure import bench as measuring
 from optimize.measure.latency import Speed
-from optimize.measure.rows import Accuracy, Difference, Footprint, Judgement, Measured, ModelFile, Pair, Row
+from optimize.measure.processes import Worker
+from optimize.measure.rows import Accuracy, Difference, Footprint, Judgement, Measured, ModelFile, Pair, Row, Skip
 from optimize.models.checkpoint import read_checkpoint
 from optimize.models.resolve import resolve_model
 from optimize.precision.files import write_search
@@ -37,11 +39,11 @@ from optimize.run.session import Session, Step
 from optimize.run.turns import turns
 from optimize.store.objects import Store
 from optimize.variant import Variant
-from serve.runtime.errors import UserError
+from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.execution import Execution
 
 from .runs_fixtures import ROOT, Heard
-from .workbench import TINY_NET
+from .workbench import TINY_NET, noting
 
 LAYERS = ("stem.0", "depthwise.0", "expand.0", "residual.0", "head")
 BROKEN = "expand.0"
@@ -167,6 +169,49 @@ def test_what_was_found_is_written_with_a_recipe_that_makes_it(bench) -> None:
     for stage in recipe.stages:
         kept = getattr(stage.config, "keep_float", None)
         assert kept in (None, (BROKEN,))
+
+
+class Broken(Heard):
+    """Whether the second trial is being made."""
+
+    now = False
+
+    def started(self, name: str) -> None:
+        self.now = name == "trial 2"
+
+
+@pytest.mark.slow
+def test_a_trial_that_could_not_be_timed_holds_as_it_held_and_is_timed_the_next_time(
+    bench, checkpoint, digits_context, monkeypatch
+) -> None:
+    store, listener, released = bench.session.store.root, Broken(), list[str]()
+    once = opened(store, checkpoint, digits_context, listener)
+    timing = QUICK.model_copy(update={"seconds": 0.002})  # of its own: none of its times is there
+    turn = Worker.turn
+
+    def breaking(worker: Worker, size: int, timing: opt.Timing) -> list[float]:
+        if listener.now:
+            raise PipelineError("its process was killed")
+        return turn(worker, size, timing)
+
+    monkeypatch.setattr(Worker, "turn", breaking)
+    noted = noting(released, measuring.Bench.release, lambda _, candidate: candidate.id)
+    monkeypatch.setattr(measuring.Bench, "release", noted)
+    by = Search(max_drop=BUDGET)
+    found, keys = search(once.session, once.baseline, by, ptq=OPEN, timing=timing, devices=("cpu",))
+    assert [trial.bits for trial in found.trials] == [{}, {BROKEN: 32}], "what held did not steer the search wrong"
+    untimed = found.trials[1]
+    assert (untimed.holds, untimed.p50, untimed.speedup) == (True, None, None)
+    assert untimed.delta is not None
+    assert untimed.delta >= -BUDGET
+    assert "could not be timed: its process was killed" in str(untimed.skip)
+    assert any(name.startswith("onnx-int8-") for name in released), "its process had ended before the next trial"
+    assert all(once.session.store.open(key) is not None for key in keys)
+    monkeypatch.undo()
+    again, _ = search(once.session, once.baseline, by, ptq=OPEN, timing=timing, devices=("cpu",))
+    assert again.trials[1].p50 is not None
+    assert again.trials[1].skip is None
+    assert again.trials[1].delta == untimed.delta
 
 
 @pytest.mark.slow
@@ -512,8 +557,11 @@ def test_trials_are_printed_a_line_each(capsys) -> None:
     trials = (
         Trial(number=1, bits={}, delta=-0.25, holds=False),
         Trial(number=2, bits={"c": 16, "b": 32}, delta=-0.001, holds=True, p50=4.0),
+        Trial(number=3, bits={"b": 32}, delta=0.0, holds=True, skip=Skip(kind="failed", reason="no time")),
     )
     print_search(ended_with(choice, trials=trials))
     lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 3
     assert lines[1].split() == ["1", "–", "−25.00", "–", "–", "loses", "too", "much"]
     assert lines[2].split() == ["2", "c:16,", "b", "−0.10", "4.00", "–", "holds"]
+    assert lines[3].split() == ["3", "b", "0.00", "–", "–", "holds;", "failed:", "no", "time"]
