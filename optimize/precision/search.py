@@ -30,7 +30,16 @@ from optimize.precision.layers import layers_of, ranks
 from optimize.precision.methods import METHODS, MethodName, given_back
 from optimize.precision.records import Budget, Found, Trial
 from optimize.precision.sentences import Choice, why
-from optimize.precision.trials import Bed, Mixed, Precisions, fastest_execution, require_engine
+from optimize.precision.trials import (
+    Bed,
+    Mixed,
+    Precisions,
+    fastest_execution,
+    named,
+    require_engine,
+    require_execution,
+    shared_executions,
+)
 from optimize.run.drop import within
 from optimize.run.halves import Halves, Right, halves
 from optimize.run.results import Measurements, measure
@@ -191,10 +200,11 @@ def search(
     ptq = ptq or Ptq()
     floats = _floats(session, baseline)
     parent, float_graph = floats[-2].artifact, floats[-1].artifact
+    bench = Bench(session.store, session.context, timing, devices)
+    require_execution(bench, float_graph, by.execution)
     layers = layers_of(parent, ptq, session.context)
     order, ranked = _order(session, parent, ptq, by, layers)
     start = measure(floats, Bench(session.store, session.context, timing, devices))  # what is to be beaten
-    bench = Bench(session.store, session.context, timing, devices)
     bed = Bed(session, bench, parent, ptq, OnnxInt8())
     bed.note(step.artifact for step in floats)
     bed.keys.update(start.keys | ranked)
@@ -267,18 +277,19 @@ def _order(
 def _execution(bed: Bed, float_graph: Artifact, by: Search) -> Execution:
     """What all trials are run by.
 
-    Where not even the gate lets the fully quantized network pass, it is what would run it: the first that works.
+    Where the gate does not even let the fully quantized network pass, there is nothing to time: then it is the first
+    that runs the float graph.
+
+    Raises:
+        UserError: the wanted one is none of them.
+        EngineError: there is none.
     """
     try:
         graph = bed.make(Precisions()).graph.artifact
     except (UserError, EngineError):
         raise
     except PipelineError:
-        candidates = bed.bench.candidates(float_graph)
-        named = [c for c in candidates if by.execution in (None, c.execution.engine)]
-        if not named:
-            raise UserError(f"there is no execution {by.execution!r} of the float graph here") from None
-        return named[0].execution
+        return named(shared_executions(bed, float_graph, float_graph), by.execution, "the float graph")[0]
     return fastest_execution(bed, float_graph, graph, by.execution)
 
 

@@ -18,7 +18,7 @@ from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.precision.layers import layers_of
 from optimize.precision.records import Figure, Layer, Sensitivity
-from optimize.precision.trials import Bed, Precisions, fastest_execution, require_engine
+from optimize.precision.trials import Bed, Precisions, fastest_execution, require_engine, require_execution
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from serve.runtime.engines.base import execution_id
@@ -80,6 +80,7 @@ def sensitivity(
         )
         float_graph = session.apply(parent, Onnx(), "onnx").artifact
         bed.note([float_graph])
+        require_execution(bench, float_graph, execution)
         whole_graph = bed.make(Precisions()).graph.artifact
         chosen = fastest_execution(bed, float_graph, whole_graph, execution)
         start, whole = Candidate(float_graph, chosen), Candidate(whole_graph, chosen)

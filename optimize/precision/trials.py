@@ -171,8 +171,37 @@ def require_engine(wanted: str | None) -> None:
         find_engine(wanted.partition("[")[0])
 
 
+def named(executions: Sequence[Execution], wanted: str | None, what: str) -> list[Execution]:
+    """Those of some executions that go by a name: their engine's, or their own (see `execution_id`).
+
+    Args:
+        executions: of which to choose.
+        wanted: the name; None takes all.
+        what: they are executions of, for the message.
+
+    Raises:
+        UserError: none goes by it; the message says which there are.
+    """
+    found = [execution for execution in executions if wanted in (None, execution.engine, execution_id(execution))]
+    if not found:
+        known = ", ".join(map(execution_id, executions))
+        raise UserError(f"there is no execution {wanted!r} of {what} here; use {known}")
+    return found
+
+
+def require_execution(bench: Bench, float_graph: Artifact, wanted: str | None) -> None:
+    """Refuse an execution that the float graph does not have here, before anything is measured.
+
+    Raises:
+        UserError: as `named`.
+        EngineError: the graph has none at all.
+    """
+    if wanted is not None:
+        named([candidate.execution for candidate in bench.candidates(float_graph)], wanted, "the float graph")
+
+
 def shared_executions(bed: Bed, first: Artifact, second: Artifact) -> list[Execution]:
-    """The executions that run both artifacts here.
+    """The executions that run both artifacts here, which may be the same; each engine was tried.
 
     Raises:
         EngineError: there is none; the message says why.
@@ -189,7 +218,8 @@ def shared_executions(bed: Bed, first: Artifact, second: Artifact) -> list[Execu
                 works.append(execution)
     if not works:
         said = "; ".join(reasons) or f"{', '.join(runs[0])} and {', '.join(runs[1])} have none in common"
-        raise EngineError(f"no execution runs both {first.name} and {second.name} here: {said}")
+        both = first.name if first is second else f"both {first.name} and {second.name}"
+        raise EngineError(f"no execution runs {both} here: {said}")
     return works
 
 
@@ -200,13 +230,7 @@ def fastest_execution(bed: Bed, float_graph: Artifact, graph: Artifact, wanted: 
         UserError: the wanted one is none of them.
         EngineError: there is none.
     """
-    works = shared_executions(bed, float_graph, graph)
-    if wanted is not None:
-        named = [execution for execution in works if wanted in (execution.engine, execution_id(execution))]
-        if not named:
-            known = ", ".join(execution_id(execution) for execution in works)
-            raise UserError(f"there is no execution {wanted!r} of both the float and the int8 graph here; use {known}")
-        works = named
+    works = named(shared_executions(bed, float_graph, graph), wanted, "both the float and the int8 graph")
     if len(works) == 1:
         return works[0]
     candidates = {candidate.id: candidate for candidate in (Candidate(graph, execution) for execution in works)}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -26,6 +27,9 @@ from optimize.measure.processes import Worker
 from optimize.measure.rows import Accuracy, Difference, Footprint, Judgement, Measured, ModelFile, Pair, Row, Skip
 from optimize.models.checkpoint import read_checkpoint
 from optimize.models.resolve import resolve_model
+from optimize.passes.onnx import Onnx
+from optimize.passes.onnx_int8 import OnnxInt8
+from optimize.precision import search as searching
 from optimize.precision.files import write_search
 from optimize.precision.layers import layers_of, ranks
 from optimize.precision.records import Budget, Figure, Found, Trial
@@ -33,13 +37,15 @@ from optimize.precision.search import Search, choose, search
 from optimize.precision.sensitivity import sensitivity
 from optimize.precision.sentences import Choice, why
 from optimize.precision.table import print_search
+from optimize.precision.trials import Bed, named
 from optimize.run.halves import Halves, halves
 from optimize.run.recipe import load_recipe
 from optimize.run.session import Session, Step
 from optimize.run.turns import turns
 from optimize.store.objects import Store
 from optimize.variant import Variant
-from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.engines.base import execution_id
+from serve.runtime.errors import EngineError, PipelineError, UserError
 from serve.runtime.execution import Execution
 
 from .runs_fixtures import ROOT, Heard
@@ -362,6 +368,56 @@ def test_an_engine_that_there_is_not_is_refused_before_anything_is_made() -> Non
     with pytest.raises(UserError, match=r"openvinyl.*did you mean openvino"):
         Search(execution="openvinyl")
     assert Search(execution="onnxruntime[threads=1]").execution == "onnxruntime[threads=1]"
+
+
+@pytest.mark.parametrize("name", ["torchscript", "onnxruntime[threads=1]"])
+def test_an_execution_that_the_float_graph_has_not_is_refused_before_anything_is_measured(
+    bench, monkeypatch, name: str
+) -> None:
+    def never(*_: object, **__: object) -> NoReturn:
+        pytest.fail("something was measured, or an order found")
+
+    monkeypatch.setattr(searching, "measure", never)
+    monkeypatch.setattr(searching, "ranks", never)
+    said = re.escape(f"there is no execution '{name}' of the float graph here; use onnxruntime")
+    with pytest.raises(UserError, match=said):
+        searched(bench, execution=name)
+    monkeypatch.setattr(Bed, "make", never)
+    with pytest.raises(UserError, match=said):
+        sensitivity(bench.session, fused(bench), OPEN, timing=QUICK, devices=("cpu",), execution=name)
+
+
+def test_an_execution_is_named_by_its_engine_or_by_all_that_is_not_usual_of_it() -> None:
+    usual, single, other = Execution("onnxruntime"), Execution("onnxruntime", threads=1), Execution("openvino")
+    every = [usual, single, other]
+    assert named(every, None, "it") == every
+    assert named(every, "onnxruntime", "it") == [usual, single]
+    assert named(every, "onnxruntime[threads=1]", "it") == [single]
+    with pytest.raises(UserError, match=r"no execution 'openvino\[cuda\]' of it here; use .*threads=1\], openvino$"):
+        named(every, "openvino[cuda]", "it")
+
+
+def test_where_the_gate_lets_nothing_pass_trials_run_by_an_execution_that_works(bench, monkeypatch) -> None:
+    session, parent = bench.session, fused(bench)
+    graph = session.apply(parent, Onnx()).artifact
+    refusing = OPEN.model_copy(update={"min_sqnr": 200.0})
+    timing = QUICK.model_copy(update={"executions": ("onnxruntime", "openvino")})
+    with measuring.Bench(session.store, session.context, timing) as own:
+        first, second = (candidate.execution for candidate in own.candidates(graph))
+
+        def probe(_: measuring.Bench, execution: Execution) -> str:
+            if execution == first:
+                raise EngineError("it is not installed")
+            return "0" * 64
+
+        monkeypatch.setattr(measuring.Bench, "probe", probe)
+        bed = Bed(session, own, parent, refusing, OnnxInt8())
+        assert searching._execution(bed, graph, Search()) == second
+        assert searching._execution(bed, graph, Search(execution=execution_id(second))) == second
+        with pytest.raises(
+            UserError, match=f"no execution '{first.engine}' of the float graph here; use {second.engine}"
+        ):
+            searching._execution(bed, graph, Search(execution=first.engine))
 
 
 def test_what_is_no_float_module_cannot_be_searched(bench) -> None:
