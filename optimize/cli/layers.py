@@ -15,7 +15,7 @@ from optimize.cli.words import Execution, Measure, Store, uncollected
 from optimize.data.formats.base import DEFAULT_DATA
 from optimize.run.drop import drop_of
 from serve.command_line import reported
-from serve.hints import DEFAULT_STORE, command
+from serve.hints import DEFAULT_STORE
 from serve.runtime.errors import PipelineError, UserError
 
 
@@ -120,7 +120,7 @@ def search(  # noqa: PLR0917 - each is an option of the command line
     with reported("interrupted; every trial is kept, the same command goes on from there"):
         with uncollected():
             from optimize import noise
-            from optimize.precision.command import search_job
+            from optimize.precision.command import search_job, to_pack
             from optimize.precision.search import Search
             from optimize.precision.table import print_search
             from optimize.report.terminal import Display
@@ -162,8 +162,7 @@ def search(  # noqa: PLR0917 - each is an option of the command line
         else:
             print_search(found)
             if found.pair:
-                again = command(f"optimize run {model} --recipe {folder / 'recipe.yaml'}", store)
                 artifact = found.pair.partition("@")[0]
-                typer.echo(f"pack it, with the same checkpoint and data: {again}; its artifact is called {artifact}")
+                typer.echo(f"pack it, as the artifact {artifact}: {to_pack(job, folder)}")
         if found.pair is None:
             raise PipelineError("nothing keeps the budget")

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from pathlib import Path
+from typing import Final
 
 from optimize.listener import Listener
 from optimize.models.preprocessing import Wish
 from optimize.passes.ptq import Ptq
-from optimize.precision.files import write_search
+from optimize.precision.files import RECIPE_FILE, write_search
 from optimize.precision.records import Found
 from optimize.precision.search import Search, search
 from optimize.precision.sensitivity import one_image
 from optimize.run.job import Job, open_job
 from optimize.run.recipe import DEFAULT_RECIPE, load_recipe
 from optimize.run.session import BASELINE
+from serve.config import defaults
+from serve.hints import command
+
+#: Settings of a job that stand elsewhere in a command, and those that a search is not given.
+_SAID_OTHERWISE: Final = frozenset({"model", "recipe", "store", "preprocessing", "recommend"})
+#: Options that are not called as the setting is.
+_SPELLED: Final = {"run": "name"}
 
 
 def search_job(job: Job, by: Search, listener: Listener) -> tuple[Found, Path]:
@@ -22,7 +31,7 @@ def search_job(job: Job, by: Search, listener: Listener) -> tuple[Found, Path]:
 
     Args:
         job: as for a run; of its recipe the baseline, the preprocessing, the measurement and the first ``ptq`` stage
-            are taken.
+            are taken, and the recipe that is written has all of its sections.
         by: what is searched.
         listener: told of every step.
 
@@ -44,5 +53,23 @@ def search_job(job: Job, by: Search, listener: Listener) -> tuple[Found, Path]:
         baseline = session.baseline(recipe.baseline, opened.checkpoint, opened.origin)
         listener.ended(BASELINE, baseline.seconds, cached=baseline.cached, skipped=None)
         found, keys = search(session, baseline, by, ptq=ptq, timing=one_image(recipe.measure), devices=opened.devices)
-        folder = write_search(found, keys, session.store, opened.run)
+        folder = write_search(found, keys, session.store, opened.run, recipe)
     return found, folder
+
+
+def to_pack(job: Job, folder: Path) -> str:
+    """The command that makes, measures and packs what a search found: ``run`` with all that the search was given.
+
+    Args:
+        job: what was searched, in words.
+        folder: that holds what was found.
+    """
+    usual = defaults(Job)
+    words = ["optimize", "run", str(job.model), "--recipe", str(folder / RECIPE_FILE)]
+    for setting in Job.model_fields:
+        value = getattr(job, setting)
+        if setting in _SAID_OTHERWISE or value == usual[setting]:
+            continue
+        option = f"--{_SPELLED.get(setting, setting.replace('_', '-'))}"
+        words += [option] if value is True else [option, str(value)]
+    return command(shlex.join(words), job.store)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Final
 
 import yaml
 
 from optimize.precision.chart import sensitivity_svg
 from optimize.precision.records import Found, Sensitivity
 from optimize.precision.table import sensitivity_markdown
+from optimize.run.recipe import Recipe
 from optimize.store.files import write_atomically, write_json
 from optimize.store.objects import Store
 from serve import layout
+
+RECIPE_FILE: Final = "recipe.yaml"
+#: Of a recipe, beside its stages.
+_SECTIONS: Final = ("baseline", "preprocessing", "measure", "recommend", "serving")
 
 
 def write_sensitivity(found: Sensitivity, keys: Collection[str], store: Store, name: str) -> Path:
@@ -26,17 +32,33 @@ def write_sensitivity(found: Sensitivity, keys: Collection[str], store: Store, n
     return folder
 
 
-def write_search(found: Found, keys: Collection[str], store: Store, name: str) -> Path:
-    """Write ``<store>/<name>.search/``: what was found, and a recipe that makes, packs and measures it."""
+def write_search(found: Found, keys: Collection[str], store: Store, name: str, recipe: Recipe) -> Path:
+    """Write ``<store>/<name>.search/``: what was found, and a recipe that makes, packs and measures it.
+
+    Args:
+        found: what was found; where nothing was, there is no recipe, nor one of an earlier search of this name.
+        keys: of the objects that it is made of, which are kept from pruning.
+        store: where.
+        name: of the search.
+        recipe: what it was searched with: the new recipe has its sections, and other stages.
+
+    Returns:
+        The folder.
+    """
     folder = store.root / f"{name}.search"
     with store.lock(layout.run_lock(folder.name)):
         write_json(sorted(keys), folder / layout.OBJECTS_FILE)
         write_json(found.to_json(), folder / "search.json")
-        if found.stages:
-            write_atomically(folder / "recipe.yaml", _recipe(found).encode())
+        if found.pair:
+            write_atomically(folder / RECIPE_FILE, _recipe(found, recipe).encode())
+        else:
+            (folder / RECIPE_FILE).unlink(missing_ok=True)
     return folder
 
 
-def _recipe(found: Found) -> str:
-    said = "".join(f"# {sentence}\n" for sentence in found.why)
-    return said + yaml.safe_dump({"stages": list(found.stages)}, sort_keys=False, allow_unicode=True, width=120)
+def _recipe(found: Found, recipe: Recipe) -> str:
+    said = "".join(f"# {' '.join(sentence.split())}\n" for sentence in found.why)
+    # What was not set is not written: it would be set then, and a server's setting that is not has no fixed value.
+    given = {name: getattr(recipe, name).model_dump(mode="json", exclude_unset=True) for name in _SECTIONS}
+    body = {"stages": list(found.stages)} | {name: section for name, section in given.items() if section}
+    return said + yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=120)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,15 +23,18 @@ from typer.testing import CliRunner
 
 import optimize as opt
 from optimize import api, cli
+from optimize.listener import SILENT
 from optimize.measure import bench as measuring
 from optimize.measure.latency import Speed
 from optimize.measure.processes import Worker
 from optimize.measure.rows import Accuracy, Difference, Footprint, Judgement, Measured, ModelFile, Pair, Row, Skip
 from optimize.models.checkpoint import read_checkpoint
+from optimize.models.preprocessing import Wish
 from optimize.models.resolve import resolve_model
 from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.precision import search as searching
+from optimize.precision.command import to_pack
 from optimize.precision.files import write_search
 from optimize.precision.layers import layers_of, ranks
 from optimize.precision.records import Budget, Figure, Found, Trial
@@ -38,7 +43,9 @@ from optimize.precision.sensitivity import sensitivity
 from optimize.precision.sentences import Choice, why
 from optimize.precision.table import print_search
 from optimize.precision.trials import Bed, named
+from optimize.run import pipeline
 from optimize.run.halves import Halves, halves
+from optimize.run.job import Job, open_job
 from optimize.run.recipe import load_recipe
 from optimize.run.session import Session, Step
 from optimize.run.turns import turns
@@ -48,7 +55,7 @@ from serve.runtime.engines.base import execution_id
 from serve.runtime.errors import EngineError, PipelineError, UserError
 from serve.runtime.execution import Execution
 
-from .runs_fixtures import ROOT, Heard
+from .runs_fixtures import ROOT, Heard, write_recipe
 from .workbench import TINY_NET, noting
 
 LAYERS = ("stem.0", "depthwise.0", "expand.0", "residual.0", "head")
@@ -77,6 +84,21 @@ def checkpoint(trained, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("outlier") / "outlier.pt"
     torch.save(state, path)
     return path
+
+
+RECIPE: dict[str, Any] = {
+    "stages": [{"pass": "fuse"}, {"pass": "ptq", "config": OPEN.model_dump(mode="json", exclude_defaults=True)}],
+    "preprocessing": {"resize": 16, "crop": 16, "mean": 0.5, "std": 0.25},
+    "measure": QUICK.model_dump(mode="json"),
+}
+
+#: A recipe with every section.
+SECTIONS: dict[str, Any] = {
+    **RECIPE,
+    "baseline": {"epochs": 2},
+    "recommend": {"max_drop": 0.02},
+    "serving": {"workers": 2, "buckets": [1, 4]},
+}
 
 
 @dataclass
@@ -164,17 +186,69 @@ def returned(found: Found) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_found_is_written_with_a_recipe_that_makes_it(bench) -> None:
+def test_what_was_found_is_written_with_a_recipe_that_makes_it(bench, checkpoint, tmp_path: Path) -> None:
     found, keys = searched(bench)
-    folder = write_search(found, keys, bench.session.store, "tiny")
+    store = bench.session.store
+    given = load_recipe(write_recipe(tmp_path, SECTIONS))
+    folder = write_search(found, keys, store, "tiny", given)
     assert Found.from_json(json.loads((folder / "search.json").read_text())) == found
     assert set(json.loads((folder / "objects.json").read_text())) == keys
     recipe = load_recipe(folder / "recipe.yaml")
+    for section in ("baseline", "preprocessing", "measure", "recommend", "serving"):
+        own, wanted = getattr(recipe, section), getattr(given, section)
+        assert own == wanted
+        assert own.model_fields_set == wanted.model_fields_set, "what is not set is left to whoever serves"
+    # What a run of it would make is what the search made.
+    wish = Wish(recipe.preprocessing)
+    job = Job(model=f"{TINY_NET}:tiny", checkpoint=checkpoint, store=store.root, device="cpu")
+    again = open_job(job, SILENT, wish)
+    with contextlib.closing(again.session):
+        steps = {"baseline": again.session.baseline(recipe.baseline, again.checkpoint, again.origin)}
+        for stage in recipe.stages:
+            steps[stage.name] = again.session.apply(steps[stage.parent].artifact, stage.config, stage.name)
     assert found.pair is not None
-    assert found.pair.partition("@")[0] in {"baseline", *(stage.name for stage in recipe.stages)}
-    for stage in recipe.stages:
-        kept = getattr(stage.config, "keep_float", None)
-        assert kept in (None, (BROKEN,))
+    assert found.pair.partition("@")[0] in steps
+    assert all(step.cached for step in steps.values())
+    assert {key for step in steps.values() for key in step.artifact.objects} <= keys
+
+
+def test_where_nothing_was_found_no_recipe_stays_behind(tmp_path: Path) -> None:
+    store, given = Store(tmp_path / "store"), load_recipe(write_recipe(tmp_path, SECTIONS))
+    stages = ({"pass": "fuse", "name": "fuse", "from": "baseline", "config": {}},)
+    some = ended_with(chosen(Case("baseline", 10)), stages=stages, why=("It is\nso.",))
+    folder = write_search(some, {"0" * 64}, store, "net", given)
+    assert (folder / "recipe.yaml").read_text().startswith("# It is so.\nstages:\n")
+    assert [stage.name for stage in load_recipe(folder / "recipe.yaml").stages] == ["fuse"]
+    nothing = ended_with(chosen(Case("baseline", 10), max_latency_ms=1.0), stages=stages)
+    assert nothing.pair is None
+    assert write_search(nothing, {"0" * 64}, store, "net", given) == folder
+    assert {path.name for path in folder.iterdir()} == {"search.json", "objects.json"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"checkpoint": Path("my weights.pt"), "weights_key": "ema", "trust_checkpoint": True, "image_size": 96},
+        {"weights": "DEFAULT", "seed": 3, "run": "mine", "val_images": 7, "skip_unreadable": True},
+        {"data": "imagefolder:/some where", "device": "cpu", "measure": "cpu", "store": Path("/a store")},
+    ],
+)
+def test_the_command_that_packs_it_has_every_option_of_the_search(monkeypatch, more: dict[str, Any]) -> None:
+    seen: list[Job] = []
+
+    def stop(job: Job, _: object) -> NoReturn:
+        seen.append(job)
+        raise UserError("enough")
+
+    monkeypatch.setattr(pipeline, "run", stop)
+    job = Job(model="resnet18", **more)
+    _, flag, program, *words = shlex.split(to_pack(job, Path("/a store/net.search")))
+    assert (flag, program) == ("-m", "optimize")
+    assert CliRunner().invoke(cli.app, words).exit_code == 2
+    (packed,) = seen
+    assert packed.recipe == Path("/a store/net.search/recipe.yaml")
+    differing = {name for name in Job.model_fields if getattr(packed, name) != getattr(job, name)}
+    assert differing <= {"recipe", "preprocessing"}
 
 
 class Broken(Heard):
@@ -278,13 +352,6 @@ def test_sensitivity_tells_the_broken_layer_from_another(bench, monkeypatch) -> 
     monkeypatch.setattr(Store, "obtain", noted)
     assert sensitivity(bench.session, fused(bench), config, timing=QUICK, devices=("cpu",)) == (found, keys)
     assert not made
-
-
-RECIPE: dict[str, Any] = {
-    "stages": [{"pass": "fuse"}, {"pass": "ptq", "config": OPEN.model_dump(mode="json", exclude_defaults=True)}],
-    "preprocessing": {"resize": 16, "crop": 16, "mean": 0.5, "std": 0.25},
-    "measure": QUICK.model_dump(mode="json"),
-}
 
 
 #: The command line, without the reference that takes its time to compile.
