@@ -49,7 +49,7 @@ def sensitivity(  # noqa: PLR0917 - each is an option of the command line
             session, report = reopen_run(store, run_name, display, seed=seed, device=device)
             with contextlib.closing(session):
                 first = next((row.name for row in report.rows if row.operation == "ptq" and row.file), None)
-                step = artifact_of(session, report, run_name, artifact or first or report.baseline.name)
+                step = artifact_of(session, run_name, artifact or first or report.baseline.name)
                 parent, config = subject(step.artifact, None)
                 devices = measured_devices(measure, session.context.device)
                 timing = one_image(report.measurement.timing)

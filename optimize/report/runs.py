@@ -149,9 +149,10 @@ def artifact_folder(store: Path, run: str, artifact: str) -> Path:
     """Where a run's artifact is.
 
     Raises:
-        UserError: there is no such run, or it has no such artifact.
+        UserError: there is no such run, or it has no such artifact: the nearest is named.
     """
     names = [row.name for row in report_of(store, run).rows if row.file is not None]
     if artifact not in names:
-        raise UserError(f"run {run!r} has no artifact {artifact!r}; it has {', '.join(names)}")
+        near = did_you_mean(artifact, names)
+        raise UserError(f"run {run!r} has no artifact {artifact!r}{near}; it has {', '.join(names)}")
     return layout.artifact_folder(store, run, artifact)

@@ -15,12 +15,13 @@ _REFERENCE_FILE = "reference.pt2"
 
 @dataclass(frozen=True)
 class Subject:
-    """An INT8 artifact of a run: its folder and card, and the reference program of its integers."""
+    """An INT8 artifact of a run: its folder and card, and the reference program of its integers, with its SHA-256."""
 
     run: str
     folder: Path
     card: Card
     reference: Path
+    reference_sha256: str
 
 
 def subject(store: Path, name: str) -> Subject:
@@ -45,9 +46,10 @@ def subject(store: Path, name: str) -> Subject:
             f"{name} is its own reference: it computes what its integers mean; certify its graph (onnx-int8)"
         )
     if own:
-        return Subject(run, folder, card, folder / _REFERENCE_FILE)
+        return Subject(run, folder, card, folder / _REFERENCE_FILE, card.files[_REFERENCE_FILE])
     parent = card.lineage[-2]
     made_from = artifact_folder(store, run, parent.name)
-    if load_card(made_from).lineage[-1].key != parent.key:
+    origin = load_card(made_from)
+    if origin.lineage[-1].key != parent.key or _REFERENCE_FILE not in origin.files:
         raise UserError(f"{run}/{parent.name} is not what {name} was made from any more; run the model again")
-    return Subject(run, folder, card, made_from / _REFERENCE_FILE)
+    return Subject(run, folder, card, made_from / _REFERENCE_FILE, origin.files[_REFERENCE_FILE])

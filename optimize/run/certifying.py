@@ -85,7 +85,7 @@ def _checked(
         return Engine(execution_id(execution), reason=reason), 0.0, False
     key = LayersKey(
         artifact=opening(certified.card),
-        reference=hashlib.sha256(certified.reference.read_bytes()).hexdigest(),
+        reference=certified.reference_sha256,
         execution=execution.to_json(),
         images=hashlib.sha256(pixels.numpy().tobytes()).hexdigest(),
         **surroundings(execution, makers=(check_layers, find_engine(execution.engine).open)),

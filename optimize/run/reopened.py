@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 from optimize.data.formats.base import open_data
 from optimize.listener import Listener
 from optimize.measure.rows import Report
 from optimize.models.preprocessing import PreprocessingConfig, Wish
-from optimize.report.runs import report_of
-from optimize.run.identity import Identity
+from optimize.report.runs import artifact_folder, report_of
+from optimize.run.identity import identity_of
 from optimize.run.job import Job, open_job
 from optimize.run.saved import take
 from optimize.run.session import Session, Step
 from serve import layout
 from serve.runtime.card import load_card
-from serve.runtime.errors import UserError, did_you_mean
+from serve.runtime.errors import UserError
 
 
 def reopen_run(
@@ -36,11 +35,9 @@ def reopen_run(
         UserError: there is no such run, or its model or data cannot be opened as they were then.
     """
     report = report_of(store, run)
-    place = store / run / layout.IDENTITY_FILE
-    try:
-        identity = Identity(**json.loads(place.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        raise UserError(f"{place} is missing or unreadable; run the model again") from None
+    identity = identity_of(store / run)
+    if identity is None:
+        raise UserError(f"{store / run / layout.IDENTITY_FILE} is missing or unreadable; run the model again")
     data = open_data(identity.data, seed=seed, listener=listener)
     card = load_card(layout.artifact_folder(store, run, report.baseline.name))
     if len(card.classes) == len(data.classes):
@@ -66,13 +63,10 @@ def reopen_run(
     return session, report
 
 
-def artifact_of(session: Session, report: Report, run: str, name: str) -> Step:
+def artifact_of(session: Session, run: str, name: str) -> Step:
     """An artifact of a run in its session, with its ancestors if the store still has them.
 
     Raises:
         UserError: the run has no such artifact, or it is damaged.
     """
-    made = [row.name for row in report.rows if row.file is not None]
-    if name not in made:
-        raise UserError(f"run {run!r} has no artifact {name!r}{did_you_mean(name, made)}; it has {', '.join(made)}")
-    return take(session, layout.artifact_folder(session.store.root, run, name))
+    return take(session, artifact_folder(session.store.root, run, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import subprocess
@@ -339,6 +340,13 @@ def test_the_command_shows_layers_and_the_whole(tiny_run: TinyRun, copied_store:
     assert "openvino: all " in shown or "is the first that diverges" in shown
 
 
+@pytest.mark.parametrize("name", ["ptq", "onnx-int8"])
+def test_what_is_certified_knows_the_program_that_says_what_its_integers_mean(tiny_run: TinyRun, name: str) -> None:
+    found = subject(tiny_run.store, f"tiny/{name}")
+    assert found.reference == tiny_run.folder / "artifacts" / "ptq" / "reference.pt2"
+    assert found.reference_sha256 == hashlib.sha256(found.reference.read_bytes()).hexdigest()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -374,7 +382,7 @@ def test_a_pipe_gets_the_lines_of_layers_whole_in_the_programs_order(capsys: pyt
         ("tiny", "certify takes RUN/ARTIFACT"),
         ("tiny/fuse", "has no static integers to certify"),
         ("tiny/dynamic", "has no static integers to certify"),
-        ("tiny/onnx-int9", "has no artifact 'onnx-int9'"),
+        ("tiny/onnx-int9", r"has no artifact 'onnx-int9' \(did you mean onnx-int8"),
         ("tinny/onnx-int8", "no run 'tinny'"),
     ],
 )

@@ -85,8 +85,8 @@ def test_records_read_back_equal() -> None:
 
 @pytest.mark.slow
 def test_a_run_is_opened_again_with_what_its_artifacts_were_made_from(copied_store: Path, tiny_run: TinyRun) -> None:
-    session, report = reopen_run(copied_store, "tiny", SILENT, device="cpu")
-    step = artifact_of(session, report, "tiny", "ptq")
+    session, _ = reopen_run(copied_store, "tiny", SILENT, device="cpu")
+    step = artifact_of(session, "tiny", "ptq")
     parent, config = subject(step.artifact, None)
     assert (parent.name, config.images) == ("fuse", 64)
     assert parent.module()  # its weights fit
@@ -94,9 +94,9 @@ def test_a_run_is_opened_again_with_what_its_artifacts_were_made_from(copied_sto
     assert rows["fuse"].file is not None
     assert parent.key == rows["fuse"].file.key
     with pytest.raises(UserError, match=r"has no artifact 'ptk' \(did you mean ptq"):
-        artifact_of(session, report, "tiny", "ptk")
+        artifact_of(session, "tiny", "ptk")
     with pytest.raises(UserError, match="qat cannot be looked at layer by layer"):
-        subject(artifact_of(session, report, "tiny", "qat").artifact, None)
+        subject(artifact_of(session, "tiny", "qat").artifact, None)
     with pytest.raises(UserError, match="another --seed than 1"):
         reopen_run(copied_store, "tiny", SILENT, seed=1, device="cpu")
 
