@@ -11,7 +11,7 @@ from typing import Annotated, Any, Optional
 import typer
 from rich.console import Console
 
-from optimize.cli.words import Execution, Measure, Store, uncollected
+from optimize.cli.words import Execution, Measure, SkipUnreadable, Store, uncollected
 from optimize.data.formats.base import DEFAULT_DATA
 from optimize.run.drop import drop_of
 from serve.command_line import reported
@@ -26,6 +26,7 @@ def sensitivity(  # noqa: PLR0917 - each is an option of the command line
     execution: Execution = None,
     device: Annotated[str, typer.Option(help="Where to calibrate: auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(min=0, help="That the run was made with.")] = 0,
+    skip_unreadable: SkipUnreadable = False,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False,
 ) -> None:
     """Measure what each layer of a run's network costs and wins in int8: alone, and as the only one that is not.
@@ -46,7 +47,9 @@ def sensitivity(  # noqa: PLR0917 - each is an option of the command line
         noise.silence()
         run_name, _, artifact = name.rstrip("/").partition("/")
         with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
-            session, report = reopen_run(store, run_name, display, seed=seed, device=device)
+            session, report = reopen_run(
+                store, run_name, display, seed=seed, device=device, skip_unreadable=skip_unreadable
+            )
             with contextlib.closing(session):
                 first = next((row.name for row in report.rows if row.operation == "ptq" and row.file), None)
                 step = artifact_of(session, run_name, artifact or first or report.baseline.name)
@@ -89,6 +92,7 @@ def search(  # noqa: PLR0917 - each is an option of the command line
         Optional[int],  # noqa: UP045
         typer.Option(min=2, help="Measure accuracy on so many validation images, drawn from each class alike."),
     ] = None,
+    skip_unreadable: SkipUnreadable = False,
     weights: Annotated[
         Optional[str], typer.Option(help="torchvision's own weights, such as DEFAULT.")  # noqa: UP045
     ] = None,
@@ -143,6 +147,7 @@ def search(  # noqa: PLR0917 - each is an option of the command line
             checkpoint=checkpoint,
             data=data,
             val_images=val_images,
+            skip_unreadable=skip_unreadable,
             recipe=recipe,
             store=store,
             device=device,

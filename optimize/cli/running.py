@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 from rich.console import Console
 
-from optimize.cli.words import Confidence, Every, MaxDrop, Measure, Objective, Store, fraction, given, uncollected
+from optimize.cli.words import (
+    Confidence,
+    Every,
+    MaxDrop,
+    Measure,
+    Objective,
+    SkipUnreadable,
+    Store,
+    fraction,
+    given,
+    uncollected,
+)
 from optimize.data.formats.base import DEFAULT_DATA
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE, target
@@ -45,12 +56,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         Optional[str],  # noqa: UP045
         typer.Option(help="Random changes of training images: none, shift or shift+flip; by default what suits data."),
     ] = None,
-    skip_unreadable: Annotated[
-        bool,
-        typer.Option(
-            "--skip-unreadable", help="Measure without the validation images that cannot be read; they are counted."
-        ),
-    ] = False,
+    skip_unreadable: SkipUnreadable = False,
     recipe: Annotated[Optional[Path], typer.Option(help="A YAML file of stages; the default runs every pass.")] = None,  # noqa: UP045
     store: Store = DEFAULT_STORE,
     device: Annotated[str, typer.Option(help="Where to train and calibrate: auto, cpu, cuda or cuda:N.")] = "auto",

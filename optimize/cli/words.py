@@ -18,6 +18,12 @@ Every = Annotated[bool, typer.Option("--all", help="List every execution of each
 Measure = Annotated[
     str, typer.Option(help="Where to measure: auto (every device that there is), or a list such as cpu,cuda.")
 ]
+SkipUnreadable = Annotated[
+    bool,
+    typer.Option(
+        "--skip-unreadable", help="Measure without the validation images that cannot be read; they are counted."
+    ),
+]
 Execution = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="The engine that trials run by; by default the one that runs int8 fastest.", metavar="ENGINE"),

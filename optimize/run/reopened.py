@@ -20,7 +20,7 @@ from serve.runtime.errors import UserError
 
 
 def reopen_run(
-    store: Path, run: str, listener: Listener, *, seed: int = 0, device: str = "auto"
+    store: Path, run: str, listener: Listener, *, seed: int = 0, device: str = "auto", skip_unreadable: bool = False
 ) -> tuple[Session, Report]:
     """The session of a run, as it was when the run was made.
 
@@ -30,6 +30,8 @@ def reopen_run(
         listener: of the session.
         seed: that the run was made with; it is not written down in it.
         device: where to calibrate.
+        skip_unreadable: measure without the validation images that cannot be read; a run that left some out is opened
+            as it was.
 
     Raises:
         UserError: there is no such run, or its model or data cannot be opened as they were then.
@@ -49,6 +51,7 @@ def reopen_run(
         store=store,
         device=device,
         seed=seed,
+        skip_unreadable=skip_unreadable or _left_some_out(report),
         val_images=report.data.val if report.data.val_of else None,
         preprocessing=Wish(PreprocessingConfig(**wished), "the run's {}"),
     )
@@ -61,6 +64,12 @@ def reopen_run(
             f"another --seed than {seed}"
         )
     return session, report
+
+
+def _left_some_out(report: Report) -> bool:
+    """Whether there were validation images that could not be read, and the run went on without them."""
+    measured = [pair.measured for row in report.rows for pair in row.pairs]
+    return any(each is not None and each.accuracy.left_out > 0 for each in measured)
 
 
 def artifact_of(session: Session, run: str, name: str) -> Step:

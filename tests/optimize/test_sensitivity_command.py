@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NoReturn
 from xml.etree import ElementTree
 
 import pytest
@@ -17,6 +18,7 @@ from optimize.precision.chart import sensitivity_svg
 from optimize.precision.records import Figure, Layer, Sensitivity
 from optimize.precision.sensitivity import subject
 from optimize.precision.table import sensitivity_markdown, sensitivity_rows
+from optimize.run.job import Job
 from optimize.run.reopened import artifact_of, reopen_run
 from optimize.store.objects import Store
 from optimize.store.pruning import prunable
@@ -99,6 +101,40 @@ def test_a_run_is_opened_again_with_what_its_artifacts_were_made_from(copied_sto
         subject(artifact_of(session, "tiny", "qat").artifact, None)
     with pytest.raises(UserError, match="another --seed than 1"):
         reopen_run(copied_store, "tiny", SILENT, seed=1, device="cpu")
+
+
+@pytest.mark.slow
+def test_a_run_that_left_unreadable_images_out_is_opened_to_do_so_again(copied_store: Path) -> None:
+    for wanted in (False, True):
+        session, _ = reopen_run(copied_store, "tiny", SILENT, device="cpu", skip_unreadable=wanted)
+        assert session.context.skip_unreadable == wanted
+        session.close()
+    path = copied_store / "tiny" / "report.json"
+    report = json.loads(path.read_text())
+    report["rows"][0]["pairs"][0]["measured"]["accuracy"]["left_out"] = 1
+    path.write_text(json.dumps(report))
+    session, _ = reopen_run(copied_store, "tiny", SILENT, device="cpu")
+    assert session.context.skip_unreadable
+    session.close()
+
+
+def test_both_commands_take_the_option_that_the_refusal_of_an_unreadable_image_names(monkeypatch) -> None:
+    seen: list[object] = []
+
+    def reopened(*_: object, skip_unreadable: bool, **__: object) -> NoReturn:
+        seen.append(skip_unreadable)
+        raise UserError("enough")
+
+    def searched(job: Job, *_: object) -> NoReturn:
+        seen.append(job.skip_unreadable)
+        raise UserError("enough")
+
+    monkeypatch.setattr("optimize.run.reopened.reopen_run", reopened)
+    monkeypatch.setattr("optimize.precision.command.search_job", searched)
+    for words in (["sensitivity", "tiny"], ["search", "resnet18"]):
+        for more in ([], ["--skip-unreadable"]):
+            assert CliRunner().invoke(cli.app, [*words, *more]).exit_code == 2
+    assert seen == [False, True, False, True]
 
 
 @pytest.mark.slow
