@@ -19,7 +19,7 @@ class Figure(Record):
 
     ``difference`` is of top-1, to the float graph by the same execution on the same images; ``sqnr_db`` of the logits,
     to that graph's (None where they are equal). ``won_ms`` is how much less time an image takes than before the
-    quantization in question, and ``speedup`` how many times as fast it is; both of turns that were taken together.
+    quantization in question, of turns that were taken together.
     """
 
     top1: float
@@ -27,7 +27,6 @@ class Figure(Record):
     sqnr_db: float | None
     p50: float
     won_ms: float
-    speedup: Ratio
 
 
 class Layer(Record):
@@ -59,7 +58,7 @@ class Sensitivity(Record):
     images: int
     top1: float
     p50: float
-    whole: Figure | Skip
+    whole: Figure
     layers: tuple[Layer, ...]
     timing: Timing
     cpu: str

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from optimize.measure.accuracy import Answers, parity
 from optimize.measure.bench import Bench, Candidate
-from optimize.measure.latency import Speed, compare
+from optimize.measure.latency import Speed
 from optimize.measure.machine import machine
 from optimize.measure.rows import Difference, Skip
 from optimize.measure.statistics import paired_difference
@@ -178,5 +178,4 @@ def _figure(expected: Answers, found: Answers, own: Speed, slow: Speed, fast: Sp
         sqnr_db=parity(expected, found, "float").sqnr_db,
         p50=statistics.median(own.medians()),
         won_ms=statistics.median(before - after for before, after in zip(won(slow), won(fast), strict=True)),
-        speedup=compare(slow, fast),
     )

@@ -129,8 +129,7 @@ def _nothing(found: Found, choice: Choice) -> str:
     quickest, name = choice.quickest
     return (
         f"Nothing keeps the budget of {found.budget.max_drop * 100:g} points and {number(limit, 'ms')}: the lowest "
-        f"latency is that of {name}, {number(quickest, 'ms')}"
-        + (f", which {choice.refused[name]}." if name in choice.refused else ".")
+        f"latency is that of {name}, {number(quickest, 'ms')}, which {choice.refused[name]}."
     )
 
 

@@ -84,7 +84,7 @@ def caption(found: Sensitivity) -> str:
         f"{found.title}, {found.parent} by {found.runs_on} on {found.cpu}; top-1 in points from the float graph's "
         f"{found.top1 * 100:.2f} % on the same {found.images:,} images; SQNR of the logits; milliseconds that one "
         f"image takes less with the layer in int8 than with it in float (float graph: {number(found.p50, 'ms')}; "
-        f"whole: {number(found.whole.p50, 'ms') if isinstance(found.whole, Figure) else found.whole})"
+        f"whole: {number(found.whole.p50, 'ms')})"
     )
 
 

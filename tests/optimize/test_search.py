@@ -327,7 +327,6 @@ def test_sensitivity_tells_the_broken_layer_from_another(bench, monkeypatch) -> 
     config = OPEN.model_copy(update={"keep_float": others})
     found, keys = sensitivity(bench.session, fused(bench), config, timing=QUICK, devices=("cpu",))
     assert tuple(layer.name for layer in found.layers) == looked_at
-    assert isinstance(found.whole, Figure)
     assert found.whole.difference.delta < -0.3
     for layer in found.layers:
         alone, all_but, broken = layer.alone, layer.all_but, layer.name == BROKEN
@@ -633,6 +632,16 @@ def ended_with(choice: Choice, **changes: Any) -> Found:
 
 def told(choice: Choice, **changes: Any) -> list[str]:
     return list(why(ended_with(choice, **changes), choice, []))
+
+
+def test_it_says_what_the_lowest_latency_is_where_nothing_keeps_the_budget() -> None:
+    budget = Budget(max_drop=0.05, max_latency_ms=3.0, bits=(8, 32))
+    cases = (Case("baseline", 10), Case("broken", 2, int8=True, lost=6), Case("slow", 12, int8=True))
+    said = told(chosen(*cases, max_latency_ms=3.0), budget=budget, judged=None)
+    assert said[-1] == (
+        "Nothing keeps the budget of 5 points and 3.00 ms: the lowest latency is that of broken@e, 2.00 ms, "
+        "which loses 6.00 points."
+    )
 
 
 def test_it_says_so_where_int8_loses() -> None:

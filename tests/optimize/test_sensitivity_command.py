@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from optimize import cli
 from optimize.listener import SILENT
-from optimize.measure.rows import Difference, Ratio, Skip
+from optimize.measure.rows import Difference, Skip
 from optimize.measure.timing import Timing
 from optimize.precision.chart import sensitivity_svg
 from optimize.precision.records import Figure, Layer, Sensitivity
@@ -37,7 +37,6 @@ def figure(delta: float, won: float) -> Figure:
         sqnr_db=21.25,
         p50=3.0,
         won_ms=won,
-        speedup=Ratio(value=1.1, low=1.0, high=1.2, coverage=0.98, slower=False),
     )
 
 
