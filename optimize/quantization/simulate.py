@@ -100,8 +100,8 @@ def each_alone(prepared: fx.GraphModule, plain: fx.GraphModule) -> Iterator[tupl
 
     Args:
         prepared: with observers that have seen images; it is not changed.
-        plain: the same, of which only the weights are read: those of the float network, where ``prepared`` may have
-            some that were cut to a range.
+        plain: the same with the float network's weights, where ``prepared`` may have some that were cut to a range; its
+            observers need not have seen anything.
 
     Yields:
         The layer's name, and the model: always the same object, which is another one as soon as the next is asked for.
