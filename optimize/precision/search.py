@@ -30,16 +30,7 @@ from optimize.precision.layers import layers_of, ranks
 from optimize.precision.methods import METHODS, MethodName, given_back
 from optimize.precision.records import Budget, Found, Trial
 from optimize.precision.sentences import Choice, why
-from optimize.precision.trials import (
-    Bed,
-    Mixed,
-    Precisions,
-    fastest_execution,
-    named,
-    require_engine,
-    require_execution,
-    shared_executions,
-)
+from optimize.precision.trials import Bed, Mixed, Precisions, choose_execution, require_engine, require_execution
 from optimize.run.drop import within
 from optimize.run.halves import Halves, Right, halves
 from optimize.run.results import Measurements, measure
@@ -48,7 +39,6 @@ from optimize.run.turns import Turns
 from optimize.store.artifact import Artifact
 from serve.config import Config
 from serve.runtime.errors import EngineError, PipelineError, UserError
-from serve.runtime.execution import Execution
 
 #: Trials that are measured once more at the end, in turns with everything else.
 _FINALISTS = 3
@@ -213,7 +203,7 @@ def search(
     unable = ""
     with bench:
         try:
-            execution = _execution(bed, float_graph, by)
+            execution = choose_execution(bed, float_graph, by.execution)
             ledger = _Ledger(bed, Candidate(float_graph, execution), right, halves(right), by)
             _run(ledger, order)
         except _SpentError:
@@ -272,25 +262,6 @@ def _order(
         return list(layers), frozenset()
     found, key = ranks(session, parent, ptq)
     return sorted(layers, key=lambda name: found.get(name, 0.0)), frozenset({key})
-
-
-def _execution(bed: Bed, float_graph: Artifact, by: Search) -> Execution:
-    """What all trials are run by.
-
-    Where the gate does not even let the fully quantized network pass, there is nothing to time: then it is the first
-    that runs the float graph.
-
-    Raises:
-        UserError: the wanted one is none of them.
-        EngineError: there is none.
-    """
-    try:
-        graph = bed.make(Precisions()).graph.artifact
-    except (UserError, EngineError):
-        raise
-    except PipelineError:
-        return named(shared_executions(bed, float_graph, float_graph), by.execution, "the float graph")[0]
-    return fastest_execution(bed, float_graph, graph, by.execution)
 
 
 def _run(ledger: _Ledger, order: list[str]) -> None:

@@ -241,3 +241,22 @@ def fastest_execution(bed: Bed, float_graph: Artifact, graph: Artifact, wanted: 
             bed.bench.release(candidate)
     assert best is not None
     return candidates[best].execution
+
+
+def choose_execution(bed: Bed, float_graph: Artifact, wanted: str | None) -> Execution:
+    """What all trials of a search are run by: the fastest of the fully quantized graph, or the one wanted.
+
+    Where the gate does not even let the fully quantized network pass, there is nothing to time: then it is the first
+    that runs the float graph.
+
+    Raises:
+        UserError: the wanted one is none of them.
+        EngineError: there is none.
+    """
+    try:
+        graph = bed.make(Precisions()).graph.artifact
+    except (UserError, EngineError):
+        raise
+    except PipelineError:
+        return named(shared_executions(bed, float_graph, float_graph), wanted, "the float graph")[0]
+    return fastest_execution(bed, float_graph, graph, wanted)

@@ -42,7 +42,7 @@ from optimize.precision.search import Search, choose, search
 from optimize.precision.sensitivity import sensitivity
 from optimize.precision.sentences import Choice, why
 from optimize.precision.table import print_search
-from optimize.precision.trials import Bed, named
+from optimize.precision.trials import Bed, choose_execution, named
 from optimize.run import pipeline
 from optimize.run.halves import Halves, halves
 from optimize.run.job import Job, open_job
@@ -478,12 +478,12 @@ def test_where_the_gate_lets_nothing_pass_trials_run_by_an_execution_that_works(
 
         monkeypatch.setattr(measuring.Bench, "probe", probe)
         bed = Bed(session, own, parent, refusing, OnnxInt8())
-        assert searching._execution(bed, graph, Search()) == second
-        assert searching._execution(bed, graph, Search(execution=execution_id(second))) == second
+        assert choose_execution(bed, graph, None) == second
+        assert choose_execution(bed, graph, execution_id(second)) == second
         with pytest.raises(
             UserError, match=f"no execution '{first.engine}' of the float graph here; use {second.engine}"
         ):
-            searching._execution(bed, graph, Search(execution=first.engine))
+            choose_execution(bed, graph, first.engine)
 
 
 def test_what_is_no_float_module_cannot_be_searched(bench) -> None:
