@@ -71,15 +71,37 @@ def calibrating(config: Ptq, context: Context) -> Loader:
     return dataclasses.replace(context, seed=seed).calibration(config.images)
 
 
+def observer_of(
+    config: Ptq,
+    observed: Callable[[Observer], fx.GraphModule],
+    module: nn.Module,
+    context: Context,
+    shown: Loader,
+) -> tuple[Observer, str]:
+    """Which observer the activations have: that of the settings, or what ``auto`` comes to.
+
+    Args:
+        config: the settings.
+        observed: see `observing`.
+        module: the float network, in eval mode.
+        context: preprocessing and device.
+        shown: see `calibrating`.
+
+    Returns:
+        Its name, and a note of what ``auto`` tried, empty where it was not asked for.
+    """
+    if config.observer != "auto":
+        return config.observer, ""
+    return best_observer(observed, module, context, shown)
+
+
 def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
     target = target_named(config.target)
     example = context.example()
     chosen = resolve(next(parent.line()).module, config)
     observed = observing(parent.module(), config, chosen, example)
     shown = calibrating(config, context)
-    observer, tried = config.observer, ""
-    if observer == "auto":
-        observer, tried = best_observer(observed, parent.module(), context, shown)
+    observer, tried = observer_of(config, observed, parent.module(), context, shown)
     prepared = observed(observer)
     overridden = (tried, *overrides_note(prepared, chosen)) if tried else overrides_note(prepared, chosen)
     prepared.to(context.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +12,7 @@ from torch import fx
 
 from optimize.context import Context
 from optimize.measure.machine import versions
-from optimize.passes.ptq import Ptq, calibrating, observing
+from optimize.passes.ptq import Ptq, calibrating, observer_of, observing
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.calls import called_layer
 from optimize.quantization.choices import resolve
@@ -39,7 +40,7 @@ def layers_of(parent: Artifact, config: Ptq, context: Context) -> dict[str, int]
         UserError: there is none.
     """
     found: dict[str, int] = {}
-    for name, layer in weighted(_observed(parent, config, context)).items():
+    for name, layer in weighted(_observed(parent, config, context)("minmax")).items():  # by whichever observer
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         found.setdefault(called_layer(name), weight.numel())
     if not found:
@@ -77,10 +78,13 @@ def ranks(session: Session, parent: Artifact, config: Ptq) -> tuple[dict[str, fl
 
 
 def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
-    prepared = _observed(parent, config, context).to(context.device)
-    calibrate(prepared, context, calibrating(config, context))
+    observed, shown = _observed(parent, config, context), calibrating(config, context)
+    observer, _ = observer_of(config, observed, parent.module(), context, shown)
+    prepared = observed(observer).to(context.device)
+    calibrate(prepared, context, shown)
     # What is cut of the weights of all layers would count for each.
-    plain = _observed(parent, config.model_copy(update={"weight_observer": "minmax"}), context).to(context.device)
+    whole = config.model_copy(update={"weight_observer": "minmax"})
+    plain = _observed(parent, whole, context)(observer).to(context.device)
     images = normalise(context.pixels(_JUDGED), context.preprocessing, context.device, torch.float32)
     found: dict[str, float] = {}
     with torch.no_grad():
@@ -92,9 +96,7 @@ def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
     return found
 
 
-def _observed(parent: Artifact, config: Ptq, context: Context) -> fx.GraphModule:
-    """The network with what watches its tensors, as ``ptq`` would make it."""
-    # Which observer is best is found for the whole network, and hardly matters for an order.
-    observer: Observer = "histogram" if config.observer == "auto" else config.observer
+def _observed(parent: Artifact, config: Ptq, context: Context) -> Callable[[Observer], fx.GraphModule]:
+    """What makes the network with what watches its tensors, as ``ptq`` would."""
     chosen = resolve(next(parent.line()).module, config)
-    return observing(parent.module(), config, chosen, context.example())(observer)
+    return observing(parent.module(), config, chosen, context.example())
