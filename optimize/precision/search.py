@@ -200,16 +200,17 @@ def search(
     bed.keys.update(start.keys | ranked)
     right = start.right[_first(start.rows)]
     ledger: _Ledger | None = None
-    unable = ""
+    remarks: list[str] = []
     with bench:
         try:
-            execution = choose_execution(bed, float_graph, by.execution)
+            execution, untimed = choose_execution(bed, float_graph, by.execution)
+            remarks += [f"{remark}." for remark in untimed]
             ledger = _Ledger(bed, Candidate(float_graph, execution), right, halves(right), by)
             _run(ledger, order)
         except _SpentError:
-            unable = f"No more trials were allowed than {by.max_trials}."
+            remarks.append(f"No more trials were allowed than {by.max_trials}.")
         except EngineError as error:
-            unable = f"INT8 was not tried: {error}."
+            remarks.append(f"INT8 was not tried: {error}.")
     finalists = ledger.best()[:_FINALISTS] if ledger else []
     mixed = {key: found for key, _, found in finalists}
     steps = [*floats, *(step for found in mixed.values() for step in found.steps)]
@@ -239,7 +240,7 @@ def search(
         timing=timing,
         cpu=str(machine(session.context.device)["cpu"]),
     )
-    said = why(found, choice, [name for name in (unable,) if name])
+    said = why(found, choice, remarks)
     return found.model_copy(update={"why": said}), frozenset(bed.keys)
 
 

@@ -82,7 +82,7 @@ def sensitivity(
         bed.note([float_graph])
         require_execution(bench, float_graph, execution)
         whole_graph = bed.make(Precisions()).graph.artifact
-        chosen = fastest_execution(bed, float_graph, whole_graph, execution)
+        chosen, _ = fastest_execution(bed, float_graph, whole_graph, execution)
         start, whole = Candidate(float_graph, chosen), Candidate(whole_graph, chosen)
         expected = bed.answers(start)
 

@@ -132,17 +132,28 @@ class Bed:
         Raises:
             PipelineError: one of them could not be timed. Nothing of it is kept: the next time it may be.
         """
+        found, untimed = self.times(candidates)
+        if untimed:
+            raise PipelineError(untimed[0])
+        return found
+
+    def times(self, candidates: Sequence[Candidate]) -> tuple[dict[str, Speed], tuple[str, ...]]:
+        """Times of those pairs that could be timed, by id, of turns that they took; and of each of the others why not.
+
+        Nothing is kept where there is one without: the next time it may be timed.
+        """
         kept = self.bench.speed(candidates, beside_eager=False)
         self.cost.add(kept)
-        if skipped := kept.value.skipped:
+        skipped = kept.value.skipped
+        if skipped:
             self.bench.store.forget(kept.key)
             for candidate in candidates:
                 if candidate.id in skipped:  # its process may be what has failed
                     self.bench.release(candidate)
-            name, reason = next(iter(skipped.items()))
-            raise PipelineError(f"{name} could not be timed: {reason}")
-        self.keys.add(kept.key)
-        return dict(kept.value.speeds)
+        else:
+            self.keys.add(kept.key)
+        said = tuple(f"{name} could not be timed: {reason}" for name, reason in skipped.items())
+        return dict(kept.value.speeds), said
 
     def note(self, artifacts: Iterable[Artifact]) -> None:
         """Take note of what artifacts consist of, their ancestors included."""
@@ -223,40 +234,48 @@ def shared_executions(bed: Bed, first: Artifact, second: Artifact) -> list[Execu
     return works
 
 
-def fastest_execution(bed: Bed, float_graph: Artifact, graph: Artifact, wanted: str | None) -> Execution:
+def fastest_execution(
+    bed: Bed, float_graph: Artifact, graph: Artifact, wanted: str | None
+) -> tuple[Execution, tuple[str, ...]]:
     """The execution that runs the quantized graph fastest, of those that run the float one, too; or the one wanted.
+
+    Returns:
+        It, and what there is to say of those that it could not be compared with; the session's listener was told.
 
     Raises:
         UserError: the wanted one is none of them.
-        EngineError: there is none.
+        EngineError: there is none, or of several none could be timed.
     """
     works = named(shared_executions(bed, float_graph, graph), wanted, "both the float and the int8 graph")
     if len(works) == 1:
-        return works[0]
+        return works[0], ()
     candidates = {candidate.id: candidate for candidate in (Candidate(graph, execution) for execution in works)}
     try:
-        best = fastest(bed.speeds(list(candidates.values())), candidates)
+        speeds, untimed = bed.times(list(candidates.values()))
     finally:
         for candidate in candidates.values():
             bed.bench.release(candidate)
-    assert best is not None
-    return candidates[best].execution
+    best = fastest(speeds, candidates)
+    if best is None:
+        raise EngineError("; ".join(untimed))
+    remarks = tuple(f"{reason}; {best} is the fastest of the others" for reason in untimed)
+    for remark in remarks:
+        bed.session.context.listener.said(remark)
+    return candidates[best].execution, remarks
 
 
-def choose_execution(bed: Bed, float_graph: Artifact, wanted: str | None) -> Execution:
+def choose_execution(bed: Bed, float_graph: Artifact, wanted: str | None) -> tuple[Execution, tuple[str, ...]]:
     """What all trials of a search are run by: the fastest of the fully quantized graph, or the one wanted.
 
     Where the gate does not even let the fully quantized network pass, there is nothing to time: then it is the first
     that runs the float graph.
 
-    Raises:
-        UserError: the wanted one is none of them.
-        EngineError: there is none.
+    Returns, raises: as `fastest_execution`.
     """
     try:
         graph = bed.make(Precisions()).graph.artifact
     except (UserError, EngineError):
         raise
     except PipelineError:
-        return named(shared_executions(bed, float_graph, float_graph), wanted, "the float graph")[0]
+        return named(shared_executions(bed, float_graph, float_graph), wanted, "the float graph")[0], ()
     return fastest_execution(bed, float_graph, graph, wanted)
