@@ -38,11 +38,11 @@ HEADS = (
     "method",
     "trials to the first that holds",
     "trials in all",
-    "not int8",
-    "top-1, other half",
-    "p50 ms",
-    "fastest float ms",
+    "fewest not int8",
     "returned",
+    "its top-1, other half",
+    "its p50 ms",
+    "fastest float ms",
 )
 _MARK = "<!-- measured -->"
 
@@ -95,10 +95,10 @@ def row(case: Case, method: MethodName, found: Found) -> tuple[str, ...]:
         "not reached" if effort.first is None else str(effort.first),
         str(effort.trials),
         f"{effort.left} of {effort.layers}",
+        found.pair or "nothing",
         points(judged.delta) if judged else "–",
         number(found.p50),
         number(found.fastest_float_p50),
-        found.pair or "nothing",
     )
 
 
@@ -149,6 +149,12 @@ def searches(options: argparse.Namespace, timing: Timing) -> Iterator[tuple[Case
                         yield Case(network, setting, target), method, found
 
 
+def write_into(page: Path, text: str) -> None:
+    """Replace what stands behind the mark of a page, or append it with one; a page that there is not is made."""
+    before = page.read_text(encoding="utf-8").partition(_MARK)[0] if page.exists() else ""
+    page.write_text(f"{before}{_MARK}\n\n{text}", encoding="utf-8")
+
+
 def _numbers(words: str) -> tuple[float, ...]:
     return tuple(map(float, words.split(",")))
 
@@ -168,6 +174,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--trust-checkpoint", action="store_true")
     parser.add_argument("--write", type=Path, help="the page to write the table into")
     options = parser.parse_args(words)
+    if options.write is not None and not options.write.parent.is_dir():
+        parser.error(f"--write {options.write}: there is no folder {options.write.parent}")
     noise.silence()
     rows, efforts, chose, cpu = [], dict[Case, dict[MethodName, Effort]](), 0, ""
     for case, method, found in searches(options, Timing(batch_sizes=(1,), rounds=options.rounds)):
@@ -185,8 +193,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     sys.stdout.write(text)
     if options.write is not None:
-        page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(f"{page.partition(_MARK)[0]}{_MARK}\n\n{text}", encoding="utf-8")
+        write_into(options.write, text)
     return 0
 
 

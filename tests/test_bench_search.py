@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from benchmarks.search import Case, Effort, row, sooner
+from pathlib import Path
+
+import pytest
+
+from benchmarks.search import HEADS, Case, Effort, main, row, sooner, write_into
 from optimize.measure.rows import Difference, Judgement
 from optimize.measure.timing import Timing
 from optimize.precision.records import Budget, Found, Trial
@@ -46,8 +50,8 @@ def test_an_effort_is_the_first_trial_that_holds_all_of_them_and_the_smallest_se
 def test_a_line_has_them_and_what_was_returned() -> None:
     cells = row(CASE, "greedy", found((0, False), (1, False), (2, True)))
     assert cells[:6] == ("ResNet-20, per tensor", "0.5", "greedy", "3", "3", "2 of 5")
-    assert cells[6] == "−0.20"
-    assert cells[9] == "onnx-int8@openvino"
+    assert cells[6:] == ("onnx-int8@openvino", "−0.20", "2.00", "4.00")
+    assert len(cells) == len(HEADS)
     assert row(CASE, "greedy", found((0, False)))[3] == "not reached"
 
 
@@ -64,3 +68,19 @@ def test_searches_that_ended_with_their_first_trial_are_not_counted() -> None:
         "left 6 of 10 layers in float."
     )
     assert "In none of 1 searches" in sooner({CASE: easy})  # type: ignore[dict-item]
+
+
+def test_the_table_takes_the_place_of_the_one_before_and_a_page_is_made_where_there_is_none(tmp_path: Path) -> None:
+    page = tmp_path / "search.md"
+    for text in ("first\n", "second\n"):
+        write_into(page, text)
+        assert page.read_text() == f"<!-- measured -->\n\n{text}"
+    page.write_text("# Search\n\n<!-- measured -->\n\nNo table stands here yet.\n")
+    write_into(page, "third\n")
+    assert page.read_text() == "# Search\n\n<!-- measured -->\n\nthird\n"
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_hours_of_searches(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--data", "digits", "--write", str(tmp_path / "none" / "page.md")])
+    assert ended.value.code == 2
