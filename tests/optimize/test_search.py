@@ -276,7 +276,7 @@ def test_a_trial_that_could_not_be_timed_holds_as_it_held_and_is_timed_the_next_
         return turn(worker, size, timing)
 
     monkeypatch.setattr(Worker, "turn", breaking)
-    noted = noting(released, measuring.Bench.release, lambda _, candidate: candidate.id)
+    noted = noting(released, measuring.Bench.release, lambda self, candidate: candidate.id)
     monkeypatch.setattr(measuring.Bench, "release", noted)
     by = Search(max_drop=BUDGET)
     found, keys = search(once.session, once.baseline, by, ptq=OPEN, timing=timing, devices=("cpu",))
