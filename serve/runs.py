@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,12 +17,9 @@ from filelock import FileLock, Timeout
 
 from serve import layout
 from serve.hints import command
-from serve.options import ServingOptions
-from serve.runtime.card import CARD_FILE, read_card
-from serve.runtime.engines.base import engines, engines_for
+from serve.runtime.card import CARD_FILE
 from serve.runtime.errors import CardError, UserError, did_you_mean
-from serve.torchserve.archive import build_archive, check_archive, check_model_name
-from serve.torchserve.staging import Pack
+from serve.torchserve.archive_file import check_archive, check_model_name
 from serve.torchserve.state import ServedModel
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -92,74 +89,6 @@ def find_target(word: str, data: str | None = None) -> Target:
     module, colon, rest = word.rpartition(":")
     run, _, artifact = rest.partition("/")
     return Target(find_run(f"{module}{colon}{run}", data), artifact or None, named["name"] if named else None)
-
-
-def package_run(
-    store: Path,
-    run: str,
-    options: ServingOptions | None = None,
-    on_packed: Callable[[Path, float], None] = lambda archive, share: None,
-) -> list[Path]:
-    """Build an archive of every artifact of a run.
-
-    Args:
-        store: holds the run.
-        run: its name.
-        options: how they are served otherwise than the run decided.
-        on_packed: called with each archive, and which share of the run's bytes is packed with it.
-
-    Raises:
-        UserError: the run is not in the store, or has no artifacts, or none that one of the engines opens.
-        CardError: an artifact's folder is not whole.
-    """
-    artifacts = artifact_folders(store, run)
-    if options is not None:
-        _check_engines(run, artifacts, options)
-    sizes = [sum(file.stat().st_size for file in artifact.iterdir()) for artifact in artifacts]
-    packed = []
-    for number, artifact in enumerate(artifacts, 1):
-        archive = layout.archive_path(store, run, artifact.name)
-        packed.append(build_archive(artifact, archive, model_name=model_name(run, artifact.name), options=options))
-        on_packed(archive, sum(sizes[:number]) / sum(sizes))
-    return packed
-
-
-def _check_engines(run: str, artifacts: Sequence[Path], options: ServingOptions) -> None:
-    """See that every engine that is named opens something."""
-    if not options.engines:
-        return
-    opens = {entry.name for artifact in artifacts for entry in engines_for(read_card(artifact))}
-    for word in options.engines:
-        if word.partition("[")[0] not in opens:
-            raise UserError(f"{word} opens no artifact of {run}; what opens them is {', '.join(sorted(opens))}")
-
-
-def repacking(store: Path, selection: Selection, options: ServingOptions, device: DeviceChoice = "auto") -> Pack | None:
-    """What packs the selected artifacts, served otherwise than their archives say; None: nothing differs.
-
-    Args:
-        store: holds the runs.
-        selection: what is to be served.
-        options: what differs.
-        device: ``cuda`` puts the executions on a GPU before the others.
-
-    Raises:
-        UserError: an engine that is named opens none of them.
-    """
-    if device == "cuda":
-        on_gpu = [f"{name}[cuda]" for name, entry in engines().items() if "cuda" in entry.devices]
-        options = options.model_copy(update={"engines": (*options.engines, *on_gpu)})
-    elif not options.model_fields_set:
-        return None
-    models = [ServedModel.of(name, path) for name, path in selection.archives.items()]
-    folders = {model.name: layout.artifact_folder(store, model.run, model.artifact) for model in models}
-    if device != "cuda":
-        _check_engines(", ".join(dict.fromkeys(model.run for model in models)), list(folders.values()), options)
-
-    def pack(model: str, destination: Path) -> Path:
-        return build_archive(folders[model], destination, model_name=model, options=options)
-
-    return pack
 
 
 def select(

@@ -27,7 +27,7 @@ from serve.runtime.card import CARD_FILE, Card, sha256_file
 from serve.runtime.decoders.base import decoders
 from serve.runtime.engines.base import engines
 from serve.runtime.errors import UserError
-from serve.torchserve.archive import check_archive, serving_in
+from serve.torchserve.archive_file import check_archive, serving_in
 
 if TYPE_CHECKING:
     from cyclonedx.model.bom import Bom

@@ -16,9 +16,10 @@ from pydantic import ConfigDict, Field
 
 from serve.config import Config
 from serve.copying import copy_file, private_copy, remove_copy
-from serve.runtime.card import Card, load_card
+from serve.runtime.card import load_card
 from serve.runtime.errors import UserError
 from serve.signing import SignatureError, check_signature, signature_path
+from serve.torchserve.archive_file import archived_name, check_archive
 
 #: A store's own settings.
 SETTINGS_FILE = "serve.toml"
@@ -132,13 +133,16 @@ def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, run
 
 
 def _check_archive(source: Path, copy: Path, policy: Policy, runs_its_code: bool) -> None:
-    from serve.torchserve import archive  # imports torch
-
-    card: Card = archive.check_archive(copy)
+    card = check_archive(copy)
     if policy.keys:
-        if (name := archive.archived_name(copy)) != source.stem:
+        if (name := archived_name(copy)) != source.stem:
             raise SignatureError(f"{source}: is the signed archive of {name}, and not of {source.stem}")
-    elif runs_its_code and not policy.foreign_code and (foreign := archive.foreign_parts(copy, card)):
+        return
+    if not runs_its_code or policy.foreign_code:
+        return
+    from serve.torchserve.archive import foreign_parts  # imports torch
+
+    if foreign := foreign_parts(copy, card):
         raise SignatureError(
             f"{source}: holds what this installation would not pack ({foreign[0]}), and TorchServe would run it: pack "
             f"it again with `python -m serve package`, have it signed and start with --require-signed, or start with "

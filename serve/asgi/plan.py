@@ -14,7 +14,7 @@ from serve import runs
 from serve.asgi.loading import Wanted
 from serve.config import Config
 from serve.runtime.errors import UserError
-from serve.torchserve.archive import MODEL_VERSION, check_model_name
+from serve.torchserve.archive_file import MODEL_VERSION, check_model_name
 
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 

@@ -35,8 +35,9 @@ def package(
     with what that bundles, and Java.
     """
     with reported():
+        from serve.packing import package_run
         from serve.progress import shown
-        from serve.runs import find_run, package_run
+        from serve.runs import find_run
         from serve.sbom import write_sbom
         from serve.signing import sign as sign_archive
 

@@ -77,6 +77,7 @@ def start(
     """
     with reported("error: interrupted: the server was stopped"):
         from serve import runs
+        from serve.packing import repacking
         from serve.progress import shown
         from serve.torchserve import server
         from serve.torchserve.configuration import Ports, check_host
@@ -98,7 +99,7 @@ def start(
                 limits=limits,
                 default_model=selection.default_model,
                 gpus=0 if device == "cpu" else None,
-                pack=runs.repacking(store, selection, options, device),  # type: ignore[arg-type]
+                pack=repacking(store, selection, options, device),  # type: ignore[arg-type]
                 policy=policy_of(store, require_signed or (), foreign_code=foreign_code),
                 strict=strict_start,
                 left_out=selection.left_out,
@@ -131,14 +132,14 @@ def add(
 ) -> None:
     """Serve more, of any run of the store, while the server goes on; all of it or nothing."""
     with reported():
-        from serve import runs
+        from serve.packing import repacking
         from serve.progress import shown
         from serve.torchserve import live
         from serve.verified import policy_of
 
         the_running(store)
         selection = _selected(store, targets, artifact, data, device, strict=True)
-        pack = runs.repacking(store, selection, options, device)  # type: ignore[arg-type]
+        pack = repacking(store, selection, options, device)  # type: ignore[arg-type]
         policy = policy_of(store, require_signed or (), foreign_code=foreign_code)
         with shown("add") as bar:
             live.add(
@@ -171,7 +172,7 @@ def replace(
     answered those that it had accepted. Where the new one does not come up, the old one goes on.
     """
     with reported():
-        from serve import runs
+        from serve.packing import repacking
         from serve.progress import shown
         from serve.torchserve import live
         from serve.verified import policy_of
@@ -179,7 +180,7 @@ def replace(
         old = the_running(store).model(name)
         word = f"{name}={target or f'{old.run}/{old.artifact}'}"
         selection = _selected(store, [word], None, data, device, strict=True)
-        pack = runs.repacking(store, selection, options, device)  # type: ignore[arg-type]
+        pack = repacking(store, selection, options, device)  # type: ignore[arg-type]
         policy = policy_of(store, require_signed or (), foreign_code=foreign_code)
         with shown("replace") as bar:
             archive = selection.archives[name]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from serve.runtime.errors import UserError
-from serve.torchserve.archive import MODEL_VERSION, with_version
+from serve.torchserve.archive_file import MODEL_VERSION, with_version
 from serve.torchserve.state import ServedModel
 from serve.verified import Policy, verified_copy
 

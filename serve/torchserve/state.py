@@ -14,7 +14,7 @@ from typing import Self
 from serve import layout
 from serve.client import Client
 from serve.runtime.errors import UserError
-from serve.torchserve.archive import MODEL_VERSION
+from serve.torchserve.archive_file import MODEL_VERSION
 from serve.torchserve.configuration import HOST, Ports
 from serve.torchserve.identity import Identity, lock
 from serve.torchserve.limits import Limits

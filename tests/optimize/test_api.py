@@ -21,7 +21,7 @@ from optimize.data.pixels import decoded
 from optimize.data.records import ImageData, Split
 from serve.runtime.card import load_card
 from serve.runtime.errors import UserError
-from serve.torchserve.archive import check_archive
+from serve.torchserve.archive_file import check_archive
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 

@@ -12,7 +12,7 @@ import pytest
 from optimize.measure.rows import Row
 from optimize.run.publishing import evidence_of, preferred_executions
 from serve.options import ServingOptions
-from serve.runs import package_run
+from serve.packing import package_run
 from serve.runtime.card import Card, Preprocessing
 from serve.runtime.engines.base import pair_id
 from serve.runtime.execution import Execution

@@ -25,7 +25,8 @@ from serve.runtime.errors import CardError, EngineError, UserError
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.serving import Serving
-from serve.torchserve.archive import MANIFEST_FILE, build_archive, check_archive
+from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_file import MANIFEST_FILE, check_archive
 from tests.serve import artifacts
 
 

@@ -31,7 +31,7 @@ from serve.asgi.plan import Plan, versions_of
 from serve.asgi.router import Router
 from serve.asgi.tokens import Tokens, make_token_file
 from serve.cli import app
-from serve.runs import package_run
+from serve.packing import package_run
 from serve.runtime.errors import RequestError, UserError
 from serve.runtime.stages import Stages
 from tests.serve import artifacts

@@ -26,7 +26,8 @@ from serve.runtime.card import CARD_FILE, read_card, sha256_file, write_card
 from serve.runtime.errors import CardError, EngineError, Refusal
 from serve.runtime.protocol import Request
 from serve.signing import sign
-from serve.torchserve.archive import build_archive, check_archive
+from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_file import check_archive
 from serve.verified import Policy
 from tests.serve import artifacts, bombs, crafted
 from tests.serve.own_server import Running, bearer

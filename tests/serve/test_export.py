@@ -32,7 +32,7 @@ from serve.export.pbtxt import text
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.serving import Serving
-from serve.torchserve.archive import check_archive
+from serve.torchserve.archive_file import check_archive
 from tests.serve import artifacts
 from tests.serve.test_asgi_process import running
 from tests.serve.test_signing import make_keys

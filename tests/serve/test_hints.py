@@ -51,3 +51,20 @@ def test_whoever_came_by_make_is_told_a_target(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("MAKELEVEL")
     assert target("serve", "serve start net", RUN="net") == command("serve start net")
     assert "MAKELEVEL" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "status", "stop", "remove m", "predict /nowhere.jpg", "renew-keys", "verify m.mar --key k.pub"]
+)
+def test_words_that_run_no_network_do_not_wait_for_torch(words: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; from serve import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'torchvision', 'onnxruntime', 'openvino', 'numpy'} & set(sys.modules)\n"
+        "print('heavy:', sorted(heavy), file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words.split()], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert result.stderr.splitlines()[-1] == "heavy: []"

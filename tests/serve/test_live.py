@@ -20,7 +20,8 @@ from serve import layout
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
 from serve.torchserve import live, server
-from serve.torchserve.archive import build_archive, with_version
+from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_file import with_version
 from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, read_state
 from tests.serve import artifacts

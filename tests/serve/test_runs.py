@@ -11,10 +11,12 @@ from filelock import FileLock
 
 from serve import layout, runs
 from serve.options import ServingOptions
+from serve.packing import repacking
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
-from serve.torchserve.archive import build_archive, check_archive, with_version
+from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_file import check_archive, with_version
 from tests.serve import artifacts
 
 
@@ -54,8 +56,8 @@ def test_who_asks_for_cuda_is_served_by_it_first_and_who_asks_for_nothing_as_it_
     folder = artifacts.torchscript(tmp_path / "small" / "artifacts" / "script")
     (folder / "serving.json").write_text(Serving((Execution("torchscript"), Execution("torchscript", "cuda"))).text)
     selection = runs.Selection({"small-script": tmp_path / "small" / "archives" / "small-script.mar"}, {}, "")
-    assert runs.repacking(tmp_path, selection, ServingOptions()) is None
-    pack = runs.repacking(tmp_path, selection, ServingOptions(k=2), "cuda")
+    assert repacking(tmp_path, selection, ServingOptions()) is None
+    pack = repacking(tmp_path, selection, ServingOptions(k=2), "cuda")
     assert pack is not None
     pack("small-script", tmp_path / "own.mar")
     with zipfile.ZipFile(tmp_path / "own.mar") as archive:

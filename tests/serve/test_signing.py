@@ -30,7 +30,8 @@ from serve.runtime.card import CARD_FILE, Card, load_card, parse_card, write_car
 from serve.runtime.errors import CardError, PipelineError, UserError
 from serve.signing import SignatureError, sign, signature_path, verify
 from serve.torchserve import server
-from serve.torchserve.archive import build_archive, check_archive
+from serve.torchserve.archive import build_archive
+from serve.torchserve.archive_file import check_archive
 from serve.verified import Policy, policy_of, verified_copy
 from tests.serve import artifacts
 from tests.serve.conftest import free_ports
