@@ -6,9 +6,9 @@ import itertools
 from typing import get_args
 
 import torch
-from torchvision.transforms.v2 import functional as transforms
 
 from optimize.data.records import Augmentation
+from serve.runtime.lean_torchvision import functional as transforms
 
 #: What is done to training images, in words for the first lines of a run.
 IN_WORDS: dict[Augmentation, str] = {

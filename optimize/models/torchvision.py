@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from torch import nn
-from torchvision import models
 
 from optimize.models.source import ModelSource
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError, did_you_mean, first_line
+from serve.runtime.lean_torchvision import models, torchvision
 
 
 def torchvision_source(name: str) -> ModelSource:

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from torchvision.io import ImageReadMode, decode_jpeg
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional as transforms
 
 from .budget import Budget
 from .card import Preprocessing
 from .headers import Header, faults_named, opened, read_header
+from .lean_torchvision import ImageReadMode, InterpolationMode, decode_jpeg
+from .lean_torchvision import functional as transforms
 
 _NO_BUDGET = Budget()
 

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional as transforms
 
 from ..card import Preprocessing
 from ..headers import Header
 from ..images import ELONGATED, fit
+from ..lean_torchvision import InterpolationMode
+from ..lean_torchvision import functional as transforms
 from .base import TINY_JPEG, Decoder, DecoderType, check_tiny, register
 
 # How many times larger than needed what is decoded stays at least: Pillow's `reducing_gap` of 2.0. Nearer to 1 the

@@ -1,0 +1,74 @@
+"""torchvision, imported without torch's compiler. Whatever imports torchvision in this project does so from here.
+
+torchvision (0.19 to 0.29) means to import ``torch._dynamo`` only where ``roi_align`` is compiled (pytorch/vision PR
+8436), and imports all of it for two functions: one that ``roi_align`` asks then, and the mark that ``tv_tensors.wrap``
+is not to be compiled. With torch 2.14 that is 1.7 of the 3.4 seconds of CPU time, and 157 MB, of every process that
+decodes a JPEG. Here it gets stand-ins of the two, which turn to the compiler when they are called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch  # torchvision's own first import, which must see no stand-in
+
+__all__ = ["ImageReadMode", "InterpolationMode", "decode_jpeg", "functional", "models", "torchvision"]
+
+_COMPILER, _UTILS = "torch._dynamo", "torch._dynamo.utils"
+
+
+def _is_compile_supported(device_type: str) -> bool:
+    supported: bool = importlib.import_module(_UTILS).is_compile_supported(device_type)
+    return supported
+
+
+def _disable(function: Callable[..., Any], recursive: bool = True, **more: Any) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def disabled(*args: Any, **kwargs: Any) -> Any:
+        if (compiler := sys.modules.get(_COMPILER)) is None:  # then nothing is being compiled
+            return function(*args, **kwargs)
+        return compiler.disable(function, recursive, **more)(*args, **kwargs)
+
+    return disabled
+
+
+def _stand_in(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__path__ = [f"{path}/_dynamo" for path in torch.__path__]
+
+    def of_the_compiler(attribute: str) -> Any:  # whatever else of it a version may ask for
+        if attribute.startswith("__"):  # `inspect` asks all modules for their files
+            raise AttributeError(attribute)
+        _take_away()
+        return getattr(importlib.import_module(name), attribute)
+
+    module.__getattr__ = of_the_compiler  # type: ignore[method-assign]
+    return module
+
+
+_STAND_INS = {} if _COMPILER in sys.modules else {name: _stand_in(name) for name in (_COMPILER, _UTILS)}
+
+
+def _take_away() -> None:
+    for name, module in _STAND_INS.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+
+
+if _STAND_INS:
+    _STAND_INS[_COMPILER].disable = _disable  # type: ignore[attr-defined]
+    _STAND_INS[_UTILS].is_compile_supported = _is_compile_supported  # type: ignore[attr-defined]
+    sys.modules |= _STAND_INS
+try:
+    import torchvision
+    from torchvision import models
+    from torchvision.io import ImageReadMode, decode_jpeg
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.v2 import functional
+finally:
+    _take_away()
