@@ -22,7 +22,7 @@ from optimize.precision.methods import METHODS, MethodName
 from optimize.precision.records import Found
 from optimize.precision.search import Search, search
 from optimize.precision.table import markdown
-from optimize.report.words import number, points
+from optimize.report.words import NONE, number, points
 from optimize.run.job import Job, open_job
 from optimize.training.loop import TrainingConfig
 
@@ -40,7 +40,7 @@ HEADS = (
     "trials in all",
     "fewest not int8",
     "returned",
-    "its top-1, other half",
+    "its top-1 less the baseline's, other half (95 %)",
     "its p50 ms",
     "fastest float ms",
 )
@@ -96,18 +96,18 @@ def row(case: Case, method: MethodName, found: Found) -> tuple[str, ...]:
         str(effort.trials),
         f"{effort.left} of {effort.layers}",
         found.pair or "nothing",
-        points(judged.delta) if judged else "–",
+        f"{points(judged.delta)} ({points(judged.low)} to {points(judged.high)})" if judged else NONE,
         number(found.p50),
         number(found.fastest_float_p50),
     )
 
 
 def sooner(efforts: dict[Case, dict[MethodName, Effort]]) -> str:
-    """In sentences which method took fewer trials, of the searches that had something to look for."""
+    """In sentences which method took fewer trials, of the cases that had something to look for."""
     told = [each for each in efforts.values() if any(effort.trials > 1 for effort in each.values())]
     if not told:
-        return f"In none of {len(efforts)} searches was there anything to look for: every layer could be int8."
-    said = [f"Of {len(efforts)} searches {len(told)} needed more than one trial."]
+        return f"In none of {len(efforts)} cases was there anything to look for: every layer could be int8."
+    said = [f"Of {len(efforts)} cases {len(told)} needed more than one trial."]
     for name in METHODS:
         own = [each[name] for each in told]
         reached = [effort.first for effort in own if effort.first is not None]
@@ -188,8 +188,8 @@ def main(words: Sequence[str] | None = None) -> int:
     libraries = ", ".join(f"{name} {known[name]}" for name in named if name in known)
     most = f", at most {options.max_trials} trials a search" if options.max_trials else ""
     text = (
-        f"{markdown(HEADS, rows)}\n{sooner(efforts)} {chose:,} images chose, {options.rounds} rounds timed{most}; "
-        f"{cpu}, {libraries}.\n"
+        f"{markdown(HEADS, rows)}\n{sooner(efforts)} {chose:,} images chose and the others judged, "
+        f"{options.rounds} rounds timed{most}; {cpu}, {libraries}.\n"
     )
     sys.stdout.write(text)
     if options.write is not None:

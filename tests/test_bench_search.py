@@ -50,7 +50,7 @@ def test_an_effort_is_the_first_trial_that_holds_all_of_them_and_the_smallest_se
 def test_a_line_has_them_and_what_was_returned() -> None:
     cells = row(CASE, "greedy", found((0, False), (1, False), (2, True)))
     assert cells[:6] == ("ResNet-20, per tensor", "0.5", "greedy", "3", "3", "2 of 5")
-    assert cells[6:] == ("onnx-int8@openvino", "−0.20", "2.00", "4.00")
+    assert cells[6:] == ("onnx-int8@openvino", "−0.20 (−1.00 to +1.00)", "2.00", "4.00")
     assert len(cells) == len(HEADS)
     assert row(CASE, "greedy", found((0, False)))[3] == "not reached"
 
@@ -61,13 +61,13 @@ def test_searches_that_ended_with_their_first_trial_are_not_counted() -> None:
     never = {"greedy": Effort(2, 9, 3, 5), "halving": Effort(None, 9, 5, 5)}
     said = sooner({CASE: easy, Case("a", "b", 1.0): hard, Case("c", "d", 1.0): never})  # type: ignore[dict-item]
     assert said == (
-        "Of 3 searches 2 needed more than one trial. "
+        "Of 3 cases 2 needed more than one trial. "
         "`greedy` reached the target in 2 of these, with 5 trials (before the other in 2), made 15 trials in all, and "
         "left 5 of 10 layers in float. "
         "`halving` reached the target in 1 of these, with 4 trials (before the other in 0), made 18 trials in all, and "
         "left 6 of 10 layers in float."
     )
-    assert "In none of 1 searches" in sooner({CASE: easy})  # type: ignore[dict-item]
+    assert "In none of 1 cases" in sooner({CASE: easy})  # type: ignore[dict-item]
 
 
 def test_the_table_takes_the_place_of_the_one_before_and_a_page_is_made_where_there_is_none(tmp_path: Path) -> None:
