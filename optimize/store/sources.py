@@ -14,6 +14,7 @@ import io
 import pkgutil
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def closure(*modules: str) -> frozenset[str]:
         if "." in package:  # it is run too; what the top of a distribution exports changes no result
             waiting.append(package)
         imported, registered = _reached_from(name)
-        waiting += imported
+        waiting += [entry for entry in imported if entry.partition(".")[0] in inside and _found(entry) is not None]
         for room in registered:
             if not any(root.startswith(f"{room}.") for root in modules):
                 waiting += _members(room)
@@ -72,7 +73,7 @@ def closure(*modules: str) -> frozenset[str]:
 @functools.cache
 def _source(name: str) -> tuple[bytes, bool]:
     """A module's source, and whether it is a package."""
-    spec = importlib.util.find_spec(name)
+    spec = _found(name)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise ValueError(f"the module {name} has no source file, so that changes to it could not be noticed")
     return Path(spec.origin).read_bytes(), spec.submodule_search_locations is not None
@@ -94,12 +95,11 @@ def without_comments(source: bytes) -> bytes:
 
 @functools.cache
 def _reached_from(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Absolute names of the modules that ``name`` imports when it is loaded or run, and packages of its registries."""
+    """Absolute names of what ``name`` imports when it is loaded or run, and packages of its registries."""
     source, is_package = _source(name)
     package = name if is_package else name.rpartition(".")[0]
     nodes = list(_walk(ast.parse(source)))  # once for both: a run that makes nothing spends most of its own time here
-    imported = tuple(entry for entry in _imported(nodes, package) if _is_module(entry))
-    return imported, tuple(_registered_packages(nodes, name, package))
+    return tuple(_imported(nodes, package)), tuple(_registered_packages(nodes, name, package))
 
 
 def _registered_packages(nodes: Iterable[ast.AST], name: str, package: str) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _registered_packages(nodes: Iterable[ast.AST], name: str, package: str) -> I
 @functools.cache
 def _members(package: str) -> tuple[str, ...]:
     """All modules of a package."""
-    spec = importlib.util.find_spec(package)
+    spec = _found(package)
     assert spec is not None
     return tuple(f"{package}.{entry.name}" for entry in pkgutil.iter_modules(spec.submodule_search_locations))
 
@@ -182,8 +182,18 @@ def _called(node: ast.expr) -> str:
 
 
 @functools.cache
-def _is_module(name: str) -> bool:
+def _found(name: str) -> ModuleSpec | None:
+    """Where a module lies; None: there is none, as of a class in a module.
+
+    Nothing is imported for it: `importlib.util.find_spec` imports all that the name lies in, be it matplotlib.
+    """
+    package, _, last = name.rpartition(".")
     try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError, AttributeError):  # a class of a module, a name that is computed
-        return False
+        if not package:
+            return importlib.util.find_spec(last)
+        above = _found(package)
+        if above is None or above.submodule_search_locations is None:
+            return None
+        return PathFinder.find_spec(name, above.submodule_search_locations)
+    except (ImportError, ValueError):  # a name that is computed; a module without a spec
+        return None

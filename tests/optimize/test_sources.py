@@ -126,3 +126,13 @@ def test_a_pass_depends_on_what_it_calls_and_not_on_other_passes() -> None:
 def test_the_modules_of_the_makers_are_found_from_the_makers() -> None:
     assert code_of(train) == source_digest("optimize.training.loop")
     assert code_of(train) != code_of(train, source_digest)
+
+
+def test_reading_what_a_module_imports_imports_none_of_it() -> None:
+    code = (
+        "import sys; from optimize.store.sources import closure, source_digest;"
+        "assert 'optimize.report.plots' in closure('optimize.report.charts') and source_digest('optimize.api');"
+        "print(sorted({'torch', 'matplotlib', 'onnx', 'openvino', 'optimize.report'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
