@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimize.quantization.biases import dequantizers
 from optimize.quantization.qdq import quantizing
 from serve.runtime.card import Preprocessing
 from serve.runtime.images import normalise
@@ -44,8 +45,6 @@ _MOVES = frozenset(
         *(_ATEN.flatten.using_ints, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.transpose.int),
     }
 )
-#: Layers whose bias is their third argument.
-_WEIGHTED = frozenset({_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default, _ATEN.linear.default})
 _CASTS = frozenset({_ATEN._to_copy.default, _ATEN.to.dtype, _ATEN.to.dtype_layout})
 
 
@@ -229,13 +228,10 @@ def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, activations: bool
 
 def _step_of_products(node: fx.Node, values: Mapping[fx.Node, Any]) -> torch.Tensor | None:
     """The scale of each output channel's products of integers, of a layer with a bias; None for other nodes."""
-    if node.target not in _WEIGHTED or len(node.args) < 3 or node.args[2] is None:
+    found = dequantizers(node)
+    if found is None:
         return None
-    given, weight = node.args[0], node.args[1]
-    if quantizing(given) != "dequantize_per_tensor" or quantizing(weight) != "dequantize_per_channel":
-        return None
-    assert isinstance(given, fx.Node)
-    assert isinstance(weight, fx.Node)
+    given, weight = found
     scales: torch.Tensor = values[_only(weight.args[1])]
     scale = given.args[1]
     assert isinstance(scale, float)

@@ -21,13 +21,14 @@ from optimize.export.layers import left_whole
 from optimize.export.program import write_script
 from optimize.export.trace import trace
 from optimize.quantization.between import free_between
+from optimize.quantization.biases import repack, round_biases
 from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.calls import another_call
 from optimize.quantization.choices import Chosen
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.outputs import free_outputs
-from optimize.quantization.qdq import quantized_weights, reference_program
+from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
 from optimize.quantization.ranges import Observer
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
@@ -138,7 +139,9 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     layers = quantized_layers(converted)
     if not layers:
         raise NotApplicableError(_NOTHING)
-    program = reference_program(prepared, example, backend_config)
+    form = reference_form(prepared, example, backend_config)
+    repack(converted, round_biases(form))
+    program = reference_program(form, example)
     _reshape_views(converted)
     clamp_packed(converted, program, example)
     save_program(program, folder / REFERENCE_FILE)
@@ -157,7 +160,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
 
 
 def _write_reference(prepared: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path) -> Product:
-    program = reference_program(prepared, example, target.backend_config())
+    program = reference_program(reference_form(prepared, example, target.backend_config()), example)
     layers = quantized_weights(program)
     if not layers:
         raise NotApplicableError(_NOTHING)

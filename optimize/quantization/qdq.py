@@ -73,9 +73,7 @@ class QdqSummary:
     warnings: tuple[Finding, ...] = ()
 
 
-def reference_program(
-    prepared: fx.GraphModule, example: torch.Tensor, backend_config: Any
-) -> torch.export.ExportedProgram:
+def reference_form(prepared: fx.GraphModule, example: torch.Tensor, backend_config: Any) -> fx.GraphModule:
     """The reference decomposed form of a calibrated or QAT-trained FX model, weights folded to int8.
 
     Args:
@@ -92,7 +90,13 @@ def reference_program(
     assert isinstance(module, fx.GraphModule)
     _fold_weights(module)
     _drop_doubled(module)
-    return _export(module, example)
+    return module
+
+
+def reference_program(form: fx.GraphModule, example: torch.Tensor) -> torch.export.ExportedProgram:
+    """A reference form (see `reference_form`) as a program; tensors that nothing reads any more are left out."""
+    _drop_unused_tensors(form)
+    return _export(form, example)
 
 
 def lower(

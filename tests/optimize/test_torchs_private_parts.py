@@ -38,7 +38,12 @@ USED = {
     "torch.nn.modules.conv._ConvNd",
 }
 #: Attributes of ``torch`` with a leading underscore that quantization calls.
-CALLED = {"torch._make_per_tensor_quantized_tensor", "torch._ops.OpOverload", "torch.cpu._is_vnni_supported"}
+CALLED = {
+    "torch._make_per_channel_quantized_tensor",
+    "torch._make_per_tensor_quantized_tensor",
+    "torch._ops.OpOverload",
+    "torch.cpu._is_vnni_supported",
+}
 
 
 def prepared_net() -> tuple[torch.fx.GraphModule, torch.Tensor]:
@@ -154,6 +159,21 @@ def test_a_quantized_tensor_can_be_made_of_its_integers() -> None:
     made = torch._make_per_tensor_quantized_tensor(integers, 0.5, 3)
     assert torch.equal(made.int_repr(), integers)
     assert (made.q_scale(), made.q_zero_point(), made.dtype) == (0.5, 3, torch.quint8)
+
+
+def test_a_quantized_weight_can_be_made_of_its_integers_and_packed() -> None:
+    """`torch._make_per_channel_quantized_tensor` and ``set_weight_bias``: how a packed layer gets other scales."""
+    integers = torch.arange(-9, 9, dtype=torch.int8).reshape(2, 1, 3, 3)
+    scales, zeros = torch.tensor([0.5, 0.25]), torch.zeros(2, dtype=torch.int64)
+    made = torch._make_per_channel_quantized_tensor(integers, scales, zeros, 0)
+    layer = PackedConv2d(1, 2, 3)
+    layer.set_weight_bias(made, torch.tensor([1.0, 2.0]))
+    weight, bias = layer._weight_bias()
+    assert torch.equal(weight.int_repr(), integers)
+    assert weight.q_per_channel_scales().tolist() == scales.tolist()
+    assert weight.qscheme() == torch.per_channel_affine
+    assert bias is not None
+    assert bias.tolist() == [1.0, 2.0]
 
 
 def test_the_nodes_of_a_traced_file_are_operators_that_can_be_called(tmp_path: Path) -> None:

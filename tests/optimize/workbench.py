@@ -135,6 +135,15 @@ def packed_in_torchscript(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]
     return found
 
 
+def packed_biases(path: Path) -> list[torch.Tensor]:
+    """The bias of each layer of torch's own int8 program that has one."""
+    use_int8_kernels()
+    nodes = torch.jit.load(str(path)).inlined_graph.nodes()
+    layers = [node for node in nodes if node.kind().startswith(("quantized::conv", "quantized::linear"))]
+    biases = [_unpack(list(node.inputs())[1].node())[1] for node in layers]
+    return [bias for bias in biases if bias is not None]
+
+
 def _unpack(constant: torch._C.Node) -> tuple[torch.Tensor, torch.Tensor | None]:
     packed = constant.output().toIValue()
     unpack = (
