@@ -28,6 +28,7 @@ from optimize.quantization.choices import Chosen
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.outputs import free_outputs
+from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
 from optimize.quantization.ranges import Observer
 from optimize.quantization.targets import Target
@@ -70,11 +71,13 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         target: whose kernels' patterns are looked for.
     """
     # FX would trace into layers of foreign classes again, and fail.
-    whole = PrepareCustomConfig().set_non_traceable_module_classes(left_whole(module))
+    whole = PrepareCustomConfig().set_non_traceable_module_classes([*left_whole(module), GlobalPool])
     insert = prepare_qat_fx if module.training else prepare_fx
     unbound: frozenset[str] = frozenset()
     while True:
         bounded = copy.deepcopy(module)
+        if target.packed:
+            free_last_pool(bounded, example)
         bounds = bound_relus(bounded, mapping, but_not=unbound)
         prepared: fx.GraphModule = insert(bounded, mapping, (example,), whole, backend_config=target.backend_config())
         lost = bind(prepared, bounds)

@@ -174,6 +174,7 @@ class Emptied(nn.Module):
             for layer, biases in ((self.conv, (8.0, 5.0)), (self.depth, (30.0, 15.0))):
                 layer.weight[0] = 0.0
                 layer.weight[1] *= 1e-9
+                assert layer.bias is not None
                 layer.bias[:2] = torch.tensor(biases)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -90,15 +90,15 @@ def test_a_bound_is_the_end_of_the_integers_and_the_answers_stay(name: str, targ
 
 
 class Pooled(nn.Module):
-    """What a MobileNetV2 ends with; torch.ao gives all between the convolution and the last layer one range."""
+    """A ReLU6 in front of a pool; torch.ao gives all between the convolution and the last layer one range."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm, self.clip = nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU6()
-        self.classifier = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 4))
+        self.classifier = nn.Sequential(nn.Dropout(0.5), nn.Linear(32, 4))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        pooled = nn.functional.adaptive_avg_pool2d(self.clip(self.norm(self.conv(batch))), (1, 1))
+        pooled = nn.functional.adaptive_avg_pool2d(self.clip(self.norm(self.conv(batch))), (2, 2))
         logits: torch.Tensor = self.classifier(torch.flatten(pooled, 1))
         return logits
 
@@ -113,7 +113,7 @@ def pooled() -> Pooled:
     return module
 
 
-def test_a_relu6_in_front_of_a_global_pool_spends_no_integers_on_negatives(tmp_path: Path) -> None:
+def test_a_relu6_in_front_of_a_pool_spends_no_integers_on_negatives(tmp_path: Path) -> None:
     context, module = noise_context(), pooled()
     images = context.example(16)
     with torch.no_grad():

@@ -51,22 +51,26 @@ VNNI = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs 8-bi
 
 
 class Net(nn.Module):
-    """A network with all that lies between quantizers: depthwise, ReLU6, a sum, pools, a dropout."""
+    """A network with all that lies between quantizers: depthwise, ReLU6, a sum, pools, a dropout.
 
-    def __init__(self) -> None:
+    Its last pool is one to ``side × side`` places: one to a single place is computed in floats, with what is before it.
+    """
+
+    def __init__(self, side: int = 1) -> None:
         super().__init__()
+        self.side = side
         self.stem = nn.Conv2d(1, 16, 3, padding=1)
         self.depth = nn.Conv2d(16, 16, 3, padding=1, groups=16)
         self.point = nn.Conv2d(16, 16, 1)
         self.down = nn.Conv2d(16, 24, 3, stride=2)
-        self.head = nn.Linear(24, 4)
+        self.head = nn.Linear(24 * side * side, 4)
         self.relu6, self.dropout = nn.ReLU6(), nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.stem(x))
         x = torch.relu(x + self.point(self.relu6(self.depth(x))))
         x = torch.relu(self.down(nn.functional.max_pool2d(x, 2)))
-        x = torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1)
+        x = torch.flatten(nn.functional.adaptive_avg_pool2d(x, self.side), 1)
         return self.head(self.dropout(x))
 
 
@@ -263,7 +267,7 @@ def surprised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[GraphInput]
     @functools.cache
     def made(given: GraphInput) -> Made:
         torch.manual_seed(0)
-        calibrated = quantized(Net(), tmp_path_factory.mktemp("surprised"), "x86", (100, 130), given)
+        calibrated = quantized(Net(side=2), tmp_path_factory.mktemp("surprised"), "x86", (100, 130), given)
         return dataclasses.replace(calibrated, pixels=noise_pixels(16))
 
     return made
@@ -315,10 +319,8 @@ def test_a_tie_that_is_rounded_up_is_called_rounding(net: Made, monkeypatch: pyt
     """An engine that rounds 2.5 to 3, where the reference rounds to even."""
 
     class RoundsUp:
-        numbers = tuple(range(12))
-
         def every(self, batch: Batch) -> dict[int, torch.Tensor]:
-            return {number: self.one(PROGRAM.layers[number], batch) for number in self.numbers}
+            return {layer.number: self.one(layer, batch) for layer in PROGRAM.layers}
 
         def one(self, layer: Layer, batch: Batch) -> torch.Tensor:
             exact = PROGRAM.exact(layer, batch)
