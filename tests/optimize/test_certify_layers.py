@@ -15,6 +15,7 @@ import openvino
 import pytest
 import torch
 from onnx import numpy_helper
+from onnx.utils import Extractor
 from torch import nn
 
 from optimize.certify import layers
@@ -30,8 +31,10 @@ from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE, Artifact, Product
 from serve.runtime.card import Card, load_card, sha256_file, write_card
 from serve.runtime.engines.base import execution_id
+from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.errors import PipelineError
 from serve.runtime.execution import Execution
+from serve.runtime.onnx_session import cpu_session
 from serve.runtime.program_file import load_program
 
 from .workbench import noise, noise_context, parent_of, quantizers
@@ -295,6 +298,38 @@ def test_openvinos_loss_below_a_clamp_is_found(surprised: Callable[[GraphInput],
     made = surprised("uint8")
     assert faults(made.checked(LITERAL)) == []
     assert faults(made.checked(OPENVINO)) == [*PIXELS, *OPENVINOS]
+
+
+def summed(made: Made, *, rounded: bool) -> onnx.ModelProto:
+    """The graph up to its sum's integers; the convolution's addend goes through its quantizer, or comes as it is."""
+    model = onnx.shape_inference.infer_shapes(onnx.load(made.graph / "model.onnx"))
+    (layer,) = [layer for layer in ReferenceLayers(load_program(made.reference)).layers if layer.name == "add relu"]
+    quantizers = [node for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    convolved = quantizers[layer.number - 1]
+    if not rounded:
+        dequantized = {
+            node.output[0] for node in model.graph.node if node.input and node.input[0] == convolved.output[0]
+        }
+        (add,) = [node for node in model.graph.node if node.op_type == "Add"]
+        (place,) = [place for place, name in enumerate(add.input) if name in dequantized]
+        add.input[place] = convolved.input[0]
+    return Extractor(model).extract_model([model.graph.input[0].name], [quantizers[layer.number].output[0]])
+
+
+@pytest.mark.skipif(not KNOWN, reason="what another OpenVINO does is not known")
+def test_openvino_adds_what_a_convolution_gives_before_it_is_rounded(net: Made) -> None:
+    """A sum that becomes part of a convolution, which is nearer to the float network and not what the graph says."""
+    written, merged = summed(net, rounded=True).SerializeToString(), summed(net, rounded=False).SerializeToString()
+    found = torch.from_numpy(next(iter(compile_bytes(written, 1)({0: net.pixels.numpy()}).values())))
+    meant, without = (literal(body, net.pixels) for body in (written, merged))
+    assert (meant != without).float().mean() > 0.02
+    assert (found != without).float().mean() < 1e-3
+
+
+def literal(body: bytes, pixels: torch.Tensor) -> torch.Tensor:
+    """What ONNX Runtime gives where it rewrites nothing."""
+    session = cpu_session(body, half=False, optimized=False)
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: pixels.numpy()})[0])
 
 
 def noise_pixels(count: int) -> torch.Tensor:
