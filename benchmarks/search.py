@@ -40,7 +40,8 @@ HEADS = (
     "trials in all",
     "fewest not int8",
     "returned",
-    "its top-1 less the baseline's, other half (95 %)",
+    "its top-1, other half",
+    "less the baseline's (95 %)",
     "its p50 ms",
     "fastest float ms",
 )
@@ -87,7 +88,8 @@ class Effort:
 def row(case: Case, method: MethodName, found: Found) -> tuple[str, ...]:
     """A search's line of the table."""
     effort = Effort.of(found)
-    judged = found.judged.difference if found.judged else None
+    judged = found.judged
+    less = judged.difference if judged else None
     return (
         f"{case.network}, {case.setting}",
         f"{case.target:g}",
@@ -96,7 +98,8 @@ def row(case: Case, method: MethodName, found: Found) -> tuple[str, ...]:
         str(effort.trials),
         f"{effort.left} of {effort.layers}",
         found.pair or "nothing",
-        f"{points(judged.delta)} ({points(judged.low)} to {points(judged.high)})" if judged else NONE,
+        f"{judged.top1 * 100:.2f} %" if judged else NONE,
+        f"{points(less.delta)} ({points(less.low)} to {points(less.high)})" if less else NONE,
         number(found.p50),
         number(found.fastest_float_p50),
     )

@@ -50,7 +50,7 @@ def test_an_effort_is_the_first_trial_that_holds_all_of_them_and_the_smallest_se
 def test_a_line_has_them_and_what_was_returned() -> None:
     cells = row(CASE, "greedy", found((0, False), (1, False), (2, True)))
     assert cells[:6] == ("ResNet-20, per tensor", "0.5", "greedy", "3", "3", "2 of 5")
-    assert cells[6:] == ("onnx-int8@openvino", "−0.20 (−1.00 to +1.00)", "2.00", "4.00")
+    assert cells[6:] == ("onnx-int8@openvino", "90.00 %", "−0.20 (−1.00 to +1.00)", "2.00", "4.00")
     assert len(cells) == len(HEADS)
     assert row(CASE, "greedy", found((0, False)))[3] == "not reached"
 

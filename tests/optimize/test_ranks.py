@@ -95,7 +95,9 @@ def test_one_scale_for_all_channels_is_simulated_as_such(tmp_path: Path) -> None
     assert min(whole, key=lambda name: whole[name]) == "stem"
 
 
-def test_a_layer_alone_has_the_others_as_they_are_even_where_weights_are_cut_to_a_range() -> None:
+def test_a_layer_alone_has_the_others_as_they_are_even_where_weights_are_cut_to_a_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context, module = noise_context(), network()
     config = Ptq(images=16, observer="minmax", weights="per-tensor", weight_observer="percentile")
     chosen, example = resolve(network, config), context.example()
@@ -108,6 +110,11 @@ def test_a_layer_alone_has_the_others_as_they_are_even_where_weights_are_cut_to_
     assert cut < own["head"].abs().max(), "of 16,384 weights one in 10,000 lies beyond the range"
     for name, alone in each_alone(prepared, plain):
         assert [other for other, weight in weights(alone).items() if not torch.equal(weight, own[other])] == [name]
+    used: list[torch.Tensor] = []
+    noted = noting(used, each_alone, lambda prepared, plain: weights(plain)["head"])
+    monkeypatch.setattr(layers, "each_alone", noted)
+    ranked(module, config, tmp_path)
+    assert torch.equal(used[0], own["head"]), "nor is the order of such"
 
 
 def test_a_relu6_is_one_where_the_layer_before_it_is_in_float(tmp_path: Path) -> None:
