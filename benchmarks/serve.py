@@ -122,7 +122,7 @@ def document(
     body += ["## The aims", "", "| | measured | wanted | |", "|---|---:|---:|---|"]
     body += [aim.line for aim in page.aims(shots, measured, PHOTOS)] + [""]
     for workload in sent:
-        title = f"Photographs: {photos}" if workload == PHOTOS else "Large ones: 12 megapixels, made by the bench"
+        title = photos.capitalize() if workload == PHOTOS else "Large ones: 12 megapixels, made by the bench"
         body += [f"## {title}", "", *page.speed_table(shots, subjects, workload, CLIENTS[workload]), ""]
         tables = [page.stage_table(shots, subjects, workload, count) for count in (1, CLIENTS[workload][-1])]
         if any(tables):

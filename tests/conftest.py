@@ -6,6 +6,7 @@ none is left with one at the end.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         slow = Counter(unit_of(item.nodeid) for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: (-slow[unit_of(item.nodeid)], unit_of(item.nodeid)))
+
+
+def pytest_collection_finish() -> None:
+    """What the libraries and the tests' files brought stays until the end: looking through it took 7 % of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

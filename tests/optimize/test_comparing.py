@@ -53,18 +53,19 @@ def right(store: Path, run: str, artifact: str) -> np.ndarray:
 
 def test_a_run_stands_for_its_baseline_and_its_recommended_artifact(tiny_run: TinyRun, two_runs: Path) -> None:
     rows = compared(two_runs, "tiny", "other/fuse")
-    assert list(rows) == ["tiny/baseline", f"tiny/{tiny_run.report.recommended}", "other/fuse"]
+    assert list(rows) == [*dict.fromkeys(["tiny/baseline", f"tiny/{tiny_run.report.recommended}"]), "other/fuse"]
     for name, row in rows.items():
         assert row.measured is not None
         assert row.measured.latency_ms.p50 > 0
         run, artifact = name.split("/")
         report = json.loads((two_runs / run / "report.json").read_text())
         stored = next(entry for entry in report["rows"] if entry["name"] == artifact)
-        assert row.measured.accuracy.top1 == stored["pairs"][0]["measured"]["accuracy"]["top1"]
+        measured = [pair["measured"] for pair in stored["pairs"] if pair["measured"]]
+        assert row.measured.accuracy.top1 in [entry["accuracy"]["top1"] for entry in measured]
         assert row.file is not None
         assert row.file.bytes == stored["file"]["bytes"]
         # Times of two sessions do not compare: these are none of the stored ones.
-        assert row.measured.latency_ms.p50 != stored["pairs"][0]["measured"]["latency_ms"]["p50"]
+        assert row.measured.latency_ms.p50 not in [entry["latency_ms"]["p50"] for entry in measured]
     first = rows["tiny/baseline"].measured
     assert first is not None
     assert first.vs_eager.value == 1
