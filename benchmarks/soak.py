@@ -156,6 +156,8 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
     ]
     if mixed.faults or found.bad_client_faults:
         body += [*(f"- {fault}" for fault in (*mixed.faults, *found.bad_client_faults[:5])), ""]
+    if found.rejected:
+        body += [*(f"- {rejected.line}" for rejected in found.rejected), ""]
     body += ["| clients that behave badly | outcomes |", "|---|---|"]
     kinds = sorted({kind for kind, _ in found.bad_clients})
     for kind in kinds:

@@ -44,6 +44,31 @@ class Kill:
     counts: Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class Rejected:
+    """Requests of a chunk of the mixed load that were told to try again.
+
+    Attributes:
+        phase: in which phase.
+        at_s: seconds from that phase's beginning to the chunk's.
+        count: how many.
+        after_kill_s: seconds from the last kill of a worker in this phase to the chunk's beginning; None: none before.
+    """
+
+    phase: str
+    at_s: float
+    count: int
+    after_kill_s: float | None
+
+    @property
+    def line(self) -> str:
+        """It, as the page says it."""
+        after = "" if self.after_kill_s is None else f", {self.after_kill_s:.0f} s after a worker was killed"
+        return (
+            f"{self.count} told to try again in the {_CHUNK_S:.0f} s from second {self.at_s:.0f} of {self.phase}{after}"
+        )
+
+
 @dataclass
 class Soaked:
     """What one server did under all of it."""
@@ -53,6 +78,7 @@ class Soaked:
     mixed_capacity: float = 0.0
     mixed: Result | None = None
     kills: list[Kill] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
     bad_clients: Counter[tuple[str, str]] = field(default_factory=Counter)
     bad_client_faults: list[str] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)  # seconds, MB
@@ -162,7 +188,11 @@ class Phases:
                 last_kill = time.monotonic()
                 self.found.kills.append(self._killed(plan))
                 continue
+            began_s = time.monotonic()
             quiet.append(measure(plan, self._mixed))
+            if count := quiet[-1].counts.get("rejected", 0):
+                since = began_s - last_kill if last_kill > began else None
+                self.found.rejected.append(Rejected(name, began_s - began, count, since))
             if kill_every_s is None:
                 self.found.memory.append((time.monotonic() - began, self._live.memory_bytes() / 1e6))
             if number % 6 == 1:

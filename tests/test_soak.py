@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak import section, verdicts, workloads
-from benchmarks.soak_phases import Course, Kill, Phases, Soaked, course
+from benchmarks.soak_phases import Course, Kill, Phases, Rejected, Soaked, course
 from serve.load.histogram import Histogram
 from serve.load.plan import Result
 from serve.runtime.card import load_card
+from serve.runtime.execution import Execution
+from serve.runtime.serving import Serving
 from serve.torchserve.archive import serving_of
 from serve.tune.servers import pack, serving
 from tests.serve import artifacts
@@ -129,6 +131,17 @@ def test_a_campaign_in_which_no_worker_of_torchserve_was_killed_shows_nothing_of
     assert failing(found) == ["no worker was killed"]
     found.kills = [Kill(5.0, {"answered": 1})]
     assert failing(found) == []
+
+
+def test_requests_that_were_told_to_try_again_are_told_with_the_time() -> None:
+    found = sound()
+    found.rejected = [Rejected("faults and kills", 213.4, 44, 31.2), Rejected("memory watched", 5.0, 3, None)]
+    page = section(found, verdicts(found, queue=100), Serving((Execution("openvino"),)))
+    kill = "44 told to try again in the 10 s from second 213 of faults and kills, 31 s after a worker was killed"
+    assert [line for line in page if "try again in the" in line] == [
+        f"- {kill}",
+        "- 3 told to try again in the 10 s from second 5 of memory watched",
+    ]
 
 
 def test_a_campaign_takes_the_minutes_it_is_given() -> None:
