@@ -17,18 +17,26 @@ from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
 
 INPUT, OUTPUT = "input", "logits"
 
+#: What a file of protobuf holds, less a margin for the graph; the weights of larger networks lie in a file beside it,
+#: whose ending, ``.data``, is torch's, and one of those that the runtime's engines know as a part of a graph.
+_LARGEST_FILE = (2 << 30) - (64 << 20)
+
 
 def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int | None = None) -> onnx.ModelProto:
     """Export ``module`` with torch's dynamo exporter to ``path``.
 
     The graph takes ``input`` ``(batch, C, H, W)`` and gives ``logits`` ``(batch, classes)``, with
-    ``batch`` dynamic, and passes ``onnx.checker`` with full shape inference.
+    ``batch`` dynamic, and passes ``onnx.checker`` with full shape inference. Weights of 2 GiB and more, which no file
+    of protobuf holds, lie beside it in ``<path>.data``.
 
     Args:
         module: in eval mode, with the weights to write.
         example: an input with N >= 2 (an example of batch 1 would fix the batch at 1).
-        path: the file, with all weights inside.
+        path: the file.
         opset: the version of ONNX's operators; None: the exporter's own choice (20 in torch 2.14).
+
+    Returns:
+        The graph; weights that lie beside the file are not in it.
 
     Raises:
         PassError: the graph has another input or output than those, or a fixed batch.
@@ -48,11 +56,18 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
             opset_version=opset,
         )
     assert program is not None
-    model = program.model_proto
+    tensors = [tensor for _, tensor in (*module.named_parameters(), *module.named_buffers())]
+    beside = sum(tensor.nbytes for tensor in tensors) > _LARGEST_FILE
+    if beside:
+        program.save(str(path), external_data=True)
+        model = onnx.load(path, load_external_data=False)
+    else:
+        model = program.model_proto
     _name_batch(model)
     _drop_metadata(model)
-    onnx.checker.check_model(model, full_check=True)
+    _cast_first(model.graph)
     onnx.save(model, str(path))
+    onnx.checker.check_model(str(path) if beside else model, full_check=True)
     return model
 
 
@@ -88,6 +103,20 @@ def save_changed(model: onnx.ModelProto, path: Path) -> None:
         graph.initializer.remove(tensor)
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, str(path))
+
+
+def _cast_first(graph: onnx.GraphProto) -> None:
+    """Let what asks for the shape of integer pixels ask for that of their floats: TensorRT only casts ``uint8``."""
+    casts = [node for node in graph.node if node.op_type == "Cast" and node.input[0] == INPUT]
+    shapes = [node for node in graph.node if node.op_type == "Shape" and node.input[0] == INPUT]
+    if not casts or not shapes:
+        return
+    for node in shapes:
+        node.input[0] = casts[0].output[0]
+    cast = onnx.NodeProto()
+    cast.CopyFrom(casts[0])
+    graph.node.remove(casts[0])
+    graph.node.insert(0, cast)
 
 
 def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False, literal: bool = False) -> torch.Tensor:

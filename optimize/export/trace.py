@@ -15,7 +15,8 @@ def trace(module: nn.Module) -> fx.GraphModule:
     Eval matters: FX bakes ``self.training`` into calls such as ``F.dropout(x, training=…)`` and
     torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever.
 
-    Subclasses of torch's layers become torch's own, where they compute the same; see `optimize.export.layers`.
+    Inputs beside the images have their defaults. Subclasses of torch's layers become torch's own, where they compute
+    the same; see `optimize.export.layers`.
 
     Raises:
         PassError: its forward cannot be traced, such as one that branches on tensor values.
@@ -26,5 +27,24 @@ def trace(module: nn.Module) -> fx.GraphModule:
     except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
         raise PassError(f"torch.fx cannot trace this model: {one_line(error)}") from None
     graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
+    _take_defaults(graph_module.graph)
     as_plain_layers(graph_module)
     return graph_module
+
+
+def _take_defaults(graph: fx.Graph) -> None:
+    """Write the defaults of all inputs but the images into the calls that read them, as timm's ``attn_mask=None``."""
+    for node in list(graph.nodes):
+        if node.op != "placeholder" or not node.args:
+            continue
+        (default,) = node.args
+        if default is not None and not isinstance(default, bool | int | float | str):
+            continue
+
+        def taken(other: fx.Node, node: fx.Node = node, default: object = default) -> object:
+            return default if other is node else other
+
+        for user in list(node.users):
+            user.args = fx.node.map_arg(user.args, taken)
+            user.kwargs = fx.node.map_arg(user.kwargs, taken)
+        graph.erase_node(node)

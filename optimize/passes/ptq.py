@@ -54,7 +54,7 @@ def observing(
     Returns:
         Given the name of an observer of activations, the network, not calibrated.
     """
-    target, traced = target_named(config.target), trace_calls(module)
+    target, traced = target_named(config.target), trace_calls(module, example, chosen.in_float)
 
     def observed(observer: Observer) -> fx.GraphModule:
         mapping = choose(traced, target.post_training(observer), chosen, target.observing)

@@ -78,8 +78,9 @@ class Qat(TrainingConfig, Choices):
 def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Product:
     target = target_named(config.target)
     example = context.example()
+    chosen = resolve(next(parent.line()).module, config)
     # Traced in eval mode and trained afterwards: see `trace`.
-    traced, chosen = trace_calls(parent.module()).train(), resolve(next(parent.line()).module, config)
+    traced = trace_calls(parent.module(), example, chosen.in_float).train()
     mapping = choose(traced, target.quantization_aware(config.range_horizon), chosen)
     prepared = prepare(traced, mapping, example, target)
     overridden = overrides_note(prepared, chosen)

@@ -20,6 +20,7 @@ from optimize.errors import NotApplicableError
 from optimize.export.layers import left_whole
 from optimize.export.program import write_script
 from optimize.export.trace import trace
+from optimize.quantization.attention import write_out_attention
 from optimize.quantization.between import free_between
 from optimize.quantization.biases import repack, round_biases
 from optimize.quantization.bounds import bind, bound_relus
@@ -31,6 +32,8 @@ from optimize.quantization.outputs import free_outputs
 from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
 from optimize.quantization.ranges import Observer
+from optimize.quantization.scores import free_scores
+from optimize.quantization.shared import share_watchers
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -39,15 +42,24 @@ from serve.runtime.program_file import save_program
 _NOTHING = "torch.ao.quantization found no layer that it can quantize in this model"
 
 
-def trace_calls(module: nn.Module) -> fx.GraphModule:
-    """Trace a module for quantization: a layer with weights that is called twice becomes two, with equal weights.
+def trace_calls(
+    module: nn.Module, example: torch.Tensor, in_float: Callable[[str], bool] = lambda name: False
+) -> fx.GraphModule:
+    """Trace a module for quantization: attention is written out, a layer that is called twice becomes two.
 
-    torch.ao (2.11 to 2.14) gives a shared layer the output scale of one of its calls for all of them.
+    torch.ao (2.11 to 2.14) gives a shared layer the output scale of one of its calls for all of them; on attention see
+    `write_out_attention`.
+
+    Args:
+        module: what is traced, in eval mode.
+        example: ``float32 (N, C, H, W)``.
+        in_float: whether the module of this name is to stay in float.
 
     Raises:
         PassError: as `trace`.
     """
     graph_module = trace(module)
+    write_out_attention(graph_module, example, in_float)
     called: set[int] = set()
     for number, node in enumerate(graph_module.graph.nodes):
         if node.op != "call_module":
@@ -80,8 +92,10 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
             free_last_pool(bounded, example)
         bounds = bound_relus(bounded, mapping, but_not=unbound)
         prepared: fx.GraphModule = insert(bounded, mapping, (example,), whole, backend_config=target.backend_config())
+        share_watchers(prepared)
         lost = bind(prepared, bounds)
         if not lost:
+            free_scores(prepared)
             if not target.packed:
                 free_outputs(prepared, target.backend_config())
             free_between(prepared)
@@ -195,8 +209,8 @@ def _reshape_views(converted: fx.GraphModule) -> None:
 
 
 def _left_in_float(converted: fx.GraphModule) -> Iterator[str]:
-    """A note of the convolutions, linear layers and batch norms that no int8 kernel computes, if there are any."""
-    kinds = (_ConvNd, nn.Linear, _BatchNorm)
+    """A note of the layers with weights that no int8 kernel computes, if there are any."""
+    kinds = (_ConvNd, nn.Linear, nn.MultiheadAttention, _BatchNorm)
     functions = (functional.conv1d, functional.conv2d, functional.conv3d, functional.linear, functional.batch_norm)
     left = []
     for node in converted.graph.nodes:

@@ -50,13 +50,23 @@ def free_outputs(prepared: fx.GraphModule, backend: BackendConfig) -> int:
         if branches := [addend for addend in node.args if _convolved(prepared, addend)]:
             freed.append(max(branches, key=depths.__getitem__))
     for node in dict.fromkeys(freed):
-        before: Any = node.args[0]
-        node.replace_all_uses_with(before)
-        prepared.graph.erase_node(node)
-        if all(other.target != node.target for other in prepared.graph.nodes):
-            prepared.delete_submodule(str(node.target))  # one that sees nothing has no range
+        remove_watcher(prepared, node)
     prepared.recompile()
     return len(freed)
+
+
+def is_watcher(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node is an observer or a fake-quantize module."""
+    return isinstance(_layer(module, node), (ObserverBase, FakeQuantizeBase))
+
+
+def remove_watcher(prepared: fx.GraphModule, node: fx.Node) -> None:
+    """Take away an observer or fake-quantize module at one of its places; whoever read it reads what it watched."""
+    before: Any = node.args[0]
+    node.replace_all_uses_with(before)
+    prepared.graph.erase_node(node)
+    if all(other.target != node.target for other in prepared.graph.nodes):
+        prepared.delete_submodule(str(node.target))  # one that sees nothing has no range
 
 
 def _layer(module: fx.GraphModule, node: Any) -> nn.Module | None:

@@ -6,6 +6,7 @@ import copy
 
 import numpy as np
 import onnx
+import openvino
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
@@ -168,3 +169,27 @@ def test_the_fp16_graph_of_a_vision_transformer_opens(tmp_path):
     export_onnx(copy.deepcopy(module).half(), batch.half(), path)
     found = run_onnx(path, batch, half=True)
     assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_weights_that_no_protobuf_holds_lie_beside_the_graph_and_travel_with_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("optimize.export.onnx._LARGEST_FILE", 1000)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 4)).eval()
+    context, made = noise_context(), tmp_path / "made"
+    made.mkdir()
+    product = ONNX.apply(parent_of(module, context, tmp_path / "parent"), Onnx(input="float"), context, made)
+    assert sorted(path.name for path in made.iterdir()) == ["model.onnx", "model.onnx.data"]
+    weights = 4 * sum(parameter.numel() for parameter in module.parameters())
+    assert (made / "model.onnx.data").stat().st_size > 0.95 * weights
+    assert (made / product.file).stat().st_size < 0.5 * weights
+    named = tmp_path / "named"  # as the store gives an artifact its name
+    named.mkdir()
+    for path in made.iterdir():
+        (named / path.name).hardlink_to(path)
+    batch = context.example(3)
+    with torch.no_grad():
+        expected = module(batch)
+    torch.testing.assert_close(run_onnx(named / "model.onnx", batch), expected, rtol=1e-4, atol=1e-4)
+    opened = openvino.compile_model(str(named / "model.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    found = torch.from_numpy(opened(batch.numpy())[0])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

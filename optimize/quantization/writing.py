@@ -1,0 +1,142 @@
+"""Writing nodes, layers and constants into a traced module, in the place of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+
+class Writer:
+    """Writes nodes where the graph inserts them, and layers and tensors under one name."""
+
+    def __init__(self, module: fx.GraphModule, name: str) -> None:
+        self.module, self.name = module, name
+
+    def function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A function's call."""
+        return self.module.graph.call_function(function, args, kwargs)
+
+    def method(self, name: str, *args: Any) -> fx.Node:
+        """A call of the first argument's method."""
+        return self.module.graph.call_method(name, args)
+
+    def linear(self, name: str, given: fx.Node, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.Node:
+        """A linear layer with copies of these weights, ``(out, in)`` and ``(out,)``."""
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+        layer.weight = nn.Parameter(weight.detach().clone())
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach().clone())
+        return self._layer(name, layer, given)
+
+    def softmax(self, scores: fx.Node, dropout: float = 0.0) -> fx.Node:
+        """What share of its attention each key has, as one training may drop."""
+        return self.dropout(self.function(functional.softmax, scores, dim=-1), dropout, "attention_dropout")
+
+    def dropout(self, given: fx.Node, share: float, name: str = "dropout") -> fx.Node:
+        """A dropout, where there is any."""
+        return self._layer(name, nn.Dropout(share), given) if share else given
+
+    def constant(self, name: str, value: torch.Tensor, *, trained: bool = True) -> fx.Node:
+        """A tensor of the model's own; one that is ``trained`` is a parameter."""
+        owner = self.module.get_submodule(self.name)
+        if trained:
+            owner.register_parameter(name, nn.Parameter(value.detach().clone()))
+        else:
+            owner.register_buffer(name, value)
+        return self.module.graph.get_attr(f"{self.name}.{name}")
+
+    def _layer(self, name: str, layer: nn.Module, given: fx.Node) -> fx.Node:
+        self.module.add_submodule(f"{self.name}.{name}", layer)
+        return self.module.graph.call_module(f"{self.name}.{name}", (given,))
+
+
+def replace(node: fx.Node, answer: fx.Node) -> None:
+    """Let all who read ``node`` read ``answer``, which has its shape."""
+    answer.meta.setdefault("tensor_meta", node.meta.get("tensor_meta"))
+    node.replace_all_uses_with(answer)
+    node.graph.erase_node(node)
+
+
+def scaled(bias: torch.Tensor | None, scale: float) -> torch.Tensor | None:
+    """A bias times ``scale``, where there is one."""
+    return None if bias is None else bias * scale
+
+
+def shape_of(node: Any) -> torch.Size | None:
+    """The shape that a node's tensor has for the example; None where it is no tensor."""
+    meta = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
+    return getattr(meta, "shape", None)
+
+
+def computed(factor: Any) -> bool:
+    """Whether a node depends on the images."""
+    waiting, met = [factor], set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, fx.Node) or node in met:
+            continue
+        if node.op == "placeholder":
+            return True
+        met.add(node)
+        waiting += node.all_input_nodes
+    return False
+
+
+def fold_constants(module: fx.GraphModule) -> int:
+    """Compute what depends on no image, such as a table of positions as scores need it, in place.
+
+    Returns:
+        How many tensors took the place of computations; those of parameters are parameters.
+    """
+    depends: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "placeholder" or any(before in depends for before in node.all_input_nodes):
+            depends.add(node)
+    folded = 0
+    for node in list(module.graph.nodes):
+        if node in depends or node.op in ("get_attr", "output") or not any(user in depends for user in node.users):
+            continue
+        with torch.no_grad():
+            value = constant_value(module, node)
+        if not isinstance(value, torch.Tensor):
+            continue
+        name = f"constant_{node.name}"
+        if value.is_floating_point():
+            module.register_parameter(name, nn.Parameter(value.detach().clone()))
+        else:
+            module.register_buffer(name, value)
+        with module.graph.inserting_before(node):
+            replace(node, module.graph.get_attr(name))
+        folded += 1
+    return folded
+
+
+class NotConstantError(Exception):
+    """What was asked for depends on the images."""
+
+
+def constant_value(module: fx.GraphModule, argument: Any) -> Any:
+    """The value of an argument that depends on no image.
+
+    Raises:
+        NotConstantError: it does.
+    """
+    if not isinstance(argument, fx.Node):
+        return argument
+    if argument.op == "placeholder":
+        raise NotConstantError
+    if argument.op == "get_attr":
+        owner, _, leaf = str(argument.target).rpartition(".")
+        return getattr(module.get_submodule(owner), leaf)
+    args = fx.node.map_arg(argument.args, lambda node: constant_value(module, node))
+    kwargs: Any = fx.node.map_arg(argument.kwargs, lambda node: constant_value(module, node))
+    if argument.op == "call_module":
+        return module.get_submodule(str(argument.target))(*args, **kwargs)
+    if argument.op == "call_method":
+        return getattr(args[0], str(argument.target))(*args[1:], **kwargs)
+    assert callable(argument.target)
+    return argument.target(*args, **kwargs)
