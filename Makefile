@@ -26,6 +26,8 @@ INTERPOLATION ?=
 RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD INTERPOLATION \
 	CLASSES VAL_IMAGES AUGMENT,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
 	$(if $(SKIP_UNREADABLE),--skip-unreadable) $(if $(RUN),--name '$(RUN)') $(if $(REPLACE),--replace)
+# Models, and options of `benchmarks.zoo`: make zoo ZOO='resnet18 --again'.
+ZOO ?=
 # The run's name; by default the commands make it of MODEL and DATA.
 RUN ?=
 REPLACE ?=
@@ -55,7 +57,8 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-data bench-serve soak audit clean
+.PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-gpu bench-data bench-serve zoo
+.PHONY: soak audit clean
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
@@ -97,6 +100,9 @@ $(VENV)/.installed-peers: $(VENV)/.installed
 
 bench-cpu: $(VENV)/.installed-peers ## ours against NNCF, OpenVINO and ONNX Runtime; writes docs/bench-cpu.md
 	$(BIN)/python -m benchmarks.cpu --store '$(STORE)' --write docs/bench-cpu.md
+
+zoo: $(VENV)/.installed-dev ## all of torchvision's classifiers through the int8 passes; goes on where it stopped
+	$(BIN)/python -m benchmarks.zoo $(ZOO) --write docs/zoo.md
 
 bench-gpu: $(VENV)/.installed ## every way to run a network on this machine's GPU; writes docs/bench-gpu.md
 	$(BIN)/python -m benchmarks.gpu --write docs/bench-gpu.md

@@ -1,0 +1,114 @@
+"""Every model of the zoo, one in a process at a time; what was done is not done again: ``make zoo``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.zoo.names import family, timm_names, torchvision_names
+from benchmarks.zoo.page import page
+from benchmarks.zoo.record import ModelRecord, Passed, read, write, write_all
+from benchmarks.zoo.stages import STAGES, Settings
+from benchmarks.zoo.watch import run
+
+
+def take(name: str, options: argparse.Namespace) -> ModelRecord:
+    """A model's record, made now as far as it is not there; what is killed is started again behind that stage."""
+    safe = name.replace(":", "-")
+    file, store = options.records / f"{safe}.json", options.store / safe
+    log = options.records / f"{safe}.log"
+    options.records.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(sys.executable, "-m", "benchmarks.zoo.model", name, "--record", str(file), "--store", str(store)),
+        *("--settings", _settings(options).to_json(), "--memory", str(options.memory << 30)),
+    ]
+    environment = os.environ | ({} if options.compile else {"TORCH_COMPILE_DISABLE": "1"})
+    while (known := read(file)) is None or not _done(known):
+        ended = run(
+            command, memory=options.memory << 30, seconds=options.minutes * 60, log=log, environment=environment
+        )
+        record = read(file) or ModelRecord(name=name, family=family(name), running=STAGES[0])
+        record = record.model_copy(
+            update={
+                "peak_bytes": max(record.peak_bytes, ended.peak_bytes),
+                "seconds": record.seconds + ended.seconds,
+            }
+        )
+        if ended.reason is not None:
+            stage = record.running or next((each for each in STAGES if each not in record.stages), STAGES[-1])
+            failed = Passed(status="failed", reason=ended.reason)
+            record = record.model_copy(update={"stages": {**record.stages, stage: failed}, "running": None})
+        write(record, file)
+    if not options.keep and store.exists():
+        shutil.rmtree(store)
+    return known
+
+
+def _done(record: ModelRecord) -> bool:
+    return all(stage in record.stages for stage in STAGES)
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    return Settings(
+        image_size=options.image_size,
+        calibration=options.calibration,
+        judging=options.judging,
+        named_weights=options.weights == "auto",
+        speed=not options.no_speed,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Take each model in turn, and write the page and the records after each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", help="models; by default all of torchvision's, and timm's where it is there"
+    )
+    parser.add_argument("--records", type=Path, default=Path("build/zoo"), help="a record and a log for each model")
+    parser.add_argument(
+        "--store", type=Path, default=Path("build/zoo-store"), help="artifacts, while a model is worked on"
+    )
+    parser.add_argument("--keep", action="store_true", help="leave them there")
+    parser.add_argument("--again", action="store_true", help="forget what is known of the models named")
+    parser.add_argument("--memory", type=int, default=16, help="GiB that a model may have")
+    parser.add_argument("--minutes", type=float, default=240, help="that it may take")
+    parser.add_argument("--image-size", type=int, default=224, help="pixels")
+    parser.add_argument("--calibration", type=int, default=64, help="images that ranges are found on")
+    parser.add_argument("--judging", type=int, default=64, help="images that agreement is judged on")
+    parser.add_argument(
+        "--weights", choices=("auto", "random"), default="auto", help="torchvision's where there are any"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="time torch.compile, too: a minute or two for each model"
+    )
+    parser.add_argument("--no-speed", action="store_true", help="time nothing, as where others use the machine")
+    parser.add_argument("--write", type=Path, default=None, help="the page; its records lie beside it, as .json")
+    options = parser.parse_args(arguments)
+    own = torchvision_names()
+    if unknown := [name for name in options.names if name not in own and not name.startswith("timm:")]:
+        print(f"error: the zoo has no {unknown[0]!r}", file=sys.stderr)
+        return 2
+    names = options.names or [*own, *timm_names()]
+    if options.again:
+        for name in names:
+            (options.records / f"{name.replace(':', '-')}.json").unlink(missing_ok=True)
+    for number, name in enumerate(names, start=1):
+        record = take(name, options)
+        reasons = "; ".join(f"{stage}: {each.reason}" for stage, each in record.stages.items() if each.reason)
+        print(f"{number}/{len(names)} {name}: {reasons or 'ok'} ({record.seconds:.0f} s)", flush=True)
+        if options.write is not None:
+            records = sorted(
+                (found for file in options.records.glob("*.json") if (found := read(file)) is not None),
+                key=lambda record: (record.name not in own, record.name),
+            )
+            write_all(records, options.write.with_suffix(".json"))
+            options.write.write_text(page(records, sys.argv[1:]), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

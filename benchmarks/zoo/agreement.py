@@ -1,0 +1,81 @@
+"""How far what runs an int8 artifact agrees with what its integers mean, and with the float network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from benchmarks.zoo.record import Agreement
+from optimize.export.onnx import run_onnx
+from optimize.measure.statistics import sqnr_db
+from optimize.store.artifact import REFERENCE_FILE, Artifact
+from serve.runtime.engines.base import executions_for
+from serve.runtime.errors import EngineError
+from serve.runtime.images import normalise
+from serve.runtime.integers import TENSORRT
+from serve.runtime.predictor import Predictor
+from serve.runtime.program_file import load_program
+
+_BATCH = 16
+
+
+class Certify(Protocol):
+    """What compares an int8 graph with its reference; a fuller certificate has this shape, too."""
+
+    def __call__(self, graph: Artifact, floats: torch.nn.Module, pixels: torch.Tensor) -> tuple[Agreement, ...]:
+        """Compare on images.
+
+        Args:
+            graph: of ``onnx-int8``, its parent the ``ptq`` artifact with the reference program.
+            floats: the float network, in eval mode.
+            pixels: ``uint8 (N, C, H, W)``.
+        """
+
+
+def agreements(graph: Artifact, floats: torch.nn.Module, pixels: torch.Tensor) -> tuple[Agreement, ...]:
+    """See `Certify`: reference against float, and every execution of program and graph against the reference.
+
+    A graph for TensorRT is computed by ONNX Runtime on the CPU, node by node.
+    """
+    quantized = graph.parent
+    assert quantized is not None
+    device, preprocessing = torch.device("cpu"), graph.card.preprocessing
+    batches = [normalise(batch, preprocessing, device, torch.float32) for batch in pixels.split(_BATCH)]
+    program = load_program(quantized.folder / REFERENCE_FILE).module()
+    with torch.no_grad():
+        expected = torch.cat([floats(batch) for batch in batches])
+        meant = torch.cat([program(batch) for batch in batches])
+    found = [compared("reference program", "float", expected, meant)]
+    answered = {engine: answers for artifact in (quantized, graph) for engine, answers in _answers(artifact, pixels)}
+    found += [compared(engine, "integers", meant, answers) for engine, answers in answered.items()]
+    for engine, answers in answered.items():
+        found.append(compared(engine, "float", expected, answers))
+    return tuple(found)
+
+
+def _answers(artifact: Artifact, pixels: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Logits of each execution that works here, by its name."""
+    if artifact.card.format == "onnx":
+        given = pixels if artifact.card.input_dtype == "uint8" else None
+        assert given is not None
+        literal = [run_onnx(artifact.path, batch, literal=True) for batch in given.split(_BATCH)]
+        yield "onnxruntime, node by node", torch.cat(literal)
+    if artifact.card.target == TENSORRT:
+        return
+    for execution in executions_for(artifact.card):
+        try:
+            predictor = Predictor(artifact.folder, execution)
+        except EngineError:
+            continue
+        yield execution.engine, torch.cat([predictor.logits(batch) for batch in pixels.split(_BATCH)])
+
+
+def compared(engine: str, reference: str, expected: torch.Tensor, found: torch.Tensor) -> Agreement:
+    """Two batches of logits ``(N, classes)``; see `Agreement`."""
+    mean = expected.mean(0)
+    equal = torch.equal(expected, found)
+    ratio = None if equal else sqnr_db((expected - mean).double().numpy(), (found - mean).double().numpy())
+    same = (expected.argmax(1) == found.argmax(1)).double().mean().item()
+    return Agreement(engine=engine, reference=reference, top1=same, sqnr_db=ratio, images=len(expected))  # type: ignore[arg-type]

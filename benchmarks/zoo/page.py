@@ -1,0 +1,167 @@
+"""The zoo's records as a page."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from benchmarks.zoo.record import Agreement, ModelRecord, Passed
+from benchmarks.zoo.stages import STAGES
+from optimize.measure.machine import machine, versions
+
+
+def page(records: Sequence[ModelRecord], words: Sequence[str]) -> str:
+    """The Markdown of all records.
+
+    Args:
+        records: one a model, in the order of the tables.
+        words: of the command that made them.
+    """
+    own = [record for record in records if not record.name.startswith("timm:")]
+    other = [record for record in records if record.name.startswith("timm:")]
+    lines = [*_head(records, own, other, words), *_reading()]
+    for title, group in (("torchvision", own), ("timm", other)):
+        if group:
+            lines += [f"## {title}", "", *_passes(group), "", *_figures(group), ""]
+    lines += [*_reasons(records)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _head(
+    records: Sequence[ModelRecord], own: Sequence[ModelRecord], other: Sequence[ModelRecord], words: Sequence[str]
+) -> Iterator[str]:
+    here, known = machine(torch.device("cpu")), versions()
+    libraries = ", ".join(
+        f"{name} {known[name]}" for name in ("torch", "torchvision", "onnxruntime-gpu", "openvino") if name in known
+    )
+    yield from (
+        "# The zoo",
+        "",
+        f"Made by `{' '.join(['python -m benchmarks.zoo', *words])}` until {datetime.date.today().isoformat()}: "
+        f"{here['cpu']} ({', '.join(here['isa'])}), {here['cores']} cores, Python {platform.python_version()}, "
+        f"{libraries}.",
+        "",
+        f"**{_passing(own)} of {len(own)} torchvision classifiers pass every stage**"
+        + (f", and {_passing(other)} of {len(other)} of timm's families." if other else "."),
+        "",
+    )
+    if drawn := [record for record in records if record.signal and record.weights == "random"]:
+        share, top1 = (
+            sorted(figure(record.signal) for record in drawn if record.signal)
+            for figure in (lambda signal: signal.image_share, lambda signal: signal.top1)
+        )
+        yield (
+            f"{len(drawn)} of {len(records)} have random weights, drawn so that their signal lives through the depth "
+            f"(`benchmarks/zoo/weights.py`), and a head fitted to the digits: of the power of what the head reads, "
+            f"{share[0]:.0%} to {share[-1]:.0%} (median {statistics.median(share):.0%}) differs between images, and "
+            f"the head is right on {top1[0]:.0%} to {top1[-1]:.0%} of images that it was not fitted on, where guessing "
+            f"is right on 10 %. Agreement and SQNR are those of such networks, and no trained network's."
+        )
+        yield ""
+
+
+def _passing(records: Sequence[ModelRecord]) -> int:
+    return sum(record.passed for record in records)
+
+
+def _reading() -> Iterator[str]:
+    yield from (
+        "Size is that of the int8 graph, as a share of the float graph's. Agreement is that of top-1, SQNR that of the "
+        "logits' part that differs between images, in dB. *Of the integers*: against float. *Of engines*: the lowest "
+        "of torch's kernels, ONNX Runtime and OpenVINO against what the integers mean in exact arithmetic. The graph "
+        "for TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: "
+        "the fastest execution in int8 and the fastest in float, with the 95 % interval of their ratio where they took "
+        "turns.",
+        "",
+    )
+
+
+def _passes(records: Sequence[ModelRecord]) -> Iterator[str]:
+    yield f"| model | {' | '.join(STAGES)} |"
+    yield f"|---|{':-:|' * len(STAGES)}"
+    for record in records:
+        yield f"| {_name(record)} | {' | '.join(_word(record.stages.get(stage)) for stage in STAGES)} |"
+
+
+def _word(stage: Passed | None) -> str:
+    if stage is None:
+        return "not yet"
+    if stage.status != "ok":
+        return f"**{stage.status}**"
+    return "ok" if stage.seconds is None else f"ok, {stage.seconds:.0f} s"
+
+
+def _name(record: ModelRecord) -> str:
+    return record.name.removeprefix("timm:")
+
+
+def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
+    yield (
+        "| model | weights | parameters, M | image share | top-1 | size | of the integers | of engines "
+        "| TensorRT's integers | node by node | int8 | float | times as fast | memory, GiB |"
+    )
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for record in records:
+        signal, size = record.signal, _share(record)
+        cells = [
+            _name(record),
+            record.weights.removeprefix("torchvision's weights "),
+            f"{record.parameters / 1e6:.1f}" if record.parameters else "",
+            f"{signal.image_share:.0%}" if signal else "",
+            f"{signal.top1:.0%}" if signal else "",
+            f"{size:.2f}" if size else "",
+            *_agreeing(record.stages.get("agreement")),
+            *_agreeing(record.stages.get("agreement-tensorrt")),
+            *_speeds(record),
+            f"{record.peak_bytes / 2**30:.1f}",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _share(record: ModelRecord) -> float | None:
+    sizes = [stage.bytes if (stage := record.stages.get(name)) else None for name in ("onnx-int8", "onnx")]
+    return sizes[0] / sizes[1] if sizes[0] and sizes[1] else None
+
+
+def _agreeing(stage: Passed | None) -> tuple[str, str]:
+    """Of the reference with float, and the worst of the engines with the reference."""
+    if stage is None or not stage.agreements:
+        return "", ""
+    of_floats = [each for each in stage.agreements if each.engine == "reference program"]
+    of_integers = [each for each in stage.agreements if each.reference == "integers"]
+    return _lowest(of_floats), _lowest(of_integers)
+
+
+def _lowest(found: Sequence[Agreement]) -> str:
+    if not found:
+        return ""
+    ratios = [each.sqnr_db for each in found if each.sqnr_db is not None]
+    return f"{min(each.top1 for each in found):.1%}, {f'{min(ratios):.1f} dB' if ratios else 'equal'}"
+
+
+def _speeds(record: ModelRecord) -> tuple[str, str, str]:
+    speed = record.speed
+    if speed is None:
+        return "", "", ""
+    interval = f" [{speed.low:.2f}, {speed.high:.2f}]" if speed.low is not None and speed.high is not None else ""
+    return (
+        f"{speed.int8} {speed.int8_ms:.2f} ms",
+        f"{speed.float_} {speed.float_ms:.2f} ms",
+        f"{speed.ratio:.2f}{interval}",
+    )
+
+
+def _reasons(records: Sequence[ModelRecord]) -> Iterator[str]:
+    failed = [
+        (record.name, name, stage.reason)
+        for record in records
+        for name, stage in record.stages.items()
+        if stage.status == "failed"
+    ]
+    if failed:
+        yield from ("## What failed", "")
+        yield from (f"- {model}, {stage}: {reason}" for model, stage, reason in failed)

@@ -1,0 +1,113 @@
+"""What is known of one model of the zoo: a record, kept in a file of its own, which grows stage by stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, TypeAdapter
+
+from optimize.measure.rows import Record
+
+Status = Literal["ok", "failed", "not made"]
+
+
+class Signal(Record):
+    """That a network's answers depend on what it sees.
+
+    ``image_share`` is how much of the power (mean square) of what the head reads differs between images; ``top1`` is
+    the fitted head's, on ``images`` that nothing was fitted on.
+    """
+
+    image_share: float
+    top1: float
+    images: int
+
+
+class Agreement(Record):
+    """Logits of ``engine`` against those of ``reference`` on ``images`` images.
+
+    ``sqnr_db`` is that of the part that differs between images: each class's mean over them is taken from both, so that
+    an offset that all images share counts as no signal. None where they are equal to the last bit.
+    """
+
+    engine: str
+    reference: Literal["float", "integers"]
+    top1: float
+    sqnr_db: float | None
+    images: int
+
+
+class Passed(Record):
+    """What became of one stage: ``seconds`` it took, ``bytes`` of its model file, ``reason`` why it was not made."""
+
+    status: Status
+    seconds: float | None = None
+    bytes: int | None = None
+    reason: str | None = None
+    notes: tuple[str, ...] = ()
+    agreements: tuple[Agreement, ...] = ()
+
+
+class Speed(Record):
+    """Milliseconds (p50) of one image by the fastest execution in int8 and the fastest in float.
+
+    ``low`` and ``high`` are the 95 % interval of float over int8, None where they did not take turns.
+    """
+
+    int8: str
+    int8_ms: float
+    float_: str
+    float_ms: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast int8 is."""
+        return self.float_ms / self.int8_ms
+
+
+class ModelRecord(Record):
+    """One model: ``weights`` says whose, ``running`` the stage that a process is or was in."""
+
+    name: str
+    family: str
+    weights: str = ""
+    image_size: int = 0
+    parameters: int = 0
+    signal: Signal | None = None
+    stages: dict[str, Passed] = Field(default_factory=dict)
+    speed: Speed | None = None
+    running: str | None = None
+    peak_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every stage was made, and there was one."""
+        return bool(self.stages) and all(stage.status == "ok" for stage in self.stages.values())
+
+
+def read(path: Path) -> ModelRecord | None:
+    """A record, or None where there is none yet."""
+    return ModelRecord.model_validate_json(path.read_bytes()) if path.exists() else None
+
+
+def write(record: ModelRecord, path: Path) -> None:
+    """Keep a record, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".new")
+    scratch.write_text(record.model_dump_json(indent=1), encoding="utf-8")
+    scratch.replace(path)
+
+
+def read_all(path: Path) -> list[ModelRecord]:
+    """The records of ``zoo.json``."""
+    return TypeAdapter(list[ModelRecord]).validate_json(path.read_bytes())
+
+
+def write_all(records: list[ModelRecord], path: Path) -> None:
+    """Write ``zoo.json``."""
+    body = TypeAdapter(list[ModelRecord]).dump_json(records, indent=1)
+    path.write_bytes(body + b"\n")

@@ -1,0 +1,279 @@
+"""What is done with one model: its stages, in order, each from what the stage before it left in the store."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.zoo.agreement import Certify, agreements
+from benchmarks.zoo.record import ModelRecord, Passed, Speed
+from benchmarks.zoo.weights import fit_head, initialise
+from optimize.context import Context
+from optimize.data.formats.base import open_data
+from optimize.data.loading import loader
+from optimize.data.pixels import decoded
+from optimize.data.records import Split
+from optimize.data.splits import subset
+from optimize.measure.bench import Bench
+from optimize.measure.references import REFERENCES
+from optimize.measure.rows import Reference, Row
+from optimize.measure.timing import Timing
+from optimize.models.checkpoint import Checkpoint, read_checkpoint
+from optimize.models.fitting import load_into
+from optimize.models.preprocessing import choose_preprocessing
+from optimize.models.resolve import resolve_model, with_named_weights
+from optimize.models.source import ModelSource
+from optimize.passes.fuse import Fuse
+from optimize.passes.onnx import Onnx
+from optimize.passes.onnx_int8 import OnnxInt8
+from optimize.passes.ptq import Ptq
+from optimize.run.results import measure
+from optimize.run.session import Session, Step
+from optimize.store.artifact import Artifact
+from optimize.store.objects import Store
+from serve.config import Config
+from serve.runtime.errors import UserError, one_line
+from serve.runtime.images import normalise
+
+_CPU = torch.device("cpu")
+_IMAGENET = 1000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is done with each model.
+
+    Attributes:
+        image_size: side of the images in pixels, raised to what a network takes.
+        calibration: images that ranges and norms are found on.
+        fitting: images that the head is fitted on.
+        judging: images that agreement and top-1 are taken on.
+        named_weights: take torchvision's own weights where they are on this machine or can be downloaded.
+        large: bytes of float weights from which executions are timed one after another, and not in turns: all of them
+            in memory at once would be more than the cap.
+        speed: whether executions are timed at all.
+    """
+
+    image_size: int = 224
+    calibration: int = 64
+    fitting: int = 256
+    judging: int = 64
+    named_weights: bool = True
+    large: int = 1 << 30
+    speed: bool = True
+
+    def to_json(self) -> str:
+        """For another process; `from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+#: Passes by the stage's name: what it goes on from, and the pass's settings for so many images to calibrate on.
+PASSES: Mapping[str, tuple[str, Callable[[int], Config]]] = {
+    "fuse": ("baseline", lambda images: Fuse()),
+    "onnx": ("fuse", lambda images: Onnx()),
+    "ptq": ("fuse", lambda images: Ptq(images=images)),
+    "onnx-int8": ("ptq", lambda images: OnnxInt8()),
+    "ptq-tensorrt": ("fuse", lambda images: Ptq(images=images, target="tensorrt")),
+    "onnx-int8-tensorrt": ("ptq-tensorrt", lambda images: OnnxInt8()),
+}
+#: Every stage, in order.
+STAGES = ("baseline", *PASSES, "agreement", "agreement-tensorrt", "speed")
+
+
+@dataclass
+class Model:
+    """One model on its way through the stages; what it has made is in the store and in the record."""
+
+    name: str
+    store: Path
+    settings: Settings
+    record: ModelRecord
+    keep: Callable[[ModelRecord], None]
+    certify: Certify = agreements
+    steps: dict[str, Step] = field(default_factory=dict)
+
+    def run(self) -> ModelRecord:
+        """Go through the stages that the record does not have yet; those that were made are taken from the store."""
+        for stage in STAGES:
+            known = self.record.stages.get(stage)
+            if known is not None and (known.status != "ok" or stage in ("agreement", "agreement-tensorrt", "speed")):
+                continue
+            self._note(running=stage)
+            begun = time.perf_counter()
+            try:
+                passed = self._stage(stage)
+            except MissingError as error:
+                passed = Passed(status="not made", reason=str(error))
+            except Exception as error:  # noqa: BLE001 - one model's fault, whatever it is, is what the table is to say
+                said = str(error) if isinstance(error, UserError) else one_line(error)
+                passed = Passed(status="failed", reason=said, seconds=time.perf_counter() - begun)
+            self._note(running=None, stages={**self.record.stages, stage: known or passed})
+        return self.record
+
+    def _note(self, **changes: object) -> None:
+        self.record = self.record.model_copy(update=changes)
+        self.keep(self.record)
+
+    def _stage(self, stage: str) -> Passed:
+        begun = time.perf_counter()
+        if stage == "baseline":
+            self.steps[stage] = self._baseline()
+        elif stage in PASSES:
+            parent, config = PASSES[stage]
+            self.steps[stage] = self._session.apply(self._made(parent), config(self.settings.calibration), stage)
+        elif stage == "speed":
+            self._note(speed=self._speed())
+            return Passed(status="ok", seconds=time.perf_counter() - begun)
+        else:
+            graph = self._made(stage.replace("agreement", "onnx-int8"))
+            found = self.certify(graph, self._made("fuse").module(), self._pixels())
+            return Passed(status="ok", seconds=time.perf_counter() - begun, agreements=found)
+        artifact = self.steps[stage].artifact
+        size = sum(path.stat().st_size for path in artifact.folder.glob(f"{artifact.card.file}*"))
+        return Passed(status="ok", seconds=self.steps[stage].seconds, bytes=size, notes=artifact.card.notes)
+
+    def _made(self, stage: str) -> Artifact:
+        if stage not in self.steps:
+            raise MissingError(f"there is no {stage}")
+        return self.steps[stage].artifact
+
+    @functools.cached_property
+    def _source(self) -> tuple[ModelSource, Checkpoint | None]:
+        """The architecture, and its library's own weights where they can be had."""
+        source = resolve_model(self.name)
+        if self.settings.named_weights and source.origin == "torchvision":
+            with contextlib.suppress(UserError):
+                return with_named_weights(source, "DEFAULT")
+        return source, None
+
+    @functools.cached_property
+    def _session(self) -> Session:
+        source, weights = self._source
+        data = open_data("digits")
+        data = dataclasses.replace(data, val=subset(data.val, self.settings.judging), val_of=len(data.val))
+        side = source.only_size or source.legal_size(self.settings.image_size)
+        preprocessing = choose_preprocessing(source, data, side).preprocessing
+        said = source.declared_by if weights is not None else "random"
+        self._note(weights=said, image_size=side)
+        return Session(Store(self.store), source, Context(data, preprocessing, _CPU))
+
+    def _baseline(self) -> Step:
+        """The network with its weights, its head fitted to the data; weights are drawn once."""
+        session, file = self._session, self.store / "weights.pth"
+        if file.exists():
+            return session.baseline(checkpoint=read_checkpoint(file))
+        module = self._library_module() or self._drawn_module()
+        context = session.context
+        signal = fit_head(
+            module,
+            lambda: self._batches(context.data.train, self.settings.fitting),
+            lambda: self._batches(context.data.val, self.settings.judging),
+        )
+        self._note(signal=signal, parameters=sum(parameter.numel() for parameter in module.parameters()))
+        torch.save(module.state_dict(), file)
+        del module
+        return session.baseline(checkpoint=read_checkpoint(file))
+
+    def _library_module(self) -> nn.Module | None:
+        """The library's weights, but for the head; None where there are none."""
+        source, checkpoint = self._source
+        if checkpoint is None:
+            return None
+        classes, side = len(self._session.context.data.classes), self._session.context.preprocessing.crop[0]
+        whole = source.build(_IMAGENET, side)
+        load_into(whole, checkpoint, self.store)
+        module = source.build(classes, side)
+        own, state = module.state_dict(), whole.state_dict()
+        fitting = {name: value for name, value in state.items() if value.shape == own[name].shape}
+        metadata = getattr(own, "_metadata", None)
+        merged = OrderedDict(own | fitting)
+        merged._metadata = metadata  # type: ignore[attr-defined]  # without it MNASNet takes weights for old ones
+        module.load_state_dict(merged)
+        return module.eval()
+
+    def _drawn_module(self) -> nn.Module:
+        source, context = self._source[0], self._session.context
+        torch.manual_seed(context.seed)
+        module = source.build(len(context.data.classes), context.preprocessing.crop[0])
+        images, _ = next(self._batches(context.data.train, self.settings.calibration, size=32))
+        initialise(module, images)
+        return module
+
+    def _batches(self, split: Split, count: int, size: int = 16) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Normalised images ``float32`` and labels."""
+        preprocessing = self._session.context.preprocessing
+        for images, labels in loader(split, preprocessing, batch_size=size, device=_CPU, limit=min(count, len(split))):
+            yield normalise(images, preprocessing, _CPU, torch.float32), labels
+
+    def _pixels(self) -> torch.Tensor:
+        """The images that are judged by, ``uint8 (N, C, H, W)``."""
+        context = self._session.context
+        return decoded(context.data.val, context.preprocessing)
+
+    def _speed(self) -> Speed:
+        """The fastest execution of the program and the graph in int8, and of all in float."""
+        if not self.settings.speed:
+            raise MissingError("left out")
+        steps = [self.steps[name] for name in ("fuse", "onnx", "ptq", "onnx-int8") if name in self.steps]
+        if not steps or "fuse" not in self.steps:
+            raise MissingError("there is no fuse")
+        timing = Timing(rounds=7, batch_sizes=(1,), seconds=0.15)
+        context = self._session.context
+        apart = 4 * self.record.parameters >= self.settings.large
+        if apart:
+            REFERENCES.clear()  # each is a process that holds all weights in float
+        groups = [[step] for step in steps] if apart else [steps]
+        times: list[_Time] = []
+        for group in groups:
+            found = measure(group, Bench(self._session.store, context, timing, ("cpu",)))
+            times += _times(found.rows, found.references)
+        floats, integers = ([time for time in times if time.integers is kind] for kind in (False, True))
+        if not integers:
+            raise MissingError("there is no int8 execution to time")
+        slow, fast = (min(group, key=lambda time: time.p50) for group in (floats, integers))
+        interval = (None, None) if apart else (fast.low, fast.high)
+        return Speed(
+            int8=fast.name, int8_ms=fast.p50, float_=slow.name, float_ms=slow.p50, low=interval[0], high=interval[1]
+        )
+
+
+class MissingError(Exception):
+    """What a stage goes on from was not made; that stage says why."""
+
+
+@dataclass(frozen=True)
+class _Time:
+    """An execution, whether it computes with integers, its p50 in ms, and how much faster it is than the best float."""
+
+    name: str
+    integers: bool
+    p50: float
+    low: float
+    high: float
+
+
+def _times(rows: Sequence[Row], references: Sequence[Reference]) -> Iterator[_Time]:
+    for row in rows:
+        for pair in row.pairs:
+            if pair.measured is not None and row.file is not None:
+                speedup = pair.measured.speedup
+                yield _Time(pair.id, not row.file.is_float, pair.measured.latency_ms.p50, speedup.low, speedup.high)
+    for reference in references:
+        if reference.measured is not None:
+            speedup = reference.measured.speedup
+            yield _Time(reference.name, False, reference.measured.latency_ms.p50, speedup.low, speedup.high)

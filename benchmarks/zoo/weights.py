@@ -1,0 +1,203 @@
+"""Weights with which a network's answers depend on its images: torchvision's, or random ones that keep their signal.
+
+With a library's own initialisation, images differ less and less from each other, layer by layer, as what all share
+grows with each ReLU: in a random MobileNet their logits differ by less than a step of 8 bits, and its int8 answers mean
+nothing. Where every layer is centred instead, so that half of its values are cut off, small differences grow, those of
+rounding too, and drown the images in a deep network.
+
+So every layer is shifted and scaled over real images until its output has variance 1 (LSUV: Mishkin and Matas 2016,
+arXiv:1511.06422) and a mean in each channel between those two; of some means the one with which a network rounded to 8
+bits is nearest to itself. Norms get these images' statistics, and the head is fitted to their labels by ridge
+regression, on what it reads with and without rounding. How much signal there is afterwards is measured: see `Signal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from benchmarks.zoo.record import Signal
+
+_WEIGHTED = (nn.Conv2d, nn.Linear)
+_ROUNDED = (*_WEIGHTED, _BatchNorm, nn.LayerNorm)
+#: Means that are tried, in deviations. A ReLU makes two inputs' differences larger against what it gives by
+#: P(z > 0) / Var(ReLU(z)), z of N(m, 1): 1.47 times at m = 0, 1.12 at m = 1, 1.05 at 1.5, 1.02 at 2; but the larger m,
+#: the more of its range is what all images share.
+_MEANS = (0.6, 1.0, 1.4)
+#: Noise that the head is fitted against beside that of rounding, as a share of its features' power.
+_NOISE = 0.01
+#: What torchvision and timm call the factors of residual branches, which start near 0.
+_BRANCH_FACTORS = ("layer_scale", "gamma", "gamma_1", "gamma_2")
+
+
+def initialise(module: nn.Module, images: torch.Tensor, seed: int = 0) -> float:
+    """Draw weights that keep their signal through the depth of a network, in place.
+
+    Args:
+        module: in any mode, as its library builds it; afterwards in eval mode.
+        images: ``float32 (N, C, H, W)``, normalised, real; N of 16 to 32 are enough.
+        seed: of the draw.
+
+    Returns:
+        The mean that was chosen.
+    """
+    for name, parameter in module.named_parameters():
+        if name.rpartition(".")[2] in _BRANCH_FACTORS:
+            parameter.data.fill_(0.5)
+    kept: dict[float, float] = {}
+    for mean in _MEANS:
+        _settle(module, images, mean, seed)
+        head = _last_layer(module, images)
+        exact = _read_by(module, head, images)
+        with _rounding(module):
+            lost = _read_by(module, head, images) - exact
+        kept[mean] = float((exact - exact.mean(0)).square().sum() / lost.square().sum().clamp_min(1e-12))
+    best = max(kept, key=lambda mean: kept[mean])
+    _settle(module, images, best, seed)
+    return best
+
+
+def _settle(module: nn.Module, images: torch.Tensor, mean: float, seed: int) -> None:
+    """Draw all weights, and give each layer's output its mean and variance 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in module.modules():
+        if isinstance(layer, _WEIGHTED):
+            layer.weight.data.normal_(0, layer.weight[0].numel() ** -0.5, generator=generator)
+            if layer.bias is not None:
+                layer.bias.data.zero_()
+        elif isinstance(layer, _BatchNorm):
+            layer.momentum = None  # the mean over what is seen
+            layer.reset_running_stats()
+            if layer.affine:
+                layer.weight.data.uniform_(0.8, 1.2, generator=generator)
+                layer.bias.data.normal_(mean, 0.1, generator=generator)
+    module.eval()
+    for layer in module.modules():
+        layer.train(isinstance(layer, _BatchNorm))
+    with _hooked(module, _WEIGHTED, lambda layer, _, output: _standardised(layer, output, mean)), torch.no_grad():
+        module(images)
+    module.eval()
+
+
+def _standardised(layer: nn.Module, output: torch.Tensor, middle: float) -> torch.Tensor:
+    """A layer's output with variance 1 and, where it has a bias, this mean in each channel; the layer now gives it."""
+    assert isinstance(layer, _WEIGHTED)
+    channel = 1 if isinstance(layer, nn.Conv2d) else output.ndim - 1
+    others = [axis for axis in range(output.ndim) if axis != channel]
+    mean = output.mean(others, keepdim=True) if layer.bias is not None else output.new_zeros(())
+    deviation = (output - mean).square().mean().sqrt()
+    if not deviation > 1e-8:  # of a layer that sees the same in all images, such as a table of positions
+        return output
+    layer.weight.data /= deviation
+    if layer.bias is None:
+        return output / deviation
+    layer.bias.data.sub_(mean.flatten()).div_(deviation).add_(middle)
+    return (output - mean) / deviation + middle
+
+
+@contextmanager
+def _rounding(module: nn.Module) -> Iterator[None]:
+    """Let each layer give one of 256 numbers, at equal distances from its least to its largest."""
+
+    def rounded(layer: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        low, high = output.aminmax()
+        step = ((high - low) / 255).clamp_min(1e-12)
+        return ((output - low) / step).round() * step + low
+
+    with _hooked(module, _ROUNDED, rounded):
+        yield
+
+
+@contextmanager
+def _hooked(module: nn.Module, kinds: tuple[type, ...], hook: Callable[..., torch.Tensor]) -> Iterator[None]:
+    handles = [layer.register_forward_hook(hook) for layer in module.modules() if isinstance(layer, kinds)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def fit_head(
+    module: nn.Module,
+    shown: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+    judged: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+) -> Signal:
+    """Fit the last layer to labels, by ridge regression, and see what the network is worth with it.
+
+    Args:
+        module: in eval mode; its last layer with weights gives the logits (after a pool, where it is a convolution).
+        shown: batches of images ``float32 (N, C, H, W)`` and labels ``int64 (N,)`` to fit on.
+        judged: others, to judge by.
+    """
+    head = _last_layer(module, next(shown())[0])
+    assert isinstance(head, _WEIGHTED)
+    features: list[torch.Tensor] = []
+    rounded: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
+    for images, wanted in shown():
+        features.append(_read_by(module, head, images))
+        with _rounding(module):
+            rounded.append(_read_by(module, head, images))
+        labels.append(wanted)
+    x, y = torch.cat(features + rounded).double(), torch.cat(labels + labels)
+    classes = head.weight.shape[0]
+    weight, centre = _ridge(x, nn.functional.one_hot(y, classes).double())
+    answers = (x - centre) @ weight
+    weight = weight * (3 / answers.std().clamp_min(1e-12))
+    bias = -(centre @ weight)
+    if isinstance(head, nn.Conv2d):  # SqueezeNet's, with a ReLU behind it that is not to cut anything off
+        bias = bias + 12
+    head.weight.data.copy_(weight.T.reshape(head.weight.shape).float())
+    if head.bias is not None:
+        head.bias.data.copy_(bias.float())
+    right = total = 0
+    with torch.no_grad():
+        for images, wanted in judged():
+            right += int((module(images).argmax(1) == wanted).sum())
+            total += len(wanted)
+    share = float(x.var(0).sum() / x.square().mean(0).sum().clamp_min(1e-12))
+    return Signal(image_share=share, top1=right / total, images=total)
+
+
+def _ridge(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights ``(D, classes)`` that tell centred ``y`` from centred ``x``, and the centre of ``x``."""
+    centre = x.mean(0)
+    centred, wanted = x - centre, y - y.mean(0)
+    penalty = (_NOISE * len(x) * x.square().mean()).clamp_min(1e-12)
+    gram = centred @ centred.T + penalty * torch.eye(len(x), dtype=x.dtype)
+    return centred.T @ torch.linalg.solve(gram, wanted), centre
+
+
+def _last_layer(module: nn.Module, images: torch.Tensor) -> nn.Module:
+    called: list[nn.Module] = []
+    layers = [layer for layer in module.modules() if isinstance(layer, _WEIGHTED)]
+    handles = [layer.register_forward_pre_hook(lambda layer, _: called.append(layer)) for layer in layers]
+    with torch.no_grad():
+        module(images[:2])
+    for handle in handles:
+        handle.remove()
+    return called[-1]
+
+
+def _read_by(module: nn.Module, head: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    """What the head reads of each image, ``(N, D)``; the mean over places where it reads a map."""
+    with _noting(head) as seen, torch.no_grad():
+        module(images)
+    (features,) = seen
+    return features.flatten(2).mean(2) if isinstance(head, nn.Conv2d) else features
+
+
+@contextmanager
+def _noting(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
+    seen: list[torch.Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()

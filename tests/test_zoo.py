@@ -1,0 +1,221 @@
+"""The zoo's machinery: caps that hold, records that survive, weights that answer, a page that counts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.zoo import __main__ as zoo
+from benchmarks.zoo.agreement import compared
+from benchmarks.zoo.names import family, torchvision_names
+from benchmarks.zoo.page import page
+from benchmarks.zoo.record import Agreement, ModelRecord, Passed, Signal, Speed, read, read_all, write, write_all
+from benchmarks.zoo.stages import STAGES
+from benchmarks.zoo.watch import run
+from benchmarks.zoo.weights import fit_head, initialise
+
+MIB = 1 << 20
+
+
+def watched(tmp_path: Path, code: str, *, memory: int = 4 << 30, seconds: float = 60):
+    return run([sys.executable, "-c", code], memory=memory, seconds=seconds, log=tmp_path / "log")
+
+
+def test_a_command_that_ends_well_is_not_complained_of(tmp_path: Path) -> None:
+    ended = watched(tmp_path, "import time; held = bytearray(60 << 20); time.sleep(1.2)")
+    assert ended.reason is None
+    assert 60 * MIB < ended.peak_bytes < 200 * MIB
+    assert ended.seconds >= 1.2
+
+
+def test_the_memory_of_its_children_counts_and_all_are_ended(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; held = bytearray(300 << 20); time.sleep(60)"])
+pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(child.pid))
+time.sleep(60)
+"""
+    ended = watched(tmp_path, code, memory=200 * MIB)
+    assert ended.reason == "needed more than 0 GiB of memory"
+    assert ended.seconds < 30
+    child = Path("/proc") / (tmp_path / "pid").read_text()
+    assert not child.exists() or "State:\tZ" in (child / "status").read_text()
+
+
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    ended = watched(tmp_path, "import time; time.sleep(60)", seconds=1)
+    assert ended.reason == "took more than 0 minutes"
+    assert ended.seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import sys; print('what it was'); sys.exit(3)", "its process ended with code 3: what it was"),
+        ("import os; os.kill(os.getpid(), 9)", "its process ended by signal 9: it said nothing"),
+    ],
+)
+def test_how_a_command_died_is_said(tmp_path: Path, code: str, reason: str) -> None:
+    assert watched(tmp_path, code).reason == reason
+
+
+def test_a_model_whose_process_is_killed_goes_on_behind_that_stage(tmp_path: Path, monkeypatch) -> None:
+    """The stand-in for a model's process does a stage a time, and dies in one."""
+    child = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from benchmarks.zoo.record import *
+from benchmarks.zoo.stages import STAGES
+from pathlib import Path
+file = Path(sys.argv[sys.argv.index("--record") + 1])
+record = read(file) or ModelRecord(name="resnet18", family="resnet")
+for stage in STAGES:
+    if stage in record.stages:
+        continue
+    record = record.model_copy(update={{"running": stage}})
+    write(record, file)
+    if stage == "ptq":
+        os.kill(os.getpid(), 9)
+    record = record.model_copy(update={{"running": None, "stages": {{**record.stages, stage: Passed(status="ok")}}}})
+    write(record, file)
+"""
+    (tmp_path / "child.py").write_text(child)
+    started = []
+
+    def stand_in(command, **options):
+        started.append(command)
+        return run([sys.executable, str(tmp_path / "child.py"), *command[3:]], **options)
+
+    monkeypatch.setattr(zoo, "run", stand_in)
+    words = ["resnet18", "--records", str(tmp_path / "records"), "--store", str(tmp_path / "store")]
+    assert zoo.main([*words, "--write", str(tmp_path / "zoo.md")]) == 0
+    (record,) = read_all(tmp_path / "zoo.json")
+    assert len(started) == 2
+    assert list(record.stages) == list(STAGES)
+    assert [name for name, stage in record.stages.items() if stage.status != "ok"] == ["ptq"]
+    assert record.stages["ptq"].reason == "its process ended by signal 9: it said nothing"
+    assert "0 of 1 torchvision classifiers pass every stage" in (tmp_path / "zoo.md").read_text()
+    assert zoo.main(words) == 0
+    assert len(started) == 2  # nothing is done again
+
+
+def test_the_zoo_has_all_of_torchvisions_classifiers_and_refuses_others(capsys) -> None:
+    names = torchvision_names()
+    assert len(names) == 80
+    assert {"vit_h_14", "regnet_y_128gf", "googlenet", "maxvit_t"} < set(names)
+    assert (family("swin_v2_t"), family("wide_resnet50_2"), family("mobilenet_v2")) == (
+        "swin_v2",
+        "wide_resnet",
+        "mobilenet_v2",
+    )
+    assert zoo.main(["resnet17"]) == 2
+    assert "the zoo has no 'resnet17'" in capsys.readouterr().err
+
+
+def whole(name: str, **changes: object) -> ModelRecord:
+    agreed = (
+        Agreement(engine="reference program", reference="float", top1=0.9, sqnr_db=18.25, images=64),
+        Agreement(engine="onnxruntime", reference="integers", top1=1.0, sqnr_db=30.0, images=64),
+        Agreement(engine="openvino", reference="integers", top1=0.984375, sqnr_db=28.5, images=64),
+    )
+    stages = {stage: Passed(status="ok", seconds=1.0, bytes=1000) for stage in STAGES}
+    stages["onnx-int8"] = Passed(status="ok", seconds=2.0, bytes=260)
+    stages["agreement"] = Passed(status="ok", seconds=2.0, agreements=agreed)
+    record = ModelRecord(
+        name=name,
+        family=family(name),
+        weights="random",
+        parameters=11_000_000,
+        signal=Signal(image_share=0.25, top1=0.75, images=64),
+        stages=stages,
+        speed=Speed(int8="ptq@torchscript", int8_ms=2.0, float_="onnx@openvino", float_ms=5.0, low=2.4, high=2.6),
+    )
+    return record.model_copy(update=changes)
+
+
+def test_the_page_counts_who_passes_and_says_why_others_do_not(tmp_path: Path) -> None:
+    failed = Passed(status="failed", reason="it broke", seconds=3.0)
+    other = whole("vgg11", stages={**whole("vgg11").stages, "ptq": failed})
+    text = page([whole("resnet18"), other, whole("timm:levit_128s")], [])
+    assert "**1 of 2 torchvision classifiers pass every stage**, and 1 of 1 of timm's families." in text
+    assert "- vgg11, ptq: it broke" in text
+    line = next(line for line in text.splitlines() if line.startswith("| resnet18 | random"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[2:9] == ["11.0", "25%", "75%", "0.26", "90.0%, 18.2 dB", "98.4%, 28.5 dB", ""]
+    assert cells[-2] == "2.50 [2.40, 2.60]"
+
+
+def test_records_read_back_as_they_were_written(tmp_path: Path) -> None:
+    record = whole("resnet18", running="ptq")
+    write(record, tmp_path / "resnet18.json")
+    assert read(tmp_path / "resnet18.json") == record
+    assert read(tmp_path / "none.json") is None
+    write_all([record], tmp_path / "zoo.json")
+    assert read_all(tmp_path / "zoo.json") == [record]
+
+
+def test_an_offset_that_all_images_share_is_no_signal() -> None:
+    logits = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+    noise = 0.1 * torch.randn(64, 5, generator=torch.Generator().manual_seed(1))
+    plain, shifted = (compared("x", "float", logits + by, logits + noise + by) for by in (0.0, 1000.0))
+    signal, lost = (logits - logits.mean(0)).square().sum(), noise.square().sum()
+    assert plain.sqnr_db == pytest.approx(10 * math.log10(signal / lost), abs=1e-3)
+    assert shifted.sqnr_db == pytest.approx(plain.sqnr_db, abs=0.01)
+    assert compared("x", "float", logits, logits).sqnr_db is None
+
+
+def deep(depth: int = 24) -> nn.Module:
+    """A plain network in which the library's own weights lose the images: no shortcuts, no norms."""
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU()]
+    for _ in range(depth):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+
+
+def bars(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images of three kinds: bright left, bright top, bright all over, under noise."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    images = 0.3 * torch.randn(count, 3, 16, 16, generator=generator)
+    images[labels == 0, :, :, :4] += 2
+    images[labels == 1, :, :8] += 2
+    images[labels == 2] += 1.5
+    return images, labels
+
+
+def test_drawn_weights_keep_images_apart_where_the_librarys_do_not() -> None:
+    torch.manual_seed(0)
+    library, drawn = deep().eval(), deep()
+    images, _ = bars(32, 0)
+    initialise(drawn, images)
+    spreads = []
+    for module in (library, drawn):
+        with torch.no_grad():
+            features = module[:-1](bars(64, 1)[0])
+        spreads.append(float(features.var(0).sum() / features.square().mean(0).sum()))
+    assert spreads[1] > 100 * spreads[0]
+    signal = fit_head(drawn, lambda: iter([bars(96, 2)]), lambda: iter([bars(60, 3)]))
+    assert signal.images == 60
+    assert signal.top1 > 0.8
+    with torch.no_grad():
+        answers = drawn(bars(60, 3)[0])
+    assert signal.top1 == pytest.approx(float((answers.argmax(1) == bars(60, 3)[1]).double().mean()))
+    assert answers.std(0).min() > 0.1
+
+
+def test_every_layer_of_a_drawn_network_has_variance_one_on_the_images() -> None:
+    module, images = deep(6), bars(32, 0)[0]
+    initialise(module, images)
+    x = images
+    with torch.no_grad():
+        for layer, behind in itertools.pairwise(module):
+            x = layer(x)
+            if isinstance(layer, nn.Conv2d):
+                assert float((x - x.mean((0, 2, 3), keepdim=True)).square().mean()) == pytest.approx(1.0, rel=1e-3)
+                assert isinstance(behind, nn.ReLU)
