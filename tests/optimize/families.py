@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import nn
 from torchvision import models
+from torchvision.models import inception
 from torchvision.models import swin_transformer as swin
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.efficientnet import EfficientNet, FusedMBConvConfig, MBConvConfig
-from torchvision.models.googlenet import GoogLeNet
-from torchvision.models.inception import Inception3
+from torchvision.models.googlenet import BasicConv2d, Inception
 from torchvision.models.maxvit import MaxVit
 from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
 from torchvision.models.regnet import BlockParams, RegNet
@@ -84,18 +84,49 @@ def vgg(classes: int = 10) -> nn.Module:
     features = models.vgg.make_layers([16, "M", 32, "M", 32, "M"], batch_norm=True)
     network = models.VGG(features, num_classes=classes, init_weights=True)
     network.avgpool = nn.AdaptiveAvgPool2d(2)
-    network.classifier[0] = nn.Linear(32 * 4, 4096)
+    for place, (into, out) in {0: (32 * 4, 128), 3: (128, 128), 6: (128, classes)}.items():
+        network.classifier[place] = nn.Linear(into, out)
     return network
+
+
+def alexnet(classes: int = 10) -> nn.Module:
+    network = models.AlexNet(classes)
+    network.avgpool = nn.AdaptiveAvgPool2d(2)
+    for place, (into, out) in {1: (256 * 4, 128), 4: (128, 128), 6: (128, classes)}.items():
+        network.classifier[place] = nn.Linear(into, out)
+    return network
+
+
+def googlenet(classes: int = 10) -> nn.Module:
+    return nn.Sequential(
+        BasicConv2d(3, 32, kernel_size=7, stride=2, padding=3),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        Inception(32, 16, 16, 32, 8, 16, 16),
+        Inception(80, 32, 16, 32, 8, 16, 16),
+        nn.MaxPool2d(2, 2, ceil_mode=True),
+        Inception(96, 32, 16, 32, 8, 16, 16),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(96, classes)),
+    )
+
+
+def inception_v3(classes: int = 10) -> nn.Module:
+    return nn.Sequential(
+        inception.BasicConv2d(3, 32, kernel_size=3, stride=2),
+        inception.InceptionA(32, 16),  # 64 + 64 + 96 + 16 channels
+        inception.InceptionB(240),  # 384 + 96 + 240
+        inception.InceptionC(720, 16),  # 4 of 192
+        *(nn.AdaptiveAvgPool2d(1), nn.Dropout(), nn.Flatten(), nn.Linear(768, classes)),
+    )
 
 
 #: A family's name and what builds it small; an input has 3 channels and the side that `SIDES` gives, or 32.
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "alexnet": lambda: models.AlexNet(10),
+    "alexnet": alexnet,
     "convnext": convnext,
     "densenet": densenet,
     "efficientnet": efficientnet,
-    "googlenet": lambda: GoogLeNet(10, aux_logits=False, init_weights=False),
-    "inception": lambda: Inception3(10, aux_logits=False, init_weights=False),
+    "googlenet": googlenet,
+    "inception": inception_v3,
     "maxvit": maxvit,
     "mnasnet": lambda: models.MNASNet(0.35, 10),
     "mobilenet_v2": lambda: models.MobileNetV2(10, 0.35),
@@ -111,7 +142,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "vit": vit,
 }
 #: Those that need larger images.
-SIDES = {"alexnet": 64, "inception": 80, "squeezenet": 64, "googlenet": 64}
+SIDES = {"alexnet": 64, "squeezenet": 64}
 
 
 def side(name: str) -> int:
