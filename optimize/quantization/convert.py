@@ -26,6 +26,7 @@ from optimize.quantization.biases import repack, round_biases
 from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.calls import another_call
 from optimize.quantization.choices import Chosen
+from optimize.quantization.means import flatten_places
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.outputs import free_outputs
@@ -47,6 +48,8 @@ def trace_calls(
 ) -> fx.GraphModule:
     """Trace a module for quantization: attention is written out, a layer that is called twice becomes two.
 
+    A mean over maps of one place becomes a flattening: see `flatten_places`.
+
     torch.ao (2.11 to 2.14) gives a shared layer the output scale of one of its calls for all of them; on attention see
     `write_out_attention`.
 
@@ -60,6 +63,7 @@ def trace_calls(
     """
     graph_module = trace(module)
     write_out_attention(graph_module, example, in_float)
+    flatten_places(graph_module, example)
     called: set[int] = set()
     for number, node in enumerate(graph_module.graph.nodes):
         if node.op != "call_module":

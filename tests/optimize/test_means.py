@@ -1,0 +1,54 @@
+"""Means over maps of one place: torch's int8 kernel fails on them, so they are written as what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optimize.export.trace import trace
+from optimize.passes.ptq import PTQ, Ptq
+from optimize.quantization.means import flatten_places
+from serve.runtime.card import Preprocessing
+
+from .workbench import noise_context, parent_of
+
+
+class Mean(nn.Module):
+    """As MNASNet and ShuffleNet end: a mean over the map, of a side of 32 / ``stride`` places."""
+
+    def __init__(self, stride: int, axes: tuple[int, int] = (2, 3), keepdim: bool = False) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, stride, stride), nn.Linear(8, 4)
+        self.axes, self.keepdim = axes, keepdim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stem(x).relu().mean(self.axes, keepdim=self.keepdim).flatten(1))
+
+
+@pytest.mark.parametrize("axes", [(2, 3), (-1, -2)])
+def test_a_mean_over_one_place_is_flattened(axes: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    module = Mean(32, axes).eval()
+    written, images = trace(module), torch.randn(3, 3, 32, 32)
+    assert flatten_places(written, images[:2]) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(written(images), module(images))
+
+
+@pytest.mark.parametrize("other", [Mean(16), Mean(32, keepdim=True), Mean(32, (1, 2)), nn.Conv2d(3, 4, 32)])
+def test_other_means_are_left(other: nn.Module) -> None:
+    module = trace(other.eval())
+    before = str(module.graph)
+    assert flatten_places(module, torch.randn(2, 3, 32, 32)) == 0
+    assert str(module.graph) == before
+
+
+def test_a_network_that_ends_in_a_mean_over_one_place_becomes_int8(tmp_path: Path) -> None:
+    context = dataclasses.replace(noise_context(), preprocessing=Preprocessing(32, (32, 32)))
+    torch.manual_seed(0)
+    product = PTQ.apply(parent_of(Mean(32).eval(), context, tmp_path), Ptq(images=32), context, tmp_path)
+    assert any(note.startswith("2 quantized layers") for note in product.notes)
