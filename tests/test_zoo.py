@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import __main__ as zoo
-from benchmarks.zoo.agreement import compared
+from benchmarks.zoo.agreement import compared, disagreeing
 from benchmarks.zoo.names import family, torchvision_names
 from benchmarks.zoo.page import page
 from benchmarks.zoo.record import Agreement, ModelRecord, Passed, Signal, Speed, read, read_all, write, write_all
@@ -132,7 +132,7 @@ def whole(name: str, **changes: object) -> ModelRecord:
         family=family(name),
         weights="random",
         parameters=11_000_000,
-        signal=Signal(image_share=0.25, top1=0.75, images=64),
+        signal=Signal(image_share=0.25, rounding_db=31.5, top1=0.75, images=64),
         stages=stages,
         speed=Speed(int8="ptq@torchscript", int8_ms=2.0, float_="onnx@openvino", float_ms=5.0, low=2.4, high=2.6),
     )
@@ -147,7 +147,7 @@ def test_the_page_counts_who_passes_and_says_why_others_do_not(tmp_path: Path) -
     assert "- vgg11, ptq: it broke" in text
     line = next(line for line in text.splitlines() if line.startswith("| resnet18 | random"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[2:9] == ["11.0", "25%", "75%", "0.26", "90.0%, 18.2 dB", "98.4%, 28.5 dB", ""]
+    assert cells[2:9] == ["11.0", "25.0%, 32 dB", "75%", "0.26", "90.0%, 18.2 dB", "98.4%, 28.5 dB", ""]
     assert cells[-2] == "2.50 [2.40, 2.60]"
 
 
@@ -170,7 +170,34 @@ def test_an_offset_that_all_images_share_is_no_signal() -> None:
     assert compared("x", "float", logits, logits).sqnr_db is None
 
 
-def deep(depth: int = 24) -> nn.Module:
+def agreed(engine: str, reference: str, sqnr_db: float | None) -> Agreement:
+    return Agreement(engine=engine, reference=reference, top1=1.0, sqnr_db=sqnr_db, images=64)
+
+
+@pytest.mark.parametrize(
+    ("integers", "floats", "named"),
+    [
+        (3.0, 2.0, True),
+        (None, 18.0, False),  # equal to the last bit
+        (9.0, 17.0, False),  # ties that spread: no farther from float than exact arithmetic is
+        (30.0, 18.0, False),
+    ],
+)
+def test_an_engine_that_computes_something_else_is_named(integers: float | None, floats: float, named: bool) -> None:
+    found = [
+        agreed("reference program", "float", 18.0),
+        agreed("onnxruntime", "integers", 40.0),
+        agreed("openvino", "integers", integers),
+        agreed("onnxruntime", "float", 18.0),
+        agreed("openvino", "float", floats),
+    ]
+    said = disagreeing(found)
+    assert (said is not None) == named
+    if said is not None:
+        assert said.startswith("openvino computes something else")
+
+
+def deep(depth: int = 24) -> nn.Sequential:
     """A plain network in which the library's own weights lose the images: no shortcuts, no norms."""
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU()]
     for _ in range(depth):

@@ -57,7 +57,7 @@ def _head(
         yield (
             f"{len(drawn)} of {len(records)} have random weights, drawn so that their signal lives through the depth "
             f"(`benchmarks/zoo/weights.py`), and a head fitted to the digits: of the power of what the head reads, "
-            f"{share[0]:.0%} to {share[-1]:.0%} (median {statistics.median(share):.0%}) differs between images, and "
+            f"{share[0]:.1%} to {share[-1]:.1%} (median {statistics.median(share):.0%}) differs between images, and "
             f"the head is right on {top1[0]:.0%} to {top1[-1]:.0%} of images that it was not fitted on, where guessing "
             f"is right on 10 %. Agreement and SQNR are those of such networks, and no trained network's."
         )
@@ -70,12 +70,13 @@ def _passing(records: Sequence[ModelRecord]) -> int:
 
 def _reading() -> Iterator[str]:
     yield from (
-        "Size is that of the int8 graph, as a share of the float graph's. Agreement is that of top-1, SQNR that of the "
-        "logits' part that differs between images, in dB. *Of the integers*: against float. *Of engines*: the lowest "
-        "of torch's kernels, ONNX Runtime and OpenVINO against what the integers mean in exact arithmetic. The graph "
-        "for TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: "
-        "the fastest execution in int8 and the fastest in float, with the 95 % interval of their ratio where they took "
-        "turns.",
+        "Images differ by a share of the power of what the head reads, so far above what is left of rounding each "
+        "layer's answers to 8 bits. Size is that of the int8 graph, as a share of the float graph's. Agreement is that "
+        "of top-1, SQNR that of the logits' part that differs between images, in dB. *Of the integers*: against float. "
+        "*Of engines*: the lowest of torch's kernels, ONNX Runtime and OpenVINO against what the integers mean in "
+        "exact arithmetic. The graph for TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. "
+        "Speed is of one image, batch 1: the fastest execution in int8 and the fastest in float, with the 95 % "
+        "interval of their ratio where they took turns.",
         "",
     )
 
@@ -101,7 +102,7 @@ def _name(record: ModelRecord) -> str:
 
 def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
     yield (
-        "| model | weights | parameters, M | image share | top-1 | size | of the integers | of engines "
+        "| model | weights | parameters, M | images differ by | top-1 | size | of the integers | of engines "
         "| TensorRT's integers | node by node | int8 | float | times as fast | memory, GiB |"
     )
     yield "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
@@ -111,7 +112,7 @@ def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
             _name(record),
             record.weights.removeprefix("torchvision's weights "),
             f"{record.parameters / 1e6:.1f}" if record.parameters else "",
-            f"{signal.image_share:.0%}" if signal else "",
+            f"{signal.image_share:.1%}, {signal.rounding_db:.0f} dB" if signal else "",
             f"{signal.top1:.0%}" if signal else "",
             f"{size:.2f}" if size else "",
             *_agreeing(record.stages.get("agreement")),

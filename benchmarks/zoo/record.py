@@ -15,11 +15,14 @@ Status = Literal["ok", "failed", "not made"]
 class Signal(Record):
     """That a network's answers depend on what it sees.
 
-    ``image_share`` is how much of the power (mean square) of what the head reads differs between images; ``top1`` is
-    the fitted head's, on ``images`` that nothing was fitted on.
+    ``image_share`` is how much of the power (mean square) of what the head reads differs between images, and
+    ``rounding_db`` how far that difference is above the noise that is left there where each layer gives one of 256
+    numbers: below 0 dB an int8 network of these weights answers noise, whatever made it. ``top1`` is the fitted head's,
+    on ``images`` that nothing was fitted on.
     """
 
     image_share: float
+    rounding_db: float
     top1: float
     images: int
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.zoo.agreement import Certify, agreements
+from benchmarks.zoo.agreement import Certify, agreements, disagreeing
 from benchmarks.zoo.record import ModelRecord, Passed, Speed
 from benchmarks.zoo.weights import fit_head, initialise
 from optimize.context import Context
@@ -142,7 +142,8 @@ class Model:
         else:
             graph = self._made(stage.replace("agreement", "onnx-int8"))
             found = self.certify(graph, self._made("fuse").module(), self._pixels())
-            return Passed(status="ok", seconds=time.perf_counter() - begun, agreements=found)
+            seconds, wrong = time.perf_counter() - begun, disagreeing(found)
+            return Passed(status="failed" if wrong else "ok", reason=wrong, seconds=seconds, agreements=found)
         artifact = self.steps[stage].artifact
         size = sum(path.stat().st_size for path in artifact.folder.glob(f"{artifact.card.file}*"))
         return Passed(status="ok", seconds=self.steps[stage].seconds, bytes=size, notes=artifact.card.notes)

@@ -13,6 +13,7 @@ regression, on what it reads with and without rounding. How much signal there is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,9 @@ _MEANS = (0.6, 1.0, 1.4)
 _NOISE = 0.01
 #: What torchvision and timm call the factors of residual branches, which start near 0.
 _BRANCH_FACTORS = ("layer_scale", "gamma", "gamma_1", "gamma_2")
+#: What they call tokens and positions that are parameters. They start at 0 or near it, a fiftieth of what patches are
+#: after their layer here: less than half a step of the sum's integers, and a norm makes as much of it as of the others.
+_TOKENS = ("class_token", "cls_token", "dist_token", "reg_token", "pos_embedding", "pos_embed")
 
 
 def initialise(module: nn.Module, images: torch.Tensor, seed: int = 0) -> float:
@@ -76,6 +80,9 @@ def _settle(module: nn.Module, images: torch.Tensor, mean: float, seed: int) -> 
             if layer.affine:
                 layer.weight.data.uniform_(0.8, 1.2, generator=generator)
                 layer.bias.data.normal_(mean, 0.1, generator=generator)
+    for name, parameter in module.named_parameters():
+        if name.rpartition(".")[2] in _TOKENS:
+            parameter.data.normal_(0, 1, generator=generator)
     module.eval()
     for layer in module.modules():
         layer.train(isinstance(layer, _BatchNorm))
@@ -145,7 +152,8 @@ def fit_head(
         with _rounding(module):
             rounded.append(_read_by(module, head, images))
         labels.append(wanted)
-    x, y = torch.cat(features + rounded).double(), torch.cat(labels + labels)
+    exact, lossy = torch.cat(features).double(), torch.cat(rounded).double()
+    x, y = torch.cat([exact, lossy]), torch.cat(labels + labels)
     classes = head.weight.shape[0]
     weight, centre = _ridge(x, nn.functional.one_hot(y, classes).double())
     answers = (x - centre) @ weight
@@ -162,7 +170,8 @@ def fit_head(
             right += int((module(images).argmax(1) == wanted).sum())
             total += len(wanted)
     share = float(x.var(0).sum() / x.square().mean(0).sum().clamp_min(1e-12))
-    return Signal(image_share=share, top1=right / total, images=total)
+    above = float((exact - exact.mean(0)).square().sum() / (lossy - exact).square().sum().clamp_min(1e-12))
+    return Signal(image_share=share, rounding_db=10 * math.log10(above), top1=right / total, images=total)
 
 
 def _ridge(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
