@@ -48,7 +48,7 @@ def agreements(graph: Artifact, floats: torch.nn.Module, pixels: torch.Tensor) -
     quantized = graph.parent
     assert quantized is not None
     device, preprocessing = torch.device("cpu"), graph.card.preprocessing
-    batches = [normalise(batch, preprocessing, device, torch.float32) for batch in pixels.split(_BATCH)]
+    batches = [normalise(batch, preprocessing, device, torch.float32) for batch in torch.split(pixels, _BATCH)]
     program = load_program(quantized.folder / REFERENCE_FILE).module()
     with torch.no_grad():
         expected = torch.cat([floats(batch) for batch in batches])
@@ -66,7 +66,7 @@ def _answers(artifact: Artifact, pixels: torch.Tensor) -> Iterator[tuple[str, to
     if artifact.card.format == "onnx":
         given = pixels if artifact.card.input_dtype == "uint8" else None
         assert given is not None
-        literal = [run_onnx(artifact.path, batch, literal=True) for batch in given.split(_BATCH)]
+        literal = [run_onnx(artifact.path, batch, literal=True) for batch in torch.split(given, _BATCH)]
         yield "onnxruntime, node by node", torch.cat(literal)
     if artifact.card.target == TENSORRT:
         return
@@ -75,7 +75,7 @@ def _answers(artifact: Artifact, pixels: torch.Tensor) -> Iterator[tuple[str, to
             predictor = Predictor(artifact.folder, execution)
         except EngineError:
             continue
-        yield execution.engine, torch.cat([predictor.logits(batch) for batch in pixels.split(_BATCH)])
+        yield execution.engine, torch.cat([predictor.logits(batch) for batch in torch.split(pixels, _BATCH)])
 
 
 def compared(engine: str, reference: str, expected: torch.Tensor, found: torch.Tensor) -> Agreement:

@@ -50,10 +50,8 @@ def _head(
         "",
     )
     if drawn := [record for record in records if record.signal and record.weights == "random"]:
-        share, top1 = (
-            sorted(figure(record.signal) for record in drawn if record.signal)
-            for figure in (lambda signal: signal.image_share, lambda signal: signal.top1)
-        )
+        share = sorted(record.signal.image_share for record in drawn if record.signal)
+        top1 = sorted(record.signal.top1 for record in drawn if record.signal)
         yield (
             f"{len(drawn)} of {len(records)} have random weights, drawn so that their signal lives through the depth "
             f"(`benchmarks/zoo/weights.py`), and a head fitted to the digits: of the power of what the head reads, "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from torch import fx, nn
 
 from optimize.errors import PassError
@@ -41,10 +44,13 @@ def _take_defaults(graph: fx.Graph) -> None:
         if default is not None and not isinstance(default, bool | int | float | str):
             continue
 
-        def taken(other: fx.Node, node: fx.Node = node, default: object = default) -> object:
-            return default if other is node else other
-
+        taken: Any = functools.partial(_taken, node)
         for user in list(node.users):
             user.args = fx.node.map_arg(user.args, taken)
             user.kwargs = fx.node.map_arg(user.kwargs, taken)
         graph.erase_node(node)
+
+
+def _taken(input_: fx.Node, read: fx.Node) -> object:
+    """What is read, or an input's default in its place."""
+    return input_.args[0] if read is input_ else read
