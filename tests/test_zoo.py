@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -170,7 +171,7 @@ def test_an_offset_that_all_images_share_is_no_signal() -> None:
     assert compared("x", "float", logits, logits).sqnr_db is None
 
 
-def agreed(engine: str, reference: str, sqnr_db: float | None) -> Agreement:
+def agreed(engine: str, reference: Literal["float", "integers"], sqnr_db: float | None) -> Agreement:
     return Agreement(engine=engine, reference=reference, top1=1.0, sqnr_db=sqnr_db, images=64)
 
 

@@ -36,13 +36,20 @@ _FILE: Final = "ranks.json"
 def layers_of(parent: Artifact, config: Ptq, context: Context) -> dict[str, int]:
     """The layers that ``ptq`` would quantize, in the graph's order, each with how many weights it has.
 
+    Names are those of the model's own code: the projections of an attention that is written out count as its.
+
     Raises:
         UserError: there is none.
     """
     found: dict[str, int] = {}
+    own, called = _own_names(parent), set()
     for name, layer in weighted(_observed(parent, config, context)("minmax")).items():  # by whichever observer
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        found.setdefault(called_layer(name), weight.numel())
+        once = called_layer(name)
+        if once not in called:
+            owner = _owner(once, own)
+            found[owner] = found.get(owner, 0) + weight.numel()
+            called.add(once)
     if not found:
         raise UserError(f"{parent.name} has no layer that ptq can quantize: no convolution and no linear layer")
     return found
@@ -86,11 +93,12 @@ def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
     whole = config.model_copy(update={"weight_observer": "minmax"})
     plain = _observed(parent, whole, context)(observer).to(context.device)
     images = normalise(context.pixels(_JUDGED), context.preprocessing, context.device, torch.float32)
+    own = _own_names(parent)
     found: dict[str, float] = {}
     with torch.no_grad():
         expected = parent.module().to(context.device)(images).cpu()
         for name, module in each_alone(prepared, plain):
-            layer, ratio = called_layer(name), sqnr(expected, module(images).cpu())
+            layer, ratio = _owner(called_layer(name), own), sqnr(expected, module(images).cpu())
             # JSON has no infinity; no layer that is quantized reaches a tenth of this.
             found[layer] = min(found.get(layer, 1e3), max(ratio, -1e3))
     return found
@@ -100,3 +108,16 @@ def _observed(parent: Artifact, config: Ptq, context: Context) -> Callable[[Obse
     """What makes the network with what watches its tensors, as ``ptq`` would."""
     chosen = resolve(next(parent.line()).module, config)
     return observing(parent.module(), config, chosen, context.example())
+
+
+def _own_names(parent: Artifact) -> frozenset[str]:
+    """Of the model's modules, as its code has them: those that ``keep_float`` can name."""
+    return frozenset(name for name, _ in next(parent.line()).module().named_modules())
+
+
+def _owner(name: str, own: frozenset[str]) -> str:
+    """The module of the model's own that a layer is, or is a part of."""
+    owner = name
+    while owner and owner not in own:
+        owner = owner.rpartition(".")[0]
+    return owner or name

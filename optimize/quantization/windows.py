@@ -136,7 +136,10 @@ def _projected(
         part = write.linear(f"qkv.{name}", tokens, weight, bias)
         part = write.method("permute", write.method("reshape", part, -1, length, heads, depth), 0, 2, 1, 3)
         if cosine and name != "value":
-            part = write.function(functional.normalize, part, dim=-1)
+            # As `functional.normalize`, whose Expand in ONNX is not needed: a division broadcasts.
+            # OpenVINO 2026.4.1 answers something else where a quantizer lies behind an Expand.
+            norm = write.function(torch.linalg.vector_norm, part, dim=-1, keepdim=True)
+            part = write.function(operator.truediv, part, write.method("clamp_min", norm, 1e-12))
         found.append(part)
     return found
 

@@ -20,7 +20,9 @@ from optimize.passes.fuse import fuse_module
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
+from optimize.precision.layers import layers_of
 from optimize.quantization.attention import write_out_attention
+from optimize.quantization.choices import check_choices
 from optimize.quantization.convert import prepare, trace_calls
 from optimize.quantization.scores import free_scores
 from optimize.quantization.targets import target_named
@@ -313,6 +315,15 @@ def test_keep_float_keeps_a_whole_attention(tmp_path: Path) -> None:
     product = PTQ.apply(parent_of(build("vit"), context, tmp_path), config, context, tmp_path)
     assert any(note.startswith("10 quantized layers") for note in product.notes)
     assert any("encoder_layer_0.self_attention (MultiheadAttention)" in note for note in product.notes)
+
+
+def test_the_search_names_an_attention_as_keep_float_can(tmp_path: Path) -> None:
+    context, module = colours(), build("vit")
+    found = layers_of(parent_of(module, context, tmp_path), Ptq(images=32), context)
+    attention = "encoder.layers.encoder_layer_0.self_attention"
+    assert found[attention] == 3 * 64 * 64
+    assert found[f"{attention}.out_proj"] == 64 * 64
+    check_choices(lambda: module, Ptq(keep_float=tuple(found)))
 
 
 def test_attention_is_found_in_a_fused_network() -> None:

@@ -152,9 +152,10 @@ def test_a_bound_stays_a_relu6_where_the_shared_range_may_go_beyond_it(
 ) -> None:
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU6(), between, nn.Conv2d(4, 4, 3)).eval()
     target = target_named("x86")
-    traced = trace_calls(module).train(training)
+    example = noise_context().example(2)
+    traced = trace_calls(module, example).train(training)
     mapping = target.quantization_aware(10) if training else target.post_training("minmax")
-    prepared = prepare(traced, mapping, noise_context().example(2), target)
+    prepared = prepare(traced, mapping, example, target)
     called = [prepared.get_submodule(str(node.target)) for node in prepared.graph.nodes if node.op == "call_module"]
     assert any(type(layer) is nn.ReLU6 for layer in called) == kept
 
