@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from benchmarks.zoo.agreement import compared, disagreeing
 from benchmarks.zoo.names import family, torchvision_names
 from benchmarks.zoo.page import page
 from benchmarks.zoo.record import Agreement, ModelRecord, Passed, Signal, Speed, read, read_all, write, write_all
-from benchmarks.zoo.stages import STAGES
+from benchmarks.zoo.stages import STAGES, Model, Settings
 from benchmarks.zoo.watch import run
 from benchmarks.zoo.weights import fit_head, initialise
 
@@ -106,6 +107,17 @@ for stage in STAGES:
     assert len(started) == 2  # nothing is done again
 
 
+def test_no_stage_is_begun_when_the_time_is_over(tmp_path: Path, monkeypatch) -> None:
+    started = []
+    monkeypatch.setattr(zoo, "run", lambda command, **options: started.append(command))
+    assert zoo.main(["resnet18", "--records", str(tmp_path), "--store", str(tmp_path / "store"), "--limit", "0"]) == 0
+    assert not started
+    record = ModelRecord(name="resnet18", family="resnet")
+    kept: list[ModelRecord] = []
+    assert Model("resnet18", tmp_path, Settings(), record, kept.append, until=time.monotonic()).run() == record
+    assert not kept
+
+
 def test_the_zoo_has_all_of_torchvisions_classifiers_and_refuses_others(capsys) -> None:
     names = torchvision_names()
     assert len(names) == 80
@@ -143,13 +155,29 @@ def whole(name: str, **changes: object) -> ModelRecord:
 def test_the_page_counts_who_passes_and_says_why_others_do_not(tmp_path: Path) -> None:
     failed = Passed(status="failed", reason="it broke", seconds=3.0)
     other = whole("vgg11", stages={**whole("vgg11").stages, "ptq": failed})
-    text = page([whole("resnet18"), other, whole("timm:levit_128s")], [])
-    assert "**1 of 2 torchvision classifiers pass every stage**, and 1 of 1 of timm's families." in text
+    records = [whole("resnet18"), other, whole("timm:levit_128s")]
+    text = page(records, Settings(), ["resnet18", "vgg11"])
+    assert "**1 of 2 torchvision classifiers pass every stage**, and 1 of 1 of timm's families.\n" in text
+    assert "not yet" not in text
     assert "- vgg11, ptq: it broke" in text
     line = next(line for line in text.splitlines() if line.startswith("| resnet18 | random"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[2:9] == ["11.0", "25.0%, 32 dB", "75%", "0.26", "90.0%, 18.2 dB", "98.4%, 28.5 dB", ""]
     assert cells[-2] == "2.50 [2.40, 2.60]"
+
+
+def test_the_page_counts_those_that_were_not_taken_or_not_timed_yet() -> None:
+    stages = whole("resnet18").stages
+    untimed = whole("resnet18", speed=None, stages={name: stages[name] for name in stages if name != "speed"})
+    begun = whole("resnet34", speed=None, stages={name: stages[name] for name in STAGES[:3]})
+    text = page([untimed, begun], Settings(), ["resnet18", "resnet34", "vgg11", "vgg13"])
+    assert (
+        "**1 of 4 torchvision classifiers pass every stage**. 1 of 4 were taken through all of them, the rest not yet."
+        " None of 4 was timed."
+    ) in text
+    assert text.endswith("## Not yet taken\n\nvgg11, vgg13.\n")
+    lines = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| r")}
+    assert [cell.strip() for cell in lines["resnet34"]].count("") == 8  # of the second table: nothing is made up
 
 
 def test_records_read_back_as_they_were_written(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,20 +19,33 @@ from benchmarks.zoo.stages import STAGES, Settings
 from benchmarks.zoo.watch import run
 
 
-def take(name: str, options: argparse.Namespace) -> ModelRecord:
-    """A model's record, made now as far as it is not there; what is killed is started again behind that stage."""
+def take(name: str, options: argparse.Namespace, until: float = math.inf) -> ModelRecord | None:
+    """A model's record, made now as far as it is not there; what is killed is started again behind that stage.
+
+    Args:
+        name: of the model.
+        options: of the command line.
+        until: past this, of `time.monotonic`, no stage is begun, and the record is what there is, if anything.
+    """
     safe = name.replace(":", "-")
     file, store = options.records / f"{safe}.json", options.store / safe
     log = options.records / f"{safe}.log"
     options.records.mkdir(parents=True, exist_ok=True)
+    settings = _settings(options)
     command = [
         *(sys.executable, "-m", "benchmarks.zoo.model", name, "--record", str(file), "--store", str(store)),
-        *("--settings", _settings(options).to_json(), "--memory", str(options.memory << 30)),
+        *("--settings", settings.to_json(), "--memory", str(options.memory << 30)),
     ]
     environment = os.environ | ({} if options.compile else {"TORCH_COMPILE_DISABLE": "1"})
-    while (known := read(file)) is None or not _done(known):
+    while (known := read(file)) is None or not _done(known, settings):
+        if (left := until - time.monotonic()) <= 0:
+            return known
         ended = run(
-            command, memory=options.memory << 30, seconds=options.minutes * 60, log=log, environment=environment
+            [*command, "--seconds", str(left)],
+            memory=options.memory << 30,
+            seconds=options.minutes * 60,
+            log=log,
+            environment=environment,
         )
         record = read(file) or ModelRecord(name=name, family=family(name), running=STAGES[0])
         record = record.model_copy(
@@ -39,7 +55,8 @@ def take(name: str, options: argparse.Namespace) -> ModelRecord:
             }
         )
         if ended.reason is not None:
-            stage = record.running or next((each for each in STAGES if each not in record.stages), STAGES[-1])
+            stages = settings.stages
+            stage = record.running or next((each for each in stages if each not in record.stages), stages[-1])
             failed = Passed(status="failed", reason=ended.reason)
             record = record.model_copy(update={"stages": {**record.stages, stage: failed}, "running": None})
         write(record, file)
@@ -48,8 +65,8 @@ def take(name: str, options: argparse.Namespace) -> ModelRecord:
     return known
 
 
-def _done(record: ModelRecord) -> bool:
-    return all(stage in record.stages for stage in STAGES)
+def _done(record: ModelRecord, settings: Settings) -> bool:
+    return all(stage in record.stages for stage in settings.stages)
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -85,30 +102,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--compile", action="store_true", help="time torch.compile, too: a minute or two for each model"
     )
-    parser.add_argument("--no-speed", action="store_true", help="time nothing, as where others use the machine")
+    parser.add_argument(
+        "--no-speed", action="store_true", help="time nothing now, as where others use the machine; it can be, later"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds after which no stage is begun; the next call goes on"
+    )
     parser.add_argument("--write", type=Path, default=None, help="the page; its records lie beside it, as .json")
     options = parser.parse_args(arguments)
     own = torchvision_names()
     if unknown := [name for name in options.names if name not in own and not name.startswith("timm:")]:
         print(f"error: the zoo has no {unknown[0]!r}", file=sys.stderr)
         return 2
+    until = time.monotonic() + options.limit
     names = options.names or [*own, *timm_names()]
     if options.again:
         for name in names:
             (options.records / f"{name.replace(':', '-')}.json").unlink(missing_ok=True)
     for number, name in enumerate(names, start=1):
-        record = take(name, options)
+        record = take(name, options, until)
+        if record is None:
+            break
         reasons = "; ".join(f"{stage}: {each.reason}" for stage, each in record.stages.items() if each.reason)
-        print(f"{number}/{len(names)} {name}: {reasons or 'ok'} ({record.seconds:.0f} s)", flush=True)
+        rest = "" if _done(record, _settings(options)) else ", goes on the next time"
+        print(f"{number}/{len(names)} {name}: {reasons or 'ok'} ({record.seconds:.0f} s{rest})", flush=True)
         if options.write is not None:
             records = sorted(
                 (found for file in options.records.glob("*.json") if (found := read(file)) is not None),
                 key=lambda record: (record.name not in own, record.name),
             )
             write_all(records, options.write.with_suffix(".json"))
-            options.write.write_text(page(records, sys.argv[1:]), encoding="utf-8")
+            options.write.write_text(page(records, _settings(options), own), encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
     sys.exit(main())

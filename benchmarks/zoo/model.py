@@ -6,8 +6,10 @@ What starts it again after it was killed finds the record as it was, and the sta
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -19,12 +21,14 @@ from optimize.noise import silenced
 
 
 def main() -> int:
-    """Run the stages that the record does not have."""
+    """Run the stages that the record does not have, as far as there is time."""
+    begun = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--settings", type=str, required=True, help="of `Settings`, as JSON")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no stage is begun")
     parser.add_argument("--memory", type=int, required=True, help="bytes that this process may have as its own")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_DATA, (options.memory, options.memory))
@@ -38,6 +42,7 @@ def main() -> int:
             Settings.from_json(options.settings),
             record,
             lambda changed: write(changed, options.record),
+            until=begun + options.seconds,
         )
         model.run()
     return 0

@@ -10,30 +10,31 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from benchmarks.zoo.record import Agreement, ModelRecord, Passed
-from benchmarks.zoo.stages import STAGES
+from benchmarks.zoo.stages import STAGES, Settings, passes
 from optimize.measure.machine import machine, versions
 
 
-def page(records: Sequence[ModelRecord], words: Sequence[str]) -> str:
+def page(records: Sequence[ModelRecord], settings: Settings, wanted: Sequence[str]) -> str:
     """The Markdown of all records.
 
     Args:
         records: one a model, in the order of the tables.
-        words: of the command that made them.
+        settings: that they were made with.
+        wanted: torchvision's classifiers: those without a record are named, too.
     """
     own = [record for record in records if not record.name.startswith("timm:")]
     other = [record for record in records if record.name.startswith("timm:")]
-    lines = [*_head(records, own, other, words), *_reading()]
+    known = {record.name for record in own}
+    missing = [name for name in wanted if name not in known]
+    lines = [*_head(settings), *_counted(own, other, missing), *_drawn(records), *_reading()]
     for title, group in (("torchvision", own), ("timm", other)):
         if group:
             lines += [f"## {title}", "", *_passes(group), "", *_figures(group), ""]
-    lines += [*_reasons(records)]
+    lines += [*_reasons(records), *_missing(missing)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _head(
-    records: Sequence[ModelRecord], own: Sequence[ModelRecord], other: Sequence[ModelRecord], words: Sequence[str]
-) -> Iterator[str]:
+def _head(settings: Settings) -> Iterator[str]:
     here, known = machine(torch.device("cpu")), versions()
     libraries = ", ".join(
         f"{name} {known[name]}" for name in ("torch", "torchvision", "onnxruntime-gpu", "openvino") if name in known
@@ -41,14 +42,34 @@ def _head(
     yield from (
         "# The zoo",
         "",
-        f"Made by `{' '.join(['python -m benchmarks.zoo', *words])}` until {datetime.date.today().isoformat()}: "
+        f"Made by `make zoo` until {datetime.date.today().isoformat()}, with images of {settings.image_size} pixels a "
+        f"side or as many as a network takes, {settings.calibration} to calibrate on, {settings.judging} to judge by: "
         f"{here['cpu']} ({', '.join(here['isa'])}), {here['cores']} cores, Python {platform.python_version()}, "
         f"{libraries}.",
         "",
-        f"**{_passing(own)} of {len(own)} torchvision classifiers pass every stage**"
-        + (f", and {_passing(other)} of {len(other)} of timm's families." if other else "."),
-        "",
     )
+
+
+def _counted(own: Sequence[ModelRecord], other: Sequence[ModelRecord], missing: Sequence[str]) -> Iterator[str]:
+    """How many pass: of all that there are, whether they were taken yet or not."""
+    every = len(own) + len(missing)
+    done = sum(len(record.stages) >= len(STAGES) - 1 for record in own)
+    timed = sum(record.speed is not None for record in own)
+    yield (
+        f"**{_passing(own)} of {every} torchvision classifiers pass every stage**"
+        + (f", and {_passing(other)} of {len(other)} of timm's families." if other else ".")
+        + (f" {done} of {every} were taken through all of them, the rest not yet." if done < every else "")
+        + (f" {timed or 'None'} of {every} {'was' if timed < 2 else 'were'} timed." if timed < every else "")
+    )
+    yield ""
+
+
+def _missing(missing: Sequence[str]) -> Iterator[str]:
+    if missing:
+        yield from ("", "## Not yet taken", "", ", ".join(missing) + ".")
+
+
+def _drawn(records: Sequence[ModelRecord]) -> Iterator[str]:
     if drawn := [record for record in records if record.signal and record.weights == "random"]:
         share = sorted(record.signal.image_share for record in drawn if record.signal)
         top1 = sorted(record.signal.top1 for record in drawn if record.signal)
@@ -63,7 +84,7 @@ def _head(
 
 
 def _passing(records: Sequence[ModelRecord]) -> int:
-    return sum(record.passed for record in records)
+    return sum(passes(record) for record in records)
 
 
 def _reading() -> Iterator[str]:

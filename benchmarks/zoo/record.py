@@ -86,11 +86,6 @@ class ModelRecord(Record):
     peak_bytes: int = 0
     seconds: float = 0.0
 
-    @property
-    def passed(self) -> bool:
-        """Whether every stage was made, and there was one."""
-        return bool(self.stages) and all(stage.status == "ok" for stage in self.stages.values())
-
 
 def read(path: Path) -> ModelRecord | None:
     """A record, or None where there is none yet."""

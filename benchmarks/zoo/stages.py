@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +62,7 @@ class Settings:
         named_weights: take torchvision's own weights where they are on this machine or can be downloaded.
         large: bytes of float weights from which executions are timed one after another, and not in turns: all of them
             in memory at once would be more than the cap.
-        speed: whether executions are timed at all.
+        speed: whether executions are timed now; a model that was not timed can be, later.
     """
 
     image_size: int = 224
@@ -71,6 +72,11 @@ class Settings:
     named_weights: bool = True
     large: int = 1 << 30
     speed: bool = True
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages that are wanted, in order."""
+        return tuple(stage for stage in STAGES if self.speed or stage != "speed")
 
     def to_json(self) -> str:
         """For another process; `from_json` reads it back."""
@@ -95,9 +101,18 @@ PASSES: Mapping[str, tuple[str, Callable[[int], Config]]] = {
 STAGES = ("baseline", *PASSES, "agreement", "agreement-tensorrt", "speed")
 
 
+def passes(record: ModelRecord) -> bool:
+    """Whether a model was made, at every stage, into what agrees; it may not be timed yet."""
+    made = {name: stage.status == "ok" for name, stage in record.stages.items()}
+    return all(made.get(name, name == "speed") for name in STAGES)
+
+
 @dataclass
 class Model:
-    """One model on its way through the stages; what it has made is in the store and in the record."""
+    """One model on its way through the stages; what it has made is in the store and in the record.
+
+    Past ``until``, of `time.monotonic`, no stage is begun.
+    """
 
     name: str
     store: Path
@@ -105,11 +120,14 @@ class Model:
     record: ModelRecord
     keep: Callable[[ModelRecord], None]
     certify: Certify = agreements
+    until: float = math.inf
     steps: dict[str, Step] = field(default_factory=dict)
 
     def run(self) -> ModelRecord:
         """Go through the stages that the record does not have yet; those that were made are taken from the store."""
-        for stage in STAGES:
+        for stage in self.settings.stages:
+            if time.monotonic() > self.until:
+                break
             known = self.record.stages.get(stage)
             if known is not None and (known.status != "ok" or stage in ("agreement", "agreement-tensorrt", "speed")):
                 continue
@@ -228,8 +246,6 @@ class Model:
 
     def _speed(self) -> Speed:
         """The fastest execution of the program and the graph in int8, and of all in float."""
-        if not self.settings.speed:
-            raise MissingError("left out")
         steps = [self.steps[name] for name in ("fuse", "onnx", "ptq", "onnx-int8") if name in self.steps]
         if not steps or "fuse" not in self.steps:
             raise MissingError("there is no fuse")

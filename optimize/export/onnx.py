@@ -7,13 +7,13 @@ import io
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
 
 import onnx
 import torch
-from torch import fx, nn
+from torch import nn
 
 from optimize.errors import PassError
+from optimize.export.plain import write_out_copies, write_out_pools
 from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
 
 INPUT, OUTPUT = "input", "logits"
@@ -47,7 +47,8 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         exported = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-        _write_out_pools(exported.graph_module)
+        write_out_pools(exported.graph_module)
+        write_out_copies(exported)
         program = torch.onnx.export(
             exported,
             dynamo=True,
@@ -70,21 +71,6 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
     onnx.save(model, str(path))
     onnx.checker.check_model(str(path) if beside else model, full_check=True)
     return model
-
-
-def _write_out_pools(module: fx.GraphModule) -> None:
-    """Write a pool of all places as the mean that it is.
-
-    torch's own (2.14) decomposition gives the answer the layout of its input, by ``as_strided``, where that is
-    channels-last (behind a permute, as in ConvNeXt and Swin); the exporter makes a Gather of it, by indices that the
-    graph computes. OpenVINO 2026.4.1 answers something else behind such a Gather in an int8 graph.
-    """
-    pool = torch.ops.aten.adaptive_avg_pool2d.default
-    for node in module.graph.nodes:
-        size: Any = node.args[1] if node.target is pool else None
-        if size is not None and list(size) in ([1], [1, 1]):
-            node.target, node.args = torch.ops.aten.mean.dim, (node.args[0], [-1, -2], True)
-    module.recompile()
 
 
 def _name_batch(model: onnx.ModelProto) -> None:

@@ -193,25 +193,3 @@ def test_weights_that_no_protobuf_holds_lie_beside_the_graph_and_travel_with_it(
     opened = openvino.compile_model(str(named / "model.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     found = torch.from_numpy(opened(batch.numpy())[0])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-class ChannelsLast(nn.Module):
-    """As ConvNeXt ends: what is pooled lies channels-last, behind a permute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm, self.head = nn.Conv2d(1, 8, 4, 4), nn.LayerNorm(8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return self.head(nn.functional.adaptive_avg_pool2d(x.relu(), 1).flatten(1))
-
-
-def test_a_pool_of_what_lies_channels_last_is_a_mean_and_nothing_else(tmp_path):
-    torch.manual_seed(0)
-    module, batch = ChannelsLast().eval(), noise_context().example(3)
-    model = export_onnx(module, batch, tmp_path / "model.onnx")
-    assert "Gather" not in {node.op_type for node in model.graph.node}
-    assert [node.op_type for node in model.graph.node].count("ReduceMean") == 1
-    with torch.no_grad():
-        torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), module(batch), rtol=1e-4, atol=1e-5)

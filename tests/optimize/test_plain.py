@@ -1,0 +1,102 @@
+"""What exported programs are written as for engines: the same numbers, in operators that all of them get right."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import onnx
+import openvino
+import pytest
+import torch
+from torch import nn
+
+from optimize.export.onnx import export_onnx, run_onnx
+from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
+from optimize.passes.ptq import PTQ, Ptq
+from optimize.quantization.gate import sqnr
+from optimize.store.artifact import Artifact
+from serve.runtime.card import Preprocessing
+
+from .workbench import noise_context, parent_of
+
+
+class ChannelsLast(nn.Module):
+    """As ConvNeXt ends: what is pooled lies channels-last, behind a permute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(1, 8, 4, 4), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.head(nn.functional.adaptive_avg_pool2d(x.relu(), 1).flatten(1))
+
+
+def test_a_pool_of_what_lies_channels_last_is_a_mean_and_nothing_else(tmp_path):
+    torch.manual_seed(0)
+    module, batch = ChannelsLast().eval(), noise_context().example(3)
+    model = export_onnx(module, batch, tmp_path / "model.onnx")
+    assert "Gather" not in {node.op_type for node in model.graph.node}
+    assert [node.op_type for node in model.graph.node].count("ReduceMean") == 1
+    with torch.no_grad():
+        torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), module(batch), rtol=1e-4, atol=1e-5)
+
+
+class Tokens(nn.Module):
+    """As a ViT begins: patches behind a token that all images share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 16, 8, 8), nn.Linear(16, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        patches = self.stem(x).reshape(-1, 16, 16).permute(0, 2, 1)
+        return self.head(torch.cat([self.token.expand(x.shape[0], -1, -1), patches], 1)).amax(1)
+
+
+def tokens() -> Tokens:
+    torch.manual_seed(0)
+    module = Tokens().eval()
+    assert module.stem.bias is not None
+    module.stem.bias.data.normal_(0, 1)
+    return module
+
+
+def in_openvino(path: Path, images: torch.Tensor) -> torch.Tensor:
+    opened = openvino.compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return torch.from_numpy(opened(images.numpy())[0])
+
+
+def test_openvino_answers_as_the_integers_of_a_network_with_a_token_that_all_images_share(tmp_path):
+    """Its Expand let OpenVINO 2026.4.1 lose the bias of the convolution beside it."""
+    module = tokens()
+    context = dataclasses.replace(noise_context(), preprocessing=Preprocessing(32, (32, 32)))
+    parent = parent_of(module, context, tmp_path / "parent")
+    folders = [tmp_path / "ptq", tmp_path / "graph"]
+    for folder in folders:
+        folder.mkdir()
+    product = PTQ.apply(parent, Ptq(images=32), context, folders[0])
+    card = dataclasses.replace(parent.card, target=product.target)
+    quantized = Artifact("ptq", "quantized", "1" * 64, folders[0], card, parent)
+    path = folders[1] / ONNX_INT8.apply(quantized, OnnxInt8(), context, folders[1]).file
+    pixels = context.pixels(8)
+    meant = run_onnx(path, pixels, literal=True)
+    with torch.no_grad():
+        assert sqnr(module(context.example(8)), meant) > 20
+    assert sqnr(meant, in_openvino(path, pixels)) > 30
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_a_token_is_copied_for_each_image_without_asking_how_many_there_are(kind, tmp_path):
+    module, path, images = tokens(), tmp_path / "model.onnx", torch.rand(5, 3, 32, 32)
+    with torch.no_grad():
+        expected = module(images)
+    export_onnx(copy.deepcopy(module).to(kind), images[:2].to(kind), path)
+    assert not {"Expand", "Shape"} & {node.op_type for node in onnx.load(path).graph.node}
+    for count in (1, 5):
+        found = run_onnx(path, images[:count], half=kind == torch.float16).float()
+        limit = 2e-5 if kind == torch.float32 else 1e-2
+        torch.testing.assert_close(found, expected[:count], rtol=limit, atol=limit)
