@@ -70,22 +70,18 @@ def test_how_a_command_died_is_said(tmp_path: Path, code: str, reason: str) -> N
 def test_a_model_whose_process_is_killed_goes_on_behind_that_stage(tmp_path: Path, monkeypatch) -> None:
     """The stand-in for a model's process does a stage a time, and dies in one."""
     child = f"""
-import os, sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from benchmarks.zoo.record import *
-from benchmarks.zoo.stages import STAGES
+import json, os, sys
 from pathlib import Path
 file = Path(sys.argv[sys.argv.index("--record") + 1])
-record = read(file) or ModelRecord(name="resnet18", family="resnet")
-for stage in STAGES:
-    if stage in record.stages:
+record = json.loads(file.read_text()) if file.exists() else {{"name": "resnet18", "family": "resnet", "stages": {{}}}}
+for stage in {STAGES!r}:
+    if stage in record["stages"]:
         continue
-    record = record.model_copy(update={{"running": stage}})
-    write(record, file)
+    file.write_text(json.dumps(record | {{"running": stage}}))
     if stage == "ptq":
         os.kill(os.getpid(), 9)
-    record = record.model_copy(update={{"running": None, "stages": {{**record.stages, stage: Passed(status="ok")}}}})
-    write(record, file)
+    record["running"], record["stages"][stage] = None, {{"status": "ok"}}
+    file.write_text(json.dumps(record))
 """
     (tmp_path / "child.py").write_text(child)
     started = []
@@ -102,7 +98,8 @@ for stage in STAGES:
     assert list(record.stages) == list(STAGES)
     assert [name for name, stage in record.stages.items() if stage.status != "ok"] == ["ptq"]
     assert record.stages["ptq"].reason == "its process ended by signal 9: it said nothing"
-    assert "0 of 1 torchvision classifiers pass every stage" in (tmp_path / "zoo.md").read_text()
+    text = (tmp_path / "zoo.md").read_text()
+    assert "**0 of 80 torchvision classifiers pass every stage**. 1 of 80 were taken through all of them" in text
     assert zoo.main(words) == 0
     assert len(started) == 2  # nothing is done again
 

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from benchmarks.zoo.record import Signal
 
 _WEIGHTED = (nn.Conv2d, nn.Linear)
-_ROUNDED = (*_WEIGHTED, _BatchNorm, nn.LayerNorm)
+_NORMS = (_BatchNorm, nn.LayerNorm)
 #: Means that are tried, in deviations. A ReLU makes two inputs' differences larger against what it gives by
 #: P(z > 0) / Var(ReLU(z)), z of N(m, 1): 1.47 times at m = 0, 1.12 at m = 1, 1.05 at 1.5, 1.02 at 2; but the larger m,
 #: the more of its range is what all images share.
@@ -109,20 +109,33 @@ def _standardised(layer: nn.Module, output: torch.Tensor, middle: float) -> torc
 
 @contextmanager
 def _rounding(module: nn.Module) -> Iterator[None]:
-    """Let each layer give one of 256 numbers, at equal distances from its least to its largest."""
+    """Let each layer give one of 256 numbers, at equal distances from its least to its largest.
+
+    Not layers without biases where there are norms: those are folded into them, and give what is rounded.
+    """
+    normed = any(isinstance(layer, _NORMS) for layer in module.modules())
 
     def rounded(layer: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
         low, high = output.aminmax()
         step = ((high - low) / 255).clamp_min(1e-12)
         return ((output - low) / step).round() * step + low
 
-    with _hooked(module, _ROUNDED, rounded):
+    with (
+        _hooked(module, _NORMS, rounded),
+        _hooked(module, _WEIGHTED, rounded, unless=lambda layer: normed and layer.bias is None),
+    ):
         yield
 
 
 @contextmanager
-def _hooked(module: nn.Module, kinds: tuple[type, ...], hook: Callable[..., torch.Tensor]) -> Iterator[None]:
-    handles = [layer.register_forward_hook(hook) for layer in module.modules() if isinstance(layer, kinds)]
+def _hooked(
+    module: nn.Module,
+    kinds: tuple[type, ...],
+    hook: Callable[..., torch.Tensor],
+    unless: Callable[[Any], bool] = lambda layer: False,
+) -> Iterator[None]:
+    layers = [layer for layer in module.modules() if isinstance(layer, kinds) and not unless(layer)]
+    handles = [layer.register_forward_hook(hook) for layer in layers]
     try:
         yield
     finally:

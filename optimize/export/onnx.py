@@ -48,6 +48,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         exported = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
         write_out_pools(exported.graph_module)
+        write_out_copies(exported)
         program = torch.onnx.export(
             exported,
             dynamo=True,

@@ -36,7 +36,8 @@ def write_out_copies(program: ExportedProgram) -> None:
     module = program.graph_module
     (images,) = (node for node in module.graph.nodes if node.name in program.graph_signature.user_inputs)
     for node in _copies(module.graph, images):
-        constant, sizes = node.args[:2]
+        constant: Any = node.args[0]
+        sizes: Any = node.args[1]
         value: torch.Tensor = constant.meta["val"]
         with module.graph.inserting_before(node):
             zeros = _zeros(module.graph, images, len(sizes), value.dtype)

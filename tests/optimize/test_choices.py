@@ -64,7 +64,11 @@ class Twice(nn.Module):
 
 
 def test_each_call_of_a_layer_has_a_name_of_its_own_by_which_the_layer_is_known() -> None:
-    names = [str(node.target) for node in trace_calls(Twice().eval()).graph.nodes if node.op == "call_module"]
+    names = [
+        str(node.target)
+        for node in trace_calls(Twice().eval(), torch.zeros(2, 3)).graph.nodes
+        if node.op == "call_module"
+    ]
     assert len(set(names)) == 2
     assert [called_layer(name) for name in names] == ["shared", "shared"]
     assert called_layer("shared_call") == "shared_call"

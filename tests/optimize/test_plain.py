@@ -50,11 +50,13 @@ class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Conv2d(3, 16, 8, 8), nn.Linear(16, 4)
-        self.token = nn.Parameter(torch.randn(1, 1, 16))
+        self.token, self.places = nn.Parameter(torch.randn(1, 1, 16)), nn.Parameter(torch.randn(1, 17, 16))
+        self.norm = nn.LayerNorm(16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         patches = self.stem(x).reshape(-1, 16, 16).permute(0, 2, 1)
-        return self.head(torch.cat([self.token.expand(x.shape[0], -1, -1), patches], 1)).amax(1)
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), patches], 1)
+        return self.head(self.norm(tokens + self.places)).amax(1)
 
 
 def tokens() -> Tokens:
