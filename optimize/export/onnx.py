@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from optimize.errors import PassError
-from optimize.export.plain import write_out_copies, write_out_pools
+from optimize.export.plain import write_out_borders, write_out_copies, write_out_pools
 from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
 
 INPUT, OUTPUT = "input", "logits"
@@ -48,6 +48,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         exported = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
         write_out_pools(exported.graph_module)
+        write_out_borders(exported.graph_module)
         write_out_copies(exported)
         program = torch.onnx.export(
             exported,

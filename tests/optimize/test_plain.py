@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from optimize.context import Context
 from optimize.export.onnx import export_onnx, run_onnx
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.gate import sqnr
-from optimize.store.artifact import Artifact
+from optimize.store.artifact import REFERENCE_FILE, Artifact
 from serve.runtime.card import Preprocessing
+from serve.runtime.program_file import load_program
 
 from .workbench import noise_context, parent_of
 
@@ -72,18 +74,51 @@ def in_openvino(path: Path, images: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(opened(images.numpy())[0])
 
 
+def int8_graph(module: nn.Module, folder: Path) -> tuple[Path, Context]:
+    """The graph for CPUs of a network of 32x32 images."""
+    context = dataclasses.replace(noise_context(), preprocessing=Preprocessing(32, (32, 32)))
+    parent = parent_of(module, context, folder / "parent")
+    made, graph = folder / "ptq", folder / "graph"
+    for each in (made, graph):
+        each.mkdir()
+    product = PTQ.apply(parent, Ptq(images=32, observer="minmax"), context, made)
+    card = dataclasses.replace(parent.card, target=product.target)
+    quantized = Artifact("ptq", "quantized", "1" * 64, made, card, parent)
+    return graph / ONNX_INT8.apply(quantized, OnnxInt8(), context, graph).file, context
+
+
+class Shortcut(nn.Module):
+    """As MaxViT's blocks begin: an average that counts zeros around what no ReLU ends: 0 is not the integer 0."""
+
+    def __init__(self, ceil: bool) -> None:
+        super().__init__()
+        self.stem, self.pool = nn.Conv2d(3, 8, 4, 4), nn.AvgPool2d(3, 2, 1, ceil_mode=ceil)
+        self.next, self.head = nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.next(self.pool(self.stem(x))).amax((2, 3)))
+
+
+@pytest.mark.parametrize("ceil", [False, True])
+def test_openvino_counts_zeros_around_a_quantized_image_as_zeros(ceil, tmp_path):
+    """Its own averages of integers count them as the integer 0."""
+    torch.manual_seed(0)
+    module = Shortcut(ceil).eval()
+    assert module.stem.bias is not None
+    module.stem.bias.data.normal_(0, 1)
+    path, context = int8_graph(module, tmp_path)
+    pixels = context.pixels(8)
+    meant = run_onnx(path, pixels, literal=True)
+    with torch.no_grad():
+        program = load_program(tmp_path / "ptq" / REFERENCE_FILE).module()
+        assert sqnr(program(context.example(8)), meant) > 40
+    assert sqnr(meant, in_openvino(path, pixels)) > 30
+
+
 def test_openvino_answers_as_the_integers_of_a_network_with_a_token_that_all_images_share(tmp_path):
     """Its Expand let OpenVINO 2026.4.1 lose the bias of the convolution beside it."""
     module = tokens()
-    context = dataclasses.replace(noise_context(), preprocessing=Preprocessing(32, (32, 32)))
-    parent = parent_of(module, context, tmp_path / "parent")
-    folders = [tmp_path / "ptq", tmp_path / "graph"]
-    for folder in folders:
-        folder.mkdir()
-    product = PTQ.apply(parent, Ptq(images=32), context, folders[0])
-    card = dataclasses.replace(parent.card, target=product.target)
-    quantized = Artifact("ptq", "quantized", "1" * 64, folders[0], card, parent)
-    path = folders[1] / ONNX_INT8.apply(quantized, OnnxInt8(), context, folders[1]).file
+    path, context = int8_graph(module, tmp_path)
     pixels = context.pixels(8)
     meant = run_onnx(path, pixels, literal=True)
     with torch.no_grad():
