@@ -9,7 +9,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 #: Of ``avg_pool2d``: images and kernel, stride, padding, whether sizes are rounded up, whether zeros count, divisor.
-_POOL_DEFAULTS = (None, None, [], [0, 0], False, True, None)
+_POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
@@ -38,22 +38,23 @@ def write_out_borders(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target is not aten.avg_pool2d.default or not _shifted(node.args[0]):
             continue
-        images, kernel, stride, padding, ceil, counted, divisor = (*node.args, *_POOL_DEFAULTS[len(node.args) :])
+        given: tuple[Any, ...] = node.args
+        images, kernel, stride, padding, ceil, counted, divisor = (*given, *_POOL_DEFAULTS[len(given) :])
         if not any(padding) or not counted or divisor is not None:
             continue
         with module.graph.inserting_before(node):
             ones = module.graph.call_function(aten.full.default, ([1, 1, *images.meta["val"].shape[2:]], 1.0))
-            share = module.graph.call_function(node.target, (ones, *node.args[1:]))
+            share = module.graph.call_function(node.target, (ones, *given[1:]))
             inside = module.graph.call_function(node.target, (images, kernel, stride, padding, ceil, False))
             node.replace_all_uses_with(module.graph.call_function(aten.mul.Tensor, (inside, share)))
         module.graph.erase_node(node)
     module.recompile()
 
 
-def _shifted(node: fx.Node) -> bool:
+def _shifted(node: Any) -> bool:
     """Whether a tensor comes from integers that do not have 0 for 0."""
     of_integers = node.target is torch.ops.quantized_decomposed.dequantize_per_tensor.default
-    return of_integers and node.args[2] != 0
+    return of_integers and bool(node.args[2] != 0)
 
 
 def write_out_copies(program: ExportedProgram) -> None:

@@ -6,7 +6,8 @@ Two faults of torch.ao (2.11 to 2.14) in preparing for its packed kernels:
   packed, with one of their quantizers, the others are given integers and quantize them again, which fails (Swin's
   second version, where a sum and a view read one norm).
 - What is concatenated shares one range, and so does what a view gives with what it is given; where a view is
-  concatenated (the patches of a ViT behind its class token), the first takes it away from the second. The packed
+  concatenated (the patches of a ViT behind its class token), or the maxima of a pool (Inception), the first takes it
+  away from the second. The packed
   program then concatenates integers of different scales, and warns of it.
 """
 
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import torch
 from torch import fx, nn
+from torch.nn import functional
 
 from optimize.quantization.outputs import is_watcher
 
-#: Operators that only say otherwise in which order a tensor's elements are.
+#: Operators that only say otherwise in which order a tensor's elements are, or take some of them.
 _VIEWS = frozenset(
     {"reshape", "view", "permute", "transpose", "contiguous", "squeeze", "unsqueeze", torch.flatten, torch.transpose}
+    | {functional.max_pool2d}
 )
 
 
@@ -33,7 +36,7 @@ def share_watchers(prepared: fx.GraphModule) -> None:
         if node.op == "call_module" and type(prepared.get_submodule(str(node.target))) is nn.LayerNorm:
             _read_alike(prepared, node)
     for node in prepared.graph.nodes:
-        if not is_watcher(prepared, node) or node.args[0].target not in _VIEWS:
+        if not is_watcher(prepared, node) or not _is_view(prepared, node.args[0]):
             continue
         before = node.args[0].args[0]
         if is_watcher(prepared, before):
@@ -53,6 +56,11 @@ def _read_alike(prepared: fx.GraphModule, norm: fx.Node) -> None:
     for user in list(norm.users):
         if user is not first:
             user.replace_input_with(norm, first)
+
+
+def _is_view(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    pooled = node.op == "call_module" and type(prepared.get_submodule(str(node.target))) is nn.MaxPool2d
+    return pooled or node.target in _VIEWS
 
 
 def _watcher(prepared: fx.GraphModule, node: fx.Node) -> nn.Module:
