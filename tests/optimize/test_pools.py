@@ -50,7 +50,7 @@ POOLS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 def traced(module: nn.Module) -> torch.fx.GraphModule:
-    return trace_calls(module.eval())
+    return trace_calls(module.eval(), torch.zeros(2, 1, 16, 16))
 
 
 @pytest.mark.parametrize("name", POOLS)
