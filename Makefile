@@ -98,6 +98,10 @@ $(VENV)/.installed-peers: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	@touch $@
 
+$(VENV)/.installed-audit: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
+	@touch $@
+
 bench-cpu: $(VENV)/.installed-peers ## ours against NNCF, OpenVINO and ONNX Runtime; writes docs/bench-cpu.md
 	$(BIN)/python -m benchmarks.cpu --store '$(STORE)' --write docs/bench-cpu.md
 
@@ -134,6 +138,9 @@ stop: ## stop the server
 status: ## how the server and its models are; fails where one has no ready worker
 	@if [ -x $(BIN)/python ]; then $(BIN)/python -m serve status --store '$(STORE)'; \
 	else echo "$(NO_SERVER)"; exit 1; fi
+
+audit: $(VENV)/.installed-audit ## what is known against the Python packages and TorchServe's jar (needs a network)
+	@$(BIN)/python -m serve audit
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check optimize serve tests examples benchmarks

@@ -73,6 +73,19 @@ def test_every_make_target_and_variable_exists() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", table[0], re.MULTILINE)) <= known
 
 
+def test_every_name_that_is_no_file_has_a_rule() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = " ".join(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)).split()
+    ruled = set(re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE))
+    assert set(phony) == ruled
+    inline = {
+        word
+        for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+        for word in re.findall(r"`make ([a-z-]+)`", path.read_text(encoding="utf-8"))
+    }
+    assert inline <= ruled
+
+
 def test_every_recipe_is_legal(tmp_path: Path) -> None:
     recipes = [text for _, language, text in BLOCKS if language == "yaml"]
     assert recipes
