@@ -61,7 +61,7 @@ def advisories(libraries: Sequence[JavaLibrary], *, osv: str = OSV) -> Iterator[
         for library, result in zip(asked, results, strict=True):
             for entry in result.get("vulns", ()):
                 yield Advisory(library, str(entry["id"]))
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AuditError(
             f"the jars' {len(asked)} known versions were not checked: OSV cannot be reached "
             f"({type(error).__name__}: {first_line(error)})"

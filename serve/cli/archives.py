@@ -1,4 +1,4 @@
-"""Commands about archives: ``package``."""
+"""Commands about archives: ``package`` and ``audit``."""
 
 from __future__ import annotations
 
@@ -54,13 +54,18 @@ def package(
             package_run(store, find_run(run, data), options, complete)
 
 
-def audit() -> None:
+def audit(
+    osv: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where OSV's interface, or a mirror of it, is.", show_default="api.osv.dev"),
+    ] = None,
+) -> None:
     """Ask what is known against the installed Python packages, and against what TorchServe's jar bundles.
 
     Both need a network. The exit code is 1 where something is known, or could not be asked.
     """
     with reported():
-        from serve.audit import AuditError, advisories, audit_python, bundled_libraries
+        from serve.audit import OSV, AuditError, advisories, audit_python, bundled_libraries
 
         faults = 0
         try:
@@ -76,7 +81,7 @@ def audit() -> None:
         unknown = [f"{library.group}:{library.name}" for library in libraries if library.version is None]
         typer.echo(f"TorchServe's jar bundles {len(libraries)} libraries; without a version: {', '.join(unknown)}")
         try:
-            for advisory in advisories(libraries):
+            for advisory in advisories(libraries, osv=osv or OSV):
                 faults += 1
                 library = advisory.library
                 typer.echo(f"{library.group}:{library.name} {library.version}: {advisory.name}")

@@ -116,14 +116,16 @@ NETTY = JavaLibrary("io.netty", "netty-codec-http", "4.1.53.Final")
 
 
 class Osv(BaseHTTPRequestHandler):
-    """As OSV documents ``POST /v1/querybatch``; it knows one advisory."""
+    """As OSV documents ``POST /v1/querybatch``; it knows one advisory, and below ``/clean`` none."""
 
     def do_POST(self) -> None:
         queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
         known = {"package": {"ecosystem": "Maven", "name": "io.netty:netty-codec-http"}, "version": "4.1.53.Final"}
         vulns = {"vulns": [{"id": "GHSA-wm47-8v5p-wjpj", "modified": "2023-01-01T00:00:00Z"}]}
+        if self.path == "/clean/v1/querybatch":
+            known = {}
         body = json.dumps({"results": [vulns if query == known else {} for query in queries]}).encode()
-        if self.path != "/v1/querybatch":
+        if self.path not in ("/v1/querybatch", "/clean/v1/querybatch"):
             body = b'{"code": 5}'
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -166,6 +168,54 @@ def test_pip_audits_report_is_read_and_an_empty_one_is_no_comfort() -> None:
     for document in ("", "[]", "{}", '{"dependencies": [1]}'):
         with pytest.raises(ValueError, match=r"."):
             read_report(document)
+
+
+@pytest.fixture
+def pip_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for pip-audit, which asks a data base on the network: what it does."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path / "pip_audit.py"
+
+
+def dependencies(*faults: str) -> str:
+    vulns = [{"id": fault, "fix_versions": ["2"], "aliases": []} for fault in faults]
+    skipped = {"name": "own", "skip_reason": "Dependency not found on PyPI"}
+    return json.dumps({"dependencies": [{"name": "a", "version": "1", "vulns": vulns}, skipped], "fixes": []})
+
+
+@pytest.mark.parametrize(
+    ("faults", "place", "found"),
+    [
+        ((), "/clean", []),
+        (("PYSEC-1",), "/clean", ["a 1: PYSEC-1, mended in 2"]),
+        ((), "", ["io.netty:netty-codec-http 4.1.53.Final: GHSA-wm47-8v5p-wjpj"]),
+    ],
+)
+def test_the_command_fails_where_anything_is_known_and_names_it(
+    faults: tuple[str, ...], place: str, found: list[str], osv: str, pip_audit: Path
+) -> None:
+    pip_audit.write_text(f"print({dependencies(*faults)!r})")
+    result = CliRunner().invoke(app, ["audit", "--osv", osv + place])
+    assert result.exit_code == (1 if found else 0), result.output
+    assert result.stderr == ""
+    python, *told = result.stdout.splitlines()
+    assert python == "1 Python packages checked; unknown to pip-audit: 1"
+    assert [line for line in told if not line.startswith("TorchServe's jar bundles ")] == found
+    assert len(told) == len(found) + 1
+
+
+@pytest.mark.parametrize("where", ["http://127.0.0.1:9", "https://[no-address", "no address"])
+def test_the_command_fails_without_a_network_and_says_what_was_not_checked(where: str, pip_audit: Path) -> None:
+    pip_audit.write_text("import sys; sys.exit('ConnectionError: no network')")
+    result = CliRunner().invoke(app, ["audit", "--osv", where])
+    assert result.exit_code == 1
+    python, jars = result.stderr.splitlines()
+    assert python == "error: the Python packages were not checked: pip-audit says 'ConnectionError: no network'"
+    assert jars.startswith("error: the jars' ")
+    assert "known versions were not checked: OSV cannot be reached" in jars
+    (bundled_line,) = result.stdout.splitlines()
+    assert "without a version: " in bundled_line, "what was not asked about is named all the same"
 
 
 @pytest.mark.slow
