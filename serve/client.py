@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import time
@@ -15,7 +16,7 @@ from typing import Any, Literal, Self
 import httpx
 
 from serve.hints import command
-from serve.runtime.errors import PipelineError
+from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve.configuration import HOST, Ports
 
 KEY_FILE = "key_file.json"
@@ -173,14 +174,26 @@ class Client:
         self.write_header_file()
 
     def write_header_file(self) -> Path:
-        """Write the inference key as a header into a private file, for ``curl -H @FILE``."""
+        """Write the inference key as a header into a private file, for ``curl -H @FILE``, if it says another one.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         path = self._state / HEADER_FILE
+        line = f"Authorization: Bearer {self._keys()['inference']['key']}\n"
+        with contextlib.suppress(OSError, ValueError):
+            if path.read_text(encoding="utf-8") == line:
+                return path
         temporary = self._state / f".{HEADER_FILE}.{os.getpid()}"
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(f"Authorization: Bearer {self._keys()['inference']['key']}\n")
-        temporary.replace(path)
+        try:
+            temporary.unlink(missing_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as stream:
+                stream.write(line)
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
         return path
 
     def _predict(self, model: str, k: int | None, **body: Any) -> httpx.Response:

@@ -69,7 +69,9 @@ def copy_file(source: Path, copy: Path, *, follow: bool = False) -> None:
             with os.fdopen(new, "wb") as writing:
                 shutil.copyfileobj(reading, writing, _AT_ONCE)
     except OSError as error:
-        raise UserError(f"{error.filename or source}: cannot be copied ({error.strerror or error})") from None
+        # What fails in reading or writing, as on a full disk, names no file.
+        into = "" if error.filename == str(source) else f" to {copy.parent}"
+        raise UserError(f"{source}: cannot be copied{into} ({error.strerror or error})") from None
 
 
 def remove_copy(copy: Path) -> None:

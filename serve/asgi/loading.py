@@ -11,7 +11,7 @@ from pathlib import Path
 
 from serve.asgi.models import Served
 from serve.runtime.card import sha256_file
-from serve.runtime.errors import CardError, Refusal
+from serve.runtime.errors import CardError, Refusal, UserError
 from serve.runtime.known import KnownAnswer, read_known
 from serve.runtime.protocol import Request
 from serve.runtime.service import Service, open_service
@@ -107,13 +107,23 @@ def _unpacked(archive: Path, policy: Policy) -> Iterator[tuple[Path, str]]:
     """A folder with an archive's files that nobody else can change, and the archive's SHA-256.
 
     The folder goes at the end of the block; what an engine has mapped stays until it is closed.
+
+    Raises:
+        UserError: there is no room for them, or no such archive.
     """
-    with tempfile.TemporaryDirectory(prefix="serve-", ignore_cleanup_errors=True) as temporary:
+    try:
+        private = tempfile.TemporaryDirectory(prefix="serve-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UserError(f"{archive}: no folder can be made for a private copy ({error.strerror or error})") from None
+    with private as temporary:
         # Its Python is not run: this process has the runtime that it was started with.
         copy = verified_copy(archive, policy, Path(temporary), runs_its_code=False)
         digest = sha256_file(copy)
         folder = Path(temporary) / "archive"
-        with zipfile.ZipFile(copy) as opened:
-            opened.extractall(folder)  # names are those of the card, which are plain
+        try:
+            with zipfile.ZipFile(copy) as opened:
+                opened.extractall(folder)  # names are those of the card, which are plain
+        except OSError as error:
+            raise UserError(f"{archive}: cannot be unpacked to {folder} ({error.strerror or error})") from None
         copy.unlink()
         yield folder, digest

@@ -84,16 +84,23 @@ def make_token_file(path: Path) -> bool:
 
     Returns:
         Whether it was made.
+
+    Raises:
+        UserError: it cannot be written; then there is none.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
         return False
-    with os.fdopen(handle, "w", encoding="ascii") as stream:
-        stream.write(
-            f"# A token on each line; all are valid. It is read anew when it changes.\n{secrets.token_hex(24)}\n"
-        )
+    try:
+        with os.fdopen(handle, "w", encoding="ascii") as stream:
+            stream.write(
+                f"# A token on each line; all are valid. It is read anew when it changes.\n{secrets.token_hex(24)}\n"
+            )
+    except OSError as error:
+        path.unlink(missing_ok=True)  # or the next start would find a file without a token
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
     return True
 
 

@@ -64,23 +64,27 @@ def with_version(archive: Path, version: str, destination: Path) -> Path:
         destination: the ``.mar`` to write, atomically.
 
     Raises:
-        UserError: there is no such archive.
+        UserError: there is no such archive, or the new one cannot be written.
         CardError: it is not whole.
     """
     card = check_archive(archive)
-    with (
-        tempfile.TemporaryDirectory(dir=destination.parent, prefix=".version-") as unpacked,
-        _opened(archive) as opened,
-    ):
+    with _opened(archive) as opened:
         manifest = json.loads(opened.read(MANIFEST_FILE))
-        manifest["model"]["modelVersion"] = version
-        content = json_bytes(manifest)
-        packed = {**card.packed, MANIFEST_FILE: hashlib.sha256(content).hexdigest()}
-        entries: dict[str, bytes | Path] = {
-            name: Path(opened.extract(name, unpacked)) for name in {**card.files, **card.packed}
-        }
-        entries |= {MANIFEST_FILE: content, CARD_FILE: card_bytes(dataclasses.replace(card, packed=packed))}
-        write_zip(destination, entries)
+    manifest["model"]["modelVersion"] = version
+    content = json_bytes(manifest)
+    packed = {**card.packed, MANIFEST_FILE: hashlib.sha256(content).hexdigest()}
+    try:
+        with (
+            tempfile.TemporaryDirectory(dir=destination.parent, prefix=".version-") as unpacked,
+            zipfile.ZipFile(archive) as whole,
+        ):
+            entries: dict[str, bytes | Path] = {
+                name: Path(whole.extract(name, unpacked)) for name in {**card.files, **card.packed}
+            }
+            entries |= {MANIFEST_FILE: content, CARD_FILE: card_bytes(dataclasses.replace(card, packed=packed))}
+            write_zip(destination, entries)
+    except OSError as error:
+        raise UserError(f"{destination}: cannot be written ({error.strerror or error})") from None
     return destination
 
 

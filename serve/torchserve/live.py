@@ -7,7 +7,7 @@ the server lets a removal through when all that was asked of that version is ans
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
@@ -45,9 +45,14 @@ class _Change:
     client: Client
 
     def record(self, **changes: Any) -> None:
-        """Write down what is so from now on."""
-        self.server = with_changes(self.server, **changes)
-        write_state(self.store, self.server)
+        """Write down what is so from now on.
+
+        Raises:
+            UserError: it cannot be written; what was recorded stays.
+        """
+        server = with_changes(self.server, **changes)
+        write_state(self.store, server)
+        self.server = server
 
     def next_version(self, name: str) -> str:
         """A version that the name has never had in this server."""
@@ -100,7 +105,8 @@ def add(
             progressed=progressed,
         )
         left_out = {name: why for name, why in change.server.left_out.items() if name not in archives}
-        change.record(served=(*change.server.served, *added), left_out=left_out)
+        with _taken_away_again(change, added):
+            change.record(served=(*change.server.served, *added), left_out=left_out)
         return change.server
 
 
@@ -137,9 +143,11 @@ def replace(
         old = change.server.model(name)
         new = ServedModel.of(name, archive, change.next_version(name))
         _load(change, {new: archive}, pack=pack, policy=policy, deadline_s=deadline_s, progressed=progressed)
-        change.client.set_default(name, new.version)
         served = tuple(new if model == old else model for model in change.server.served)
-        change.record(served=served)
+        # Recorded before it gets requests: what cannot be recorded is not to answer.
+        with _taken_away_again(change, [new]):
+            change.record(served=served)
+        change.client.set_default(name, new.version)
         _unregister(change, old)
         return change.server
 
@@ -206,13 +214,20 @@ def _load(
 ) -> None:
     """Stage and start models; where one does not come up, all of them are taken away again."""
     folder = archives_folder(change.store)
-    try:
+    with _taken_away_again(change, archives):
         workers = {}
         for model, archive in archives.items():
             workers[model] = serving_in(stage(folder, model, archive, pack, policy)).workers
         _start(change, workers, deadline_s, on_ready, progressed)
+
+
+@contextmanager
+def _taken_away_again(change: _Change, models: Iterable[ServedModel]) -> Iterator[None]:
+    """Take versions that are not recorded away where the block fails."""
+    try:
+        yield
     except BaseException:
-        for model in archives:
+        for model in models:
             _unregister(change, model)
         raise
 

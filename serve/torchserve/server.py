@@ -246,13 +246,14 @@ def _launch(
 ) -> tuple[RunningServer, psutil.Process]:
     """Write the configuration, start Java, and record it before anything else can go wrong."""
     state, folder = state_folder(store), archives_folder(store)
-    logs = state / "logs"
-    logs.mkdir()
-    metrics = state / "metrics.yaml"
-    metrics.write_text(metrics_yaml(), encoding="utf-8")
-    config = state / _CONFIG_FILE
+    logs, metrics, config = state / "logs", state / "metrics.yaml", state / _CONFIG_FILE
     settings = properties(ports, limits, archives=folder, metrics_file=metrics, gpus=gpus, host=host)
-    config.write_text(settings, encoding="ascii")
+    try:
+        logs.mkdir()
+        metrics.write_text(metrics_yaml(), encoding="utf-8")
+        config.write_text(settings, encoding="ascii")
+    except OSError as error:
+        raise UserError(f"{state}: cannot be written ({error.strerror or error})") from None
     # Short and private: TorchServe 0.12 puts its workers' sockets here, as .ts.sock.9000 and on. A socket's
     # path has at most 107 bytes, and in the common temporary folder two servers would take each other's.
     temporary = tempfile.mkdtemp(prefix="torchserve-")

@@ -154,11 +154,19 @@ def read_state(store: Path) -> RunningServer | None:
 
 
 def write_state(store: Path, server: RunningServer) -> None:
-    """Record a server, atomically; the caller holds the lock."""
+    """Record a server, atomically; the caller holds the lock.
+
+    Raises:
+        UserError: it cannot be written; what was recorded before stays.
+    """
     path = state_file(store)
     written = path.with_name(f".{path.name}")
-    written.write_text(json.dumps(asdict(server), indent=2), encoding="utf-8")
-    written.replace(path)
+    try:
+        written.write_text(json.dumps(asdict(server), indent=2), encoding="utf-8")
+        written.replace(path)
+    except OSError as error:
+        written.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def remove_state(store: Path) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +57,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[Server]:
+def running(folder: Path, *arguments: str, before: Sequence[str] = ()) -> Iterator[Server]:
+    """The server as a process; ``before`` runs it."""
     environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "serve", "run", "--store", str(folder), "--port", "0", *arguments],
+        [*before, sys.executable, "-m", "serve", "run", "--store", str(folder), "--port", "0", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -238,6 +239,24 @@ def test_what_cannot_be_served_changes_nothing(server: Server) -> None:
     with server.client() as client:
         assert client.get("/health/ready").status_code == 200
         assert client.post("/predictions/m", content=IMAGE).status_code == 200
+    write_models(server.folder, {"1.0": ("v1.mar", 1)})
+
+
+def test_where_a_private_copy_cannot_be_written_nothing_is_changed(server: Server) -> None:
+    server.lines.clear()
+    write_models(server.folder, {"1.0": ("v2.mar", 1)})
+    before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        server.process.send_signal(signal.SIGHUP)
+        line = server.await_line("nothing was changed")
+        assert "v2.mar: cannot be copied to " in line
+        assert "(File too large)" in line
+        with server.client() as client:
+            assert client.get("/health/ready").status_code == 200
+            assert len(client.post("/predictions/m", content=IMAGE).json()) == 5
+    finally:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, before)
     write_models(server.folder, {"1.0": ("v1.mar", 1)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, read_state
 from tests.serve import artifacts
 from tests.serve.conftest import free_ports
+from tests.serve.full_disk import no_file_longer_than
 from tests.serve.test_server import broken_script, command, invoked, onnx_for_cuda
 
 pytestmark = pytest.mark.slow
@@ -193,6 +195,55 @@ def test_a_model_that_does_not_come_up_changes_nothing(store: Path) -> None:
         assert len(client.versions("one-script")) == 1
         assert len(client.predict("one-script", artifacts.jpeg(1))) == 5
     assert {path.name.partition("@")[0] for path in archives_folder(store).iterdir()} == {"one-script"}
+
+
+@pytest.mark.parametrize("size", [1, 50_000])
+@pytest.mark.parametrize("words", [("add", "third=two/script"), ("replace", "one-script", "two/script")])
+def test_where_nothing_can_be_written_a_change_is_refused_in_one_line_and_changes_nothing(
+    words: tuple[str, ...], size: int, store: Path
+) -> None:
+    before = the(store)
+    files = sorted(archives_folder(store).iterdir())
+    with no_file_longer_than(size):
+        ended = invoked(*words, "--store", store)
+        assert invoked("status", "--store", store).returncode == 0, "what is served is told all the same"
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    named = "/.server/state.json: cannot be written" if size == 1 else "two-script.mar: cannot be copied to "
+    assert line.startswith("error: ")
+    assert named in line
+    assert line.endswith("(File too large)")
+    assert dataclasses.replace(the(store), versions=before.versions) == before
+    assert sorted(archives_folder(store).iterdir()) == files
+    with before.client(store) as client:
+        assert client.models() == ["one-script"]
+        assert len(client.versions("one-script")) == 1
+        assert len(client.predict("one-script", artifacts.jpeg(1))) == 5
+
+
+def test_a_model_that_cannot_be_recorded_gets_no_request_and_goes_again(store: Path, tmp_path: Path) -> None:
+    before = the(store)
+    files = sorted(archives_folder(store).iterdir())
+    folder, other = layout.artifact_folder(store, "two", "script"), layout.archive_path(tmp_path, "three", "script")
+    build_archive(folder, other, model_name=other.stem, options=ServingOptions(k=2))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fills(fraction: float, message: str) -> None:
+        # The archive has been staged, and its worker loads.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, most))
+
+    with (
+        Senders(store, before, "one-script") as senders,
+        no_file_longer_than(most),
+        pytest.raises(UserError, match=r"state\.json: cannot be written \(File too large\)"),
+    ):
+        live.replace(store, "one-script", other, progressed=fills)
+    assert set(senders.statuses) == {200}, (senders.statuses, senders.errors[:3])
+    assert {len(json.loads(body)) for body in senders.bodies} == {5}
+    assert dataclasses.replace(the(store), versions=before.versions) == before
+    assert sorted(archives_folder(store).iterdir()) == files
+    with before.client(store) as client:
+        assert client.versions("one-script") == [before.model("one-script").version]
 
 
 def test_what_a_change_that_was_killed_has_left_goes_with_the_next_one(store: Path) -> None:
