@@ -108,7 +108,12 @@ bench-cpu: $(VENV)/.installed-peers ## ours against NNCF, OpenVINO and ONNX Runt
 zoo: $(VENV)/.installed-dev ## all of torchvision's classifiers through the int8 passes; goes on where it stopped
 	$(BIN)/python -m benchmarks.zoo $(ZOO) --write docs/zoo.md
 
-bench-gpu: $(VENV)/.installed ## every way to run a network on this machine's GPU; writes docs/bench-gpu.md
+# nvImageCodec and TorchCodec, where there is a GPU to decode on.
+$(VENV)/.installed-gpu: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
+	@touch $@
+
+bench-gpu: $(VENV)/.installed$(if $(shell command -v nvidia-smi),-gpu) ## every way to run a network on this machine's GPU; writes docs/bench-gpu.md
 	$(BIN)/python -m benchmarks.gpu --write docs/bench-gpu.md
 
 bench-serve: $(VENV)/.installed-peers ## our servers, the stock one and none at all; writes docs/bench-serve.md

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,16 @@ from tests.serve.test_handler import context_of, opened
 
 CPU = torch.device("cpu")
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+
+
+def test_an_extra_installs_what_the_gpus_decoders_run_with_in_pinned_versions() -> None:
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = {requirement.partition(">")[0] for requirement in extras["gpu"]}
+    pinned = {line.partition("==")[0] for line in (root / "constraints.txt").read_text().splitlines()}
+    needed = {library for entry in decoders().values() if entry.device == "cuda" for library in entry.libraries}
+    assert needed == {"nvidia-nvimgcodec-cu13", "torchcodec"}
+    assert needed <= installed <= pinned
 
 
 class Partner(DeviceDecoder):
