@@ -139,7 +139,8 @@ def test_logs_are_put_aside_when_they_are_large_and_forgotten_when_they_are_many
     script.write_text(
         "def log = org.slf4j.LoggerFactory.getLogger('org.pytorch.serve.Test')\n"
         "def access = org.slf4j.LoggerFactory.getLogger('ACCESS_LOG')\n"
-        "2000.times { log.info('x' * 100); access.info('y' * 100) }\n"
+        "def workers = org.slf4j.LoggerFactory.getLogger('MODEL_LOG')\n"
+        "2000.times { log.info('x' * 100); access.info('y' * 100); workers.info('z' * 100) }\n"
     )
     size = 20_000
     frontend = Path(java.__file__).parent / "frontend"
@@ -149,7 +150,7 @@ def test_logs_are_put_aside_when_they_are_large_and_forgotten_when_they_are_many
         *("-cp", str(Path(torchserve).parent / "frontend" / "*"), java.MAIN_CLASS, str(script)),
     ]
     subprocess.run([str(java_executable()), *words], check=True, capture_output=True, timeout=120)
-    for name in ("ts_log", "access_log"):
+    for name in ("ts_log", "access_log", "model_log"):
         kept = list(tmp_path.glob(f"{name}*"))
         assert len(kept) == LOG_FILES_KEPT + 1
         assert sum(path.stat().st_size for path in kept) < (LOG_FILES_KEPT + 1) * (size + 1000)
@@ -492,15 +493,16 @@ def test_what_a_content_type_makes_of_an_image_is_said(
         assert said in (told.get("error") or told["message"])
 
 
-DOCUMENTATION = Path(__file__).parents[2] / "docs" / "torchserve.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def example(operated: Operated, language: str, image: Path) -> str:
-    """The documentation's example, with this server's address and files."""
-    (text,) = re.findall(rf"```{language}\n(.*?)```", DOCUMENTATION.read_text(encoding="utf-8"), re.DOTALL)
+    """README's example of asking, with this server's address and files."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (text,) = [block for block in blocks if "URL" in block]
     for written, meant in {
-        "http://127.0.0.1:8080/predictions/resnet18-ptq": operated.url(f"/predictions/{QUICK}"),
-        "STORE": str(operated.store),
+        "http://127.0.0.1:8080/predictions/resnet18-onnx-int8": operated.url(f"/predictions/{QUICK}"),
+        "model_store": str(operated.store),
         "image.jpg": str(image),
     }.items():
         assert written in text
@@ -508,7 +510,7 @@ def example(operated: Operated, language: str, image: Path) -> str:
     return str(text)
 
 
-def test_the_documentations_python_works(operated: Operated, tmp_path: Path) -> None:
+def test_the_readmes_python_works(operated: Operated, tmp_path: Path) -> None:
     pytest.importorskip("requests")
     image = tmp_path / "picture.jpg"
     image.write_bytes(jpeg(1))
@@ -525,7 +527,7 @@ def test_the_documentations_python_works(operated: Operated, tmp_path: Path) -> 
     assert len(set(printed)) == 1, "whoever asks, the answer is the same"
 
 
-def test_the_documentations_curl_works(operated: Operated, tmp_path: Path) -> None:
+def test_the_readmes_curl_works(operated: Operated, tmp_path: Path) -> None:
     image = tmp_path / "picture.jpg"
     image.write_bytes(jpeg(1))
     script = example(operated, "console", image)
