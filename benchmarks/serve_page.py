@@ -141,7 +141,8 @@ def plot(shots: Shots, subjects: Sequence[Subject], workload: str, path: Path) -
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [subject for subject in subjects if subject.ask is not None and not subject.key.startswith("echo")]
+    measured = {key for key, sent, _ in shots if sent == workload}
+    shown = [subject for subject in subjects if subject.key in measured and not subject.key.startswith("echo")]
     shown.sort(key=lambda subject: statistics.median(saturation(shots, subject.key, workload)))
     names = [subject.title for subject in shown]
     colours = ["#1a7f4b" if subject.key.startswith(("own", "torchserve")) else "#9aa4b1" for subject in shown]

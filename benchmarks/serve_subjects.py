@@ -58,12 +58,13 @@ Ask = Callable[[str, int, float], Shot]
 
 @dataclass(frozen=True)
 class Subject:
-    """Something that is measured: its key, title, and what asks it; or why it is left out."""
+    """Something that is measured: its key, title, what asks it, and with which workloads; or why it is left out."""
 
     key: str
     title: str
     ask: Ask | None = None
     left_out: str = ""
+    sent: frozenset[str] = frozenset()
 
 
 def over_http(live: Live, target: Target, workloads: Mapping[str, Path]) -> Ask:
@@ -172,10 +173,19 @@ class Stage:
         artifact: the artifact's folder.
         ways: how it is served, by the title's ending: ``""`` for the present way.
         workloads: what is sent, by name, with known answers of the artifact.
+        others: what is sent instead to a way that answers otherwise, by its ending.
     """
 
-    def __init__(self, scratch: Path, artifact: Path, ways: Mapping[str, Serving], workloads: dict[str, Workload]):
+    def __init__(
+        self,
+        scratch: Path,
+        artifact: Path,
+        ways: Mapping[str, Serving],
+        workloads: dict[str, Workload],
+        others: Mapping[str, dict[str, Workload]] | None = None,
+    ) -> None:
         self.scratch, self.artifact, self.ways, self.workloads = scratch, artifact, ways, workloads
+        self._others = others or {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Stage:
@@ -205,7 +215,8 @@ class Stage:
                 continue
             print(f"starting: {title} …", flush=True)
             try:
-                subjects.append(Subject(key, title, make()))
+                sent = self._others.get(key.removeprefix("own-"), self.workloads)
+                subjects.append(Subject(key, title, make(), sent=frozenset(sent)))
             except (PipelineError, ImportError, OSError) as error:
                 print(f"left out: {title}: {error}", flush=True)
                 subjects.append(Subject(key, title, left_out=str(error)))
@@ -231,7 +242,8 @@ class Stage:
         scratch.mkdir(mode=0o700)
         archive = pack(self.artifact, self.ways[ending], scratch, "measured")
         live = self._stack.enter_context(serving(kind, {"measured": archive}, scratch))
-        return over_http(live, live.target, self._folders("ours", self.workloads))
+        folders = self._folders(f"ours{ending.replace(' ', '-')}", self._others.get(ending, self.workloads))
+        return over_http(live, live.target, folders)
 
     def _process(self, way: str) -> Ask:
         archive = pack(self.artifact, self.ways[""], self.scratch, way)

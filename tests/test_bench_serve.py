@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
+import io
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from benchmarks import serve_page as page
-from benchmarks.serve import PHOTOS
+from benchmarks.serve import (
+    LARGE,
+    NOT_TUNED,
+    PHOTOS,
+    REDUCED,
+    Agreement,
+    agreement,
+    document,
+    enlarged,
+    measure,
+    reduced,
+    tuning,
+    ways,
+)
 from benchmarks.serve_subjects import Shot, Stage, Subject
 from serve.load import known
 from serve.load.histogram import Histogram
 from serve.load.pictures import make_pictures
-from serve.load.workload import Workload
+from serve.load.workload import Item, Known, Workload
 from serve.runtime.card import load_card
+from serve.runtime.serving import Serving
 from serve.runtime.stages import STAGES
 from serve.torchserve.archive import serving_of
 from tests.serve import artifacts
@@ -46,6 +65,110 @@ def test_aims_are_judged_by_the_median_of_ratios_within_a_round() -> None:
     assert not extra.met
     assert "**fail**" in extra.line
     assert "pass" in ratio.line
+
+
+def test_tuned_is_held_against_not_tuned_where_there_are_both() -> None:
+    usual = {("own-not tuned", PHOTOS, 1): [shot(140), shot(80)], ("own-not tuned", PHOTOS, 8): [shot(300), shot(200)]}
+    (aim,) = page.aims({**SHOTS, **usual}, ["own", "own-not tuned"], PHOTOS)
+    assert aim.values == (360 / 300, 190 / 200)
+    assert aim.value == pytest.approx(1.075)
+    assert aim.met
+    assert "tuned against not tuned" in aim.line
+    assert aim.line.endswith("| at least 1× | pass |")
+    kept = {("own-not tuned", PHOTOS, 1): [shot(150), shot(75)], ("own-not tuned", PHOTOS, 8): [shot(400), shot(190)]}
+    (aim,) = page.aims({**SHOTS, **kept}, ["own", "own-not tuned"], PHOTOS)
+    assert not aim.met
+
+
+def test_a_difference_of_p50_is_the_median_of_the_rounds_and_not_of_the_medians() -> None:
+    rounds = {
+        ("own", PHOTOS, 1): [shot(1, 2), shot(1, 10), shot(1, 5)],
+        ("serial", PHOTOS, 1): [shot(1, 1), shot(1, 3), shot(1, 4)],
+    }
+    (aim,) = page.aims(rounds, ["own", "serial"], PHOTOS)
+    assert aim.value == pytest.approx(1, abs=0.1), "1, 7 and 1; the medians differ by 2"
+
+
+def tuned(artifact: Path, usual: Serving) -> Path:
+    """As `serve tune` leaves it, as far as this is read: what was usual before, beside what the folder says now."""
+    (artifact / "tuning.json").write_text(json.dumps({"usual": {"serving": json.loads(usual.text)}}))
+    return artifact
+
+
+def test_ways_are_the_present_one_what_was_before_a_tuning_and_reduced_decoding(tmp_path: Path) -> None:
+    artifact = artifacts.onnx(tmp_path / "artifact")
+    now = serving_of(artifact, load_card(artifact))
+    assert ways(artifact) == {"": now, REDUCED: replace(now, decoder="reduced")}
+    assert tuning(artifact, ways(artifact)) == "`serve tune` was not run on it."
+    before = replace(now, batch_size=now.batch_size + 1)
+    found = ways(tuned(artifact, before))
+    assert found == {"": now, NOT_TUNED: before, REDUCED: replace(now, decoder="reduced")}
+    assert "a row of its own" in tuning(artifact, found)
+    (artifact / "serving.json").write_text(replace(now, decoder="reduced").text)
+    assert REDUCED not in ways(artifact)
+
+
+def test_a_tuning_that_kept_the_usual_way_is_told_instead_of_a_row_left_out_in_silence(tmp_path: Path) -> None:
+    artifact = artifacts.onnx(tmp_path / "artifact")
+    now = serving_of(artifact, load_card(artifact))
+    used = ways(tuned(artifact, now))
+    assert NOT_TUNED not in used
+    options = argparse.Namespace(artifact="a", run="r", rounds=2, seconds=1.0, photos=None)
+    text = "\n".join(document(options, [], SHOTS, used, "today", tuned=tuning(artifact, used), agreed=None))
+    assert "has kept what was usual, so there is no row “not tuned”" in text
+    assert "a difference of p50 the median of the differences within a round" in text
+    assert "Decoder `reduced`" not in text
+
+
+def test_reduced_decoding_is_asked_with_the_large_pictures_alone_and_its_agreement_told() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def subject(key: str, *sent: str) -> Subject:
+        def ask(workload: str, clients: int, seconds: float) -> Shot:
+            asked.append((key, workload))
+            return shot(10)
+
+        return Subject(key, key.upper(), ask, sent=frozenset(sent))
+
+    subjects = [subject("own", PHOTOS, LARGE), subject(f"own-{REDUCED}", LARGE), subject("echo-uvicorn", PHOTOS, LARGE)]
+    shots = measure(subjects, [PHOTOS, LARGE], 2, 1.0)
+    assert set(asked) == {("own", PHOTOS), ("own", LARGE), (f"own-{REDUCED}", LARGE), ("echo-uvicorn", PHOTOS)}
+    options = argparse.Namespace(artifact="a", run="r", rounds=2, seconds=1.0, photos=None)
+    agreed = Agreement(images=8, equal=7, difference=0.125)
+    text = "\n".join(document(options, subjects, shots, {}, "today", tuned="", agreed=agreed))
+    rows = [line.split(" | ")[0] for line in text.partition("## Large ones")[2].splitlines() if line.startswith("| O")]
+    assert rows == ["| OWN", "| OWN-DECODER REDUCED"]
+    assert "7 of 8 answers (87.5%) have the top-1 class of whole decoding" in text
+    assert "differs by 0.125 at most" in text
+
+
+def test_agreement_counts_equal_best_classes() -> None:
+    def items(*answers: tuple[float, ...]) -> list[Item]:
+        return [Item("x", b"", known=(Known(answer, 200 if answer else 413),)) for answer in answers]
+
+    one = items((0.6, 0.3, 0.1), (0.2, 0.5, 0.3), (0.2, 0.5, 0.3), ())
+    other = items((0.5, 0.4, 0.1), (0.2, 0.39, 0.41), (0.2, 0.5, 0.3), (1.0, 0.0, 0.0))
+    found = agreement(one, other)
+    assert (found.images, found.equal) == (3, 2)
+    assert found.difference == pytest.approx(0.11)
+
+
+@pytest.mark.slow
+def test_reduced_decoding_is_known_by_its_own_answers(tmp_path: Path) -> None:
+    artifact = artifacts.onnx(tmp_path / "artifact")
+    used = ways(artifact)
+    predictor = known.opened(artifact, used[""])
+    pictures = {PHOTOS: make_pictures(2), LARGE: make_pictures(1, ((1600, 1200),))}
+    sent = {name: Workload(known.items(predictor, images)) for name, images in pictures.items()}
+    workload, agreed = reduced(artifact, used, sent, 1)
+    (item,), (whole,) = workload.items, sent[LARGE].items
+    assert item.body == whole.body
+    assert item.known != whole.known, "the pixels are others"
+    assert (agreed.images, agreed.equal) == (2, 2)
+    assert 0 < agreed.difference < 0.05
+    with Image.open(io.BytesIO(enlarged(sent[PHOTOS].items[0].body))) as opened:
+        assert opened.width * opened.height == pytest.approx(12e6, rel=1e-3)
+        assert opened.width / opened.height == pytest.approx(500 / 375, rel=1e-3)
 
 
 def test_aims_without_what_they_are_judged_by_are_not_told() -> None:
