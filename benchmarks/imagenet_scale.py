@@ -325,10 +325,6 @@ def _bounded(what: str, found: float, bound: float, unit: str, cpu: float | None
     return what, f"{found:.{digits}f} {unit}{beside}", f"at most {bound:g} {unit}", found <= bound
 
 
-def _verdict(bound: str, kept: bool) -> str:
-    return "" if not bound else "kept" if kept else "**missed**"
-
-
 def page(rows: list[tuple[str, str, str, bool]], facts: dict[str, Any], command: str) -> str:
     """The figures as Markdown."""
     import torch

@@ -16,10 +16,10 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from serve import layout
+from serve.archive_file import check_archive, check_model_name
 from serve.hints import command
 from serve.runtime.card import CARD_FILE
 from serve.runtime.errors import CardError, UserError, did_you_mean
-from serve.torchserve.archive_file import check_archive, check_model_name
 from serve.torchserve.state import ServedModel
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from serve.archive_file import check_archive, serving_in
 from serve.jars import torchserve_jars
 from serve.layout import SBOM_ENDING
 from serve.runtime.card import CARD_FILE, Card, sha256_file
 from serve.runtime.decoders.base import decoders
 from serve.runtime.engines.base import engines
 from serve.runtime.errors import UserError
-from serve.torchserve.archive_file import check_archive, serving_in
 
 if TYPE_CHECKING:
     from cyclonedx.model.bom import Bom

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field
 
+from serve.archive_file import archived_name, check_archive
 from serve.config import Config
 from serve.copying import copy_file, private_copy, remove_copy
-from serve.runtime.card import load_card
+from serve.runtime.card import Card, load_card
 from serve.runtime.errors import UserError
 from serve.signing import SignatureError, check_signature, signature_path
-from serve.torchserve.archive_file import archived_name, check_archive
 
 #: A store's own settings.
 SETTINGS_FILE = "serve.toml"
@@ -86,7 +86,11 @@ def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool 
     return Policy(keys, foreign_code or settings.foreign_code)
 
 
-def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, runs_its_code: bool = True) -> Path:
+#: What in an archive, by path, would be run or obeyed, and is not what this installation would pack there.
+ForeignParts = Callable[[Path, Card], list[str]]
+
+
+def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, foreign: ForeignParts | None) -> Path:
     """Copy an archive or an artifact folder to where nobody else can write, check the copy, and return it.
 
     It is whole, by the hashes of its card; signed, where the policy says so, and then an archive of the model that its
@@ -96,8 +100,8 @@ def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, run
         source: a ``.mar`` file, or an artifact folder.
         policy: what may be loaded.
         into: a private folder (700) of the caller's; None: a new one in the temporary folder. The caller removes it.
-        runs_its_code: an archive's Python will be run, as TorchServe does. Then it must be signed, or be this
-            installation's, unless the policy allows others.
+        foreign: `serve.torchserve.archive.foreign_parts` where an archive's Python will be run, as TorchServe does.
+            Then it must be signed, or be this installation's, unless the policy allows others. None: it is not run.
 
     Returns:
         The copy: a path in ``into`` of the same name.
@@ -123,7 +127,7 @@ def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, run
         if copy.is_dir():
             load_card(copy)
         else:
-            _check_archive(source, copy, policy, runs_its_code)
+            _check_archive(source, copy, policy, foreign)
     except BaseException:
         remove_copy(own or copy)
         raise
@@ -132,19 +136,17 @@ def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, run
     return copy
 
 
-def _check_archive(source: Path, copy: Path, policy: Policy, runs_its_code: bool) -> None:
+def _check_archive(source: Path, copy: Path, policy: Policy, foreign: ForeignParts | None) -> None:
     card = check_archive(copy)
     if policy.keys:
         if (name := archived_name(copy)) != source.stem:
             raise SignatureError(f"{source}: is the signed archive of {name}, and not of {source.stem}")
         return
-    if not runs_its_code or policy.foreign_code:
+    if foreign is None or policy.foreign_code:
         return
-    from serve.torchserve.archive import foreign_parts  # imports torch
-
-    if foreign := foreign_parts(copy, card):
+    if parts := foreign(copy, card):
         raise SignatureError(
-            f"{source}: holds what this installation would not pack ({foreign[0]}), and TorchServe would run it: pack "
+            f"{source}: holds what this installation would not pack ({parts[0]}), and TorchServe would run it: pack "
             f"it again with `python -m serve package`, have it signed and start with --require-signed, or start with "
             f"--foreign-code if you trust it"
         )

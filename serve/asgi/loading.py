@@ -117,7 +117,7 @@ def _unpacked(archive: Path, policy: Policy) -> Iterator[tuple[Path, str]]:
         raise UserError(f"{archive}: no folder can be made for a private copy ({error.strerror or error})") from None
     with private as temporary:
         # Its Python is not run: this process has the runtime that it was started with.
-        copy = verified_copy(archive, policy, Path(temporary), runs_its_code=False)
+        copy = verified_copy(archive, policy, Path(temporary), foreign=None)
         digest = sha256_file(copy)
         folder = Path(temporary) / "archive"
         try:

@@ -11,10 +11,10 @@ import yaml
 from pydantic import ConfigDict, Field, field_validator
 
 from serve import runs
+from serve.archive_file import MODEL_VERSION, check_model_name
 from serve.asgi.loading import Wanted
 from serve.config import Config
 from serve.runtime.errors import UserError
-from serve.torchserve.archive_file import MODEL_VERSION, check_model_name
 
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 

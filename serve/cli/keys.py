@@ -16,15 +16,16 @@ def renew_keys(store: Store = DEFAULT_STORE) -> None:
     replaced at once, and the file for curl with them; without one, the next start makes new ones.
     """
     with reported():
-        from serve.client import HEADER_FILE, KEY_FILE
         from serve.torchserve import server
+        from serve.torchserve.client import HEADER_FILE, KEY_FILE
+        from serve.torchserve.state import state_folder
 
         running = server.running(store)
         if running is not None:
             with running.client(store) as client:
                 client.renew_keys()
-            typer.echo(f"new keys: {server.state_folder(store) / KEY_FILE}")
+            typer.echo(f"new keys: {state_folder(store) / KEY_FILE}")
             return
         for name in (KEY_FILE, HEADER_FILE):
-            (server.state_folder(store) / name).unlink(missing_ok=True)
+            (state_folder(store) / name).unlink(missing_ok=True)
         typer.echo("the next start makes new keys")

@@ -194,10 +194,12 @@ def remove(
 ) -> None:
     """Serve models no more; what they have accepted is answered, and the server goes on."""
     with reported():
+        from serve.progress import shown
         from serve.torchserve import live
 
         default = the_running(store).default_model
-        left = live.remove(store, names)
+        with shown("remove"):
+            left = live.remove(store, names)
         typer.echo(f"removed: {', '.join(dict.fromkeys(names))}")
         if left.default_model != default:
             typer.echo(f"the default model is {left.default_model} now")
@@ -233,14 +235,15 @@ def stop(
     What comes is refused, and what was accepted is answered first. A start that is under way is waited for.
     """
     with reported():
+        from serve.progress import shown
         from serve.runs import remove_left
         from serve.torchserve import server
 
         if run is not None and (present := server.running(store)) is not None and run not in present.runs:
             raise UserError(f"the run {' and '.join(present.runs)} is served, and not {run!r}; it goes on")
-        stopped = server.stop(
-            store, lambda: typer.echo("a start (or another change) is under way: waiting for its end, then stopping …")
-        )
+        waiting = "a start (or another change) is under way: waiting for its end, then stopping …"
+        with shown("stop") as bar:
+            stopped = server.stop(store, lambda: _beside(bar, waiting))
         for served in stopped.runs if stopped else ():
             remove_left(store, served)
         typer.echo(f"stopped: run {', '.join(stopped.runs)}" if stopped else "no server of this store is running")
@@ -270,8 +273,8 @@ def _curl(store: Path, running: RunningServer) -> str:
 
     ``-T`` and not ``--data-binary``: that one says it is a web form, which TorchServe takes apart.
     """
-    from serve.client import HEADER_FILE
     from serve.runs import sample_image
+    from serve.torchserve.client import HEADER_FILE
     from serve.torchserve.state import state_folder
 
     sample = sample_image(store, running.model(running.default_model).run)

@@ -54,7 +54,7 @@ def verify(
         if archive.is_dir():
             load_card(archive)
         else:
-            from serve.torchserve.archive_file import check_archive
+            from serve.archive_file import check_archive
 
             check_archive(archive)
         typer.echo(f"{archive}: whole, and signed by {found}")

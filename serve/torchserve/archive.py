@@ -10,13 +10,7 @@ from pathlib import Path
 import yaml
 
 import serve
-from serve.options import ServingOptions
-from serve.runtime.card import CARD_FILE, Card, load_card
-from serve.runtime.engines.base import chain_for, engines_for, execution_id, find_engine
-from serve.runtime.errors import CardError, UserError
-from serve.runtime.known import KNOWN_FILE, read_known
-from serve.runtime.serving import SERVING_FILE, Serving, read_serving
-from serve.torchserve.archive_file import (
+from serve.archive_file import (
     CLASSES_FILE,
     CONFIG_FILE,
     CREATED_ON,
@@ -30,6 +24,12 @@ from serve.torchserve.archive_file import (
     serving_in,
     write_zip,
 )
+from serve.options import ServingOptions
+from serve.runtime.card import CARD_FILE, Card, load_card
+from serve.runtime.engines.base import chain_for, engines_for, execution_id, find_engine
+from serve.runtime.errors import CardError, UserError
+from serve.runtime.known import KNOWN_FILE, read_known
+from serve.runtime.serving import SERVING_FILE, Serving, read_serving
 
 # What Python imports by its name, also if a card calls it the model file: the worker's path begins with the archive.
 _CODE = (".py", ".pyc", ".so")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from serve.client import Client, ServerError
+from serve.torchserve.client import Client, ServerError
 from serve.torchserve.state import RunningServer, ServedModel
 
 HEALTHY: Final = "Healthy"

@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 
-from serve.client import Client, ServerError
+from serve.archive_file import serving_in
 from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
-from serve.torchserve.archive_file import serving_in
+from serve.torchserve.client import Client, ServerError
 from serve.torchserve.server import running, the_running
 from serve.torchserve.staging import Pack, stage
 from serve.torchserve.state import (

@@ -347,6 +347,3 @@ def _clean(store: Path) -> None:
 
 def _runs(server: RunningServer) -> str:
     return f"run{'s' if len(server.runs) > 1 else ''} {', '.join(server.runs)}"
-
-
-__all__ = ["RunningServer", "StartError", "running", "start", "state_folder", "stop"]

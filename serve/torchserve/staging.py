@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from serve.archive_file import MODEL_VERSION, with_version
 from serve.runtime.errors import UserError
-from serve.torchserve.archive_file import MODEL_VERSION, with_version
 from serve.torchserve.state import ServedModel
 from serve.verified import Policy, verified_copy
 
@@ -36,7 +36,9 @@ def stage(
     staged = folder / model.file
     staged.unlink(missing_ok=True)
     if pack is None:
-        verified_copy(archive, policy, folder).replace(staged)
+        from serve.torchserve.archive import foreign_parts  # imports torch
+
+        verified_copy(archive, policy, folder, foreign=foreign_parts).replace(staged)
     elif policy.keys:
         raise UserError(
             "what must be signed is served as its archive says: pack it so with `python -m serve package … --sign KEY`"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Self
 
 from serve import layout
-from serve.client import Client
+from serve.archive_file import MODEL_VERSION
 from serve.runtime.errors import UserError
-from serve.torchserve.archive_file import MODEL_VERSION
+from serve.torchserve.client import Client
 from serve.torchserve.configuration import HOST, Ports
 from serve.torchserve.identity import Identity, lock
 from serve.torchserve.limits import Limits

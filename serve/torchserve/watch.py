@@ -15,8 +15,8 @@ from typing import Self
 import psutil
 from PIL import Image
 
-from serve.client import Client, ServerError
 from serve.runtime.errors import PipelineError
+from serve.torchserve.client import Client, ServerError
 
 CONSOLE_LOG = "console.log"
 

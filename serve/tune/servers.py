@@ -28,6 +28,7 @@ from serve.torchserve import server as torchserve_process
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST, Ports
 from serve.torchserve.limits import Limits
+from serve.torchserve.state import state_folder
 
 ServerKind = Literal["own", "torchserve"]
 KINDS: Final[tuple[ServerKind, ...]] = ("own", "torchserve")
@@ -201,7 +202,7 @@ def _torchserve(archives: Mapping[str, Path], scratch: Path, queue: int | None, 
         targets = {
             model: Target(f"{HOST}:{ports.inference}", f"/predictions/{model}", {name: value}) for model in archives
         }
-        yield Live(targets, running.pid, torchserve_process.state_folder(scratch) / "logs")
+        yield Live(targets, running.pid, state_folder(scratch) / "logs")
     finally:
         torchserve_process.stop(scratch)
 

@@ -27,9 +27,8 @@ from optimize.store.locks import Hold, unshared
 from optimize.store.objects import Store
 from optimize.store.pruning import Prunable, prunable, prune
 from serve.runtime.errors import UserError
-from serve.torchserve import server
 from serve.torchserve.identity import Identity
-from serve.torchserve.state import ServedModel
+from serve.torchserve.state import RunningServer, ServedModel, state_folder
 
 from .tiny_net import Tiny
 from .workbench import TINY_NET, noise_context
@@ -208,19 +207,19 @@ def test_archives_that_a_server_serves_stay(tmp_path: Path) -> None:
     put(store, served, name="tiny-ptq.mar")
     put(store, other, name="tiny-qat.mar")
     # This process stands for Java.
-    state = server.RunningServer(
+    state = RunningServer(
         Identity.of(os.getpid(), psutil.Process().cmdline()[0]),
         (ServedModel("mine", "tiny", "ptq"),),
         "mine",
         "torchserve-x",
     )
-    server.state_folder(tmp_path).mkdir()
-    write_json(dataclasses.asdict(state), server.state_folder(tmp_path) / "state.json")
+    state_folder(tmp_path).mkdir()
+    write_json(dataclasses.asdict(state), state_folder(tmp_path) / "state.json")
     found = prunable(store)
     assert {folder.name for folder in found.objects} == {other}
     assert found.kept == ("1 archives stay: a server is serving them (run tiny)",)
     gone = dataclasses.replace(state, identity=dataclasses.replace(state.identity, nonce="no such word"))
-    write_json(dataclasses.asdict(gone), server.state_folder(tmp_path) / "state.json")
+    write_json(dataclasses.asdict(gone), state_folder(tmp_path) / "state.json")
     assert {folder.name for folder in prunable(store).objects} == {served, other}
 
 

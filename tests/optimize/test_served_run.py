@@ -15,13 +15,14 @@ import psutil
 import pytest
 
 from optimize.data.formats.base import open_data
-from serve.client import Client
 from serve.runs import Target, select
 from serve.runtime.engines.base import execution_id
 from serve.runtime.errors import PipelineError
 from serve.runtime.predictor import Predictor
 from serve.runtime.serving import read_serving
 from serve.torchserve import server
+from serve.torchserve.client import Client
+from serve.torchserve.state import RunningServer
 from tests.serve.artifacts import jpeg
 from tests.serve.conftest import free_ports
 
@@ -39,7 +40,7 @@ class Served:
     """A copy of the run's store, and the server of its archives."""
 
     store: Path
-    running: server.RunningServer
+    running: RunningServer
     kinds: tuple[str, ...]
 
     @property

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from serve.client import Client
 from serve.layout import archive_path
 from serve.options import ServingOptions
 from serve.runs import model_name
 from serve.runtime.budget import SERVING
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
+from serve.torchserve.client import Client
 from serve.torchserve.configuration import HOST, Ports
+from serve.torchserve.state import RunningServer, state_folder
 from serve.tune import servers
 from tests.serve import artifacts
 from tests.serve.own_server import Running, run_server
@@ -40,7 +41,7 @@ class Served:
     """The running server, a client of it, the artifact folders by kind, and how far its start told that it was."""
 
     store: Path
-    running: server.RunningServer
+    running: RunningServer
     client: Client
     folders: dict[str, Path]
     told: list[tuple[float, str]]
@@ -49,7 +50,7 @@ class Served:
         return f"http://{HOST}:{self.running.ports.inference}/predictions/{name_of(kind)}"
 
     def headers(self) -> dict[str, str]:
-        name, _, value = (server.state_folder(self.store) / "authorization").read_text().strip().partition(": ")
+        name, _, value = (state_folder(self.store) / "authorization").read_text().strip().partition(": ")
         return {name: value}
 
 

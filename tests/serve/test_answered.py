@@ -25,6 +25,7 @@ from serve.torchserve import live, server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST
 from serve.torchserve.limits import Limits
+from serve.torchserve.state import RunningServer, state_folder
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
 from tests.serve.conftest import free_ports
@@ -43,11 +44,11 @@ class Served:
     """A running server with both models."""
 
     store: Path
-    running: server.RunningServer
+    running: RunningServer
 
     @property
     def header(self) -> str:
-        return (server.state_folder(self.store) / "authorization").read_text().strip()
+        return (state_folder(self.store) / "authorization").read_text().strip()
 
     def post(self, model: str, path: str = "/predictions/{}") -> httpx.Response:
         name, _, value = self.header.partition(": ")

@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from optimize.measure.wanted import wanted_executions
+from serve.archive_file import MANIFEST_FILE, check_archive
 from serve.options import ServingOptions
 from serve.runtime.budget import SERVING, Budget
 from serve.runtime.card import load_card, sha256_file, write_card
@@ -26,7 +27,6 @@ from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.serving import Serving
 from serve.torchserve.archive import build_archive
-from serve.torchserve.archive_file import MANIFEST_FILE, check_archive
 from tests.serve import artifacts
 
 

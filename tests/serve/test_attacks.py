@@ -19,6 +19,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 from typer.main import get_command
 
+from serve.archive_file import check_archive
 from serve.asgi.loading import Wanted, load
 from serve.cli import app
 from serve.options import ServingOptions
@@ -27,7 +28,6 @@ from serve.runtime.errors import CardError, EngineError, Refusal
 from serve.runtime.protocol import Request
 from serve.signing import sign
 from serve.torchserve.archive import build_archive
-from serve.torchserve.archive_file import check_archive
 from serve.verified import Policy
 from tests.serve import artifacts, bombs, crafted
 from tests.serve.own_server import Running, bearer

@@ -18,10 +18,10 @@ import psutil
 import pytest
 from PIL import Image
 
-from serve.client import ServerError
 from serve.layout import archive_path
 from serve.runtime.execution import ENVIRONMENT
 from serve.runtime.predictor import Predictor
+from serve.torchserve.client import ServerError
 from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, state_folder
 from tests.serve import bombs, mutations

@@ -26,13 +26,13 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
+from serve.archive_file import check_archive
 from serve.cli import app
 from serve.export.base import dns_name, targets
 from serve.export.pbtxt import text
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.serving import Serving
-from serve.torchserve.archive_file import check_archive
 from tests.serve import artifacts
 from tests.serve.test_asgi_process import running
 from tests.serve.test_signing import make_keys

@@ -18,7 +18,7 @@ import pytest
 from serve.runtime.errors import UserError
 from serve.torchserve import server
 from serve.torchserve.identity import ALIVE_FILE, Identity, hold, is_held, life_of
-from serve.torchserve.state import ServedModel
+from serve.torchserve.state import RunningServer, ServedModel, state_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Standing:
 
     store: Path
     folder: Path
-    state: server.RunningServer
+    state: RunningServer
     process: subprocess.Popen[bytes]
 
     def record(self, **changes: object) -> None:
@@ -38,7 +38,7 @@ class Standing:
 
 @pytest.fixture
 def standing(tmp_path: Path) -> Iterator[Standing]:
-    folder = server.state_folder(tmp_path)
+    folder = state_folder(tmp_path)
     folder.mkdir(mode=0o700)
     temporary = tmp_path / "torchserve-of-the-living"
     temporary.mkdir()
@@ -50,7 +50,7 @@ def standing(tmp_path: Path) -> Iterator[Standing]:
     while nonce not in " ".join(psutil.Process(process.pid).cmdline()):
         time.sleep(0.01)
     identity = Identity.of(process.pid, nonce)
-    state = server.RunningServer(identity, (ServedModel("small-x", "small", "x"),), "small-x", str(temporary))
+    state = RunningServer(identity, (ServedModel("small-x", "small", "x"),), "small-x", str(temporary))
     stands = Standing(tmp_path, folder, state, process)
     stands.record()
     try:

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve.archive_file import check_archive
 from serve.asgi.loading import Wanted, load
 from serve.runtime.card import read_card, write_card
 from serve.runtime.errors import CardError
 from serve.runtime.known import KNOWN_FILE, KnownAnswer, parse_known
 from serve.runtime.predictor import Predictor
 from serve.torchserve.archive import build_archive
-from serve.torchserve.archive_file import check_archive
 from serve.verified import Policy
 from tests.serve import artifacts
 

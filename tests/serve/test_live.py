@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 from serve import layout
+from serve.archive_file import with_version
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
 from serve.torchserve import live, server
 from serve.torchserve.archive import build_archive
-from serve.torchserve.archive_file import with_version
 from serve.torchserve.configuration import HOST
-from serve.torchserve.state import archives_folder, read_state
+from serve.torchserve.state import RunningServer, archives_folder, read_state, state_folder
 from tests.serve import artifacts
 from tests.serve.conftest import free_ports
 from tests.serve.full_disk import no_file_longer_than
@@ -45,9 +45,9 @@ def packed(store: Path, run: str, name: str, workers: int) -> Path:
 class Senders:
     """Requests without an end, from several threads, and what became of each."""
 
-    def __init__(self, store: Path, running: server.RunningServer, model: str) -> None:
+    def __init__(self, store: Path, running: RunningServer, model: str) -> None:
         self._url = f"http://{HOST}:{running.ports.inference}/predictions/{model}"
-        header = (server.state_folder(store) / "authorization").read_text().strip()
+        header = (state_folder(store) / "authorization").read_text().strip()
         self._headers = dict([header.split(": ", 1)])
         self._ending = threading.Event()
         self._threads = [threading.Thread(target=self._send) for _ in range(SENDERS)]
@@ -103,13 +103,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         server.stop(store)
 
 
-def the(store: Path) -> server.RunningServer:
+def the(store: Path) -> RunningServer:
     running = server.running(store)
     assert running is not None
     return running
 
 
-def children_of(running: server.RunningServer, expected: int) -> set[int]:
+def children_of(running: RunningServer, expected: int) -> set[int]:
     """Its workers' processes, when there are as many as expected, or 20 s later."""
     until = time.monotonic() + 20
     while True:

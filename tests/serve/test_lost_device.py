@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from serve.client import ServerError
 from serve.layout import archive_path
 from serve.torchserve import server
+from serve.torchserve.client import ServerError
+from serve.torchserve.state import state_folder
 from serve.verified import Policy
 from tests.serve import artifacts
 from tests.serve.artifacts import encoded, jpeg
@@ -80,7 +81,7 @@ def test_a_worker_that_lost_its_device_is_replaced_by_one_that_answers(tmp_path:
             assert answer == expected
             (after,) = client.workers(name)
             assert after["pid"] != before["pid"]
-            logs = "".join(path.read_text() for path in (server.state_folder(store) / "logs").glob("*.log"))
+            logs = "".join(path.read_text() for path in (state_folder(store) / "logs").glob("*.log"))
             assert "is lost to this process: RuntimeError: CUDA error: an illegal memory access" in logs
     finally:
         server.stop(store)

@@ -29,6 +29,7 @@ from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST
 from serve.torchserve.java import java_executable
 from serve.torchserve.limits import LOG_FILES_KEPT, Limits
+from serve.torchserve.state import RunningServer, state_folder
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
 from tests.serve.conftest import free_ports
@@ -44,18 +45,18 @@ class Operated:
     """A server with narrow limits: one model answers each request alone, one waits a second for others to join it."""
 
     store: Path
-    running: server.RunningServer
+    running: RunningServer
 
     def url(self, path: str) -> str:
         return f"http://{HOST}:{self.running.ports.inference}{path}"
 
     @property
     def logs(self) -> Path:
-        return server.state_folder(self.store) / "logs"
+        return state_folder(self.store) / "logs"
 
     @property
     def header(self) -> str:
-        return (server.state_folder(self.store) / "authorization").read_text().strip()
+        return (state_folder(self.store) / "authorization").read_text().strip()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -538,7 +539,7 @@ def test_the_readmes_curl_works(operated: Operated, tmp_path: Path) -> None:
     assert len(answers) == ways == 3
     assert all(answer == answers[0] and answer[0]["label"] for answer in answers)
     url = operated.url(f"/predictions/{QUICK}")
-    header = f"@{server.state_folder(operated.store) / 'authorization'}"
+    header = f"@{state_folder(operated.store) / 'authorization'}"
     words = ["curl", "-sS", "-H", header, "--data-binary", f"@{image}", url]
     assert "-T FILE" in subprocess.run(words, capture_output=True, check=True, timeout=60).stdout.decode()
 
@@ -547,7 +548,7 @@ def test_the_readmes_curl_works(operated: Operated, tmp_path: Path) -> None:
 
 
 def test_keys_are_replaced_when_that_is_asked_for(operated: Operated) -> None:
-    first = json.loads((server.state_folder(operated.store) / "key_file.json").read_text())
+    first = json.loads((state_folder(operated.store) / "key_file.json").read_text())
     assert {len(entry["key"]) for entry in first.values()} == {32}
     old = operated.headers
     words = [sys.executable, "-m", "serve", "renew-keys", "--store", str(operated.store)]
@@ -560,7 +561,7 @@ def test_keys_are_replaced_when_that_is_asked_for(operated: Operated) -> None:
 
 
 def test_without_a_server_its_keys_are_forgotten(tmp_path: Path) -> None:
-    folder = server.state_folder(tmp_path)
+    folder = state_folder(tmp_path)
     folder.mkdir()
     (folder / "key_file.json").write_text("{}")
     words = [sys.executable, "-m", "serve", "renew-keys", "--store", str(tmp_path)]
@@ -572,7 +573,7 @@ def test_stop_answers_what_was_accepted_and_a_restart_keeps_the_keys(operated: O
     """The last of this file: it stops the server that the others share, and starts one in its place."""
     first, store = operated, operated.store
     header = first.header
-    keys = (server.state_folder(store) / "key_file.json").read_text()
+    keys = (state_folder(store) / "key_file.json").read_text()
     lost: list[str] = []
     statuses: list[int] = []
 
@@ -615,11 +616,11 @@ def test_stop_answers_what_was_accepted_and_a_restart_keeps_the_keys(operated: O
     assert 200 in statuses
     assert set(statuses) <= {200, 503}
     assert took < LIMITS.drain_s
-    console = (server.state_folder(store) / "logs.previous" / "console.log").read_text()
+    console = (state_folder(store) / "logs.previous" / "console.log").read_text()
     assert "all that was accepted is answered" in console
     with operating(store, archives_in(store)) as second:
         assert second.header == header
-        written = (server.state_folder(store) / "key_file.json").read_text()
+        written = (state_folder(store) / "key_file.json").read_text()
         old, new = ({kind: entry["key"] for kind, entry in json.loads(text).items()} for text in (keys, written))
         assert new == old
         name, _, value = header.partition(": ")

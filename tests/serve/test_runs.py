@@ -10,13 +10,13 @@ import pytest
 from filelock import FileLock
 
 from serve import layout, runs
+from serve.archive_file import check_archive, with_version
 from serve.options import ServingOptions
 from serve.packing import repacking
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
 from serve.torchserve.archive import build_archive
-from serve.torchserve.archive_file import check_archive, with_version
 from tests.serve import artifacts
 
 

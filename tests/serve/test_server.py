@@ -29,7 +29,8 @@ from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST, Ports, check_host, properties
 from serve.torchserve.identity import Identity
 from serve.torchserve.limits import Limits
-from serve.torchserve.state import ServedModel
+from serve.torchserve.state import RunningServer, ServedModel, state_folder
+from serve.torchserve.watch import StartError
 from tests.serve import artifacts
 from tests.serve.conftest import Served, free_ports, name_of
 
@@ -73,7 +74,7 @@ def onnx_for_cuda(folder: Path) -> Path:
 def test_a_worker_that_dies_at_load_ends_the_start_with_its_own_last_lines(tmp_path: Path) -> None:
     store, archives = archived(broken_script(tmp_path / "small" / "artifacts" / "dying"))
     before = time.monotonic()
-    with pytest.raises(server.StartError, match="worker of small-dying died while it loaded") as caught:
+    with pytest.raises(StartError, match="worker of small-dying died while it loaded") as caught:
         server.start(store, archives, ports=free_ports(), gpus=0)
     assert "is not a whole zip file" in str(caught.value)
     assert time.monotonic() - before < 90
@@ -120,13 +121,13 @@ def test_a_missing_archive_is_named_with_what_makes_it(tmp_path: Path) -> None:
 
 
 def test_state_of_a_process_that_is_gone_or_another_does_not_count(tmp_path: Path) -> None:
-    folder = server.state_folder(tmp_path)
+    folder = state_folder(tmp_path)
     folder.mkdir()
     left = tmp_path / "torchserve-left"
     left.mkdir()
     present = Identity.of(os.getpid(), "no such word")
     for identity in (dataclasses.replace(present, pid=2**22 - 1), present):
-        state = server.RunningServer(identity, (ServedModel("small-x", "small", "x"),), "small-x", str(left))
+        state = RunningServer(identity, (ServedModel("small-x", "small", "x"),), "small-x", str(left))
         (folder / "state.json").write_text(json.dumps(dataclasses.asdict(state)))
         assert server.running(tmp_path) is None
     assert server.stop(tmp_path) is None
@@ -136,8 +137,8 @@ def test_state_of_a_process_that_is_gone_or_another_does_not_count(tmp_path: Pat
 
 @pytest.mark.parametrize("text", ["", "{}", "null", "[1]", '{"ports": 1}'])
 def test_a_broken_state_file_does_not_count(text: str, tmp_path: Path) -> None:
-    server.state_folder(tmp_path).mkdir()
-    (server.state_folder(tmp_path) / "state.json").write_text(text)
+    state_folder(tmp_path).mkdir()
+    (state_folder(tmp_path) / "state.json").write_text(text)
     assert server.running(tmp_path) is None
 
 
@@ -158,7 +159,7 @@ def test_a_second_start_on_the_same_store_says_that_it_is_running(served: Served
 
 @pytest.mark.slow
 def test_keys_and_their_folder_are_private(served: Served) -> None:
-    folder = server.state_folder(served.store)
+    folder = state_folder(served.store)
     assert folder.stat().st_mode & 0o777 == 0o700
     for name in ("key_file.json", "authorization"):
         assert (folder / name).stat().st_mode & 0o777 == 0o600
@@ -223,8 +224,8 @@ def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None
     assert stopped.returncode == 0, stopped.stderr
     assert not [process for process in processes if process.is_running()]
     assert not Path(running.temporary).exists()
-    assert (server.state_folder(store) / "key_file.json").stat().st_mode & 0o777 == 0o600, "clients keep their keys"
-    assert not (server.state_folder(store) / "archives").exists()
+    assert (state_folder(store) / "key_file.json").stat().st_mode & 0o777 == 0o600, "clients keep their keys"
+    assert not (state_folder(store) / "archives").exists()
     status = invoked("status", "--store", store)
     assert status.returncode == 1
     assert "no server" in status.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 from serve import progress
 from serve.cli import app
 from serve.progress import ProgressBar
+from serve.torchserve.state import locked
 from tests.serve import artifacts
 
 
@@ -26,6 +29,8 @@ class Drawn:
 
     def clear(self) -> None:
         self.shown = False
+
+    def say(self, line: str) -> None: ...
 
 
 @pytest.fixture
@@ -77,3 +82,16 @@ def test_an_export_shows_that_it_is_under_way_and_nothing_when_it_has_ended(
 def test_in_a_script_nothing_is_shown(store: Path) -> None:
     result = CliRunner().invoke(app, ["package", "small", "--store", str(store)])
     assert result.stderr == ""
+
+
+def test_a_stop_that_waits_shows_for_how_long(store: Path, drawn: Drawn) -> None:
+    with contextlib.ExitStack() as starting:
+        starting.enter_context(locked(store))
+        done = threading.Timer(0.5, starting.pop_all().close)
+        done.start()
+        result = CliRunner().invoke(app, ["stop", "--store", str(store)])
+        done.join()
+    assert result.exit_code == 0, result.output
+    assert "waiting for its end" in result.stdout
+    assert "stop" in {name for name, _, _ in drawn.drawn}
+    assert not drawn.shown

@@ -25,13 +25,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from serve import layout
+from serve.archive_file import check_archive
 from serve.cli import app
 from serve.runtime.card import CARD_FILE, Card, load_card, parse_card, write_card
 from serve.runtime.errors import CardError, PipelineError, UserError
 from serve.signing import SignatureError, sign, signature_path, verify
 from serve.torchserve import server
-from serve.torchserve.archive import build_archive
-from serve.torchserve.archive_file import check_archive
+from serve.torchserve.archive import build_archive, foreign_parts
+from serve.torchserve.state import state_folder
 from serve.verified import Policy, policy_of, verified_copy
 from tests.serve import artifacts
 from tests.serve.conftest import free_ports
@@ -213,7 +214,7 @@ def test_a_folder_is_not_served_otherwise_than_it_was_signed(folder: Path, keys:
 def test_a_private_copy_is_loaded_and_stays_what_was_verified(archive: Path, keys: Keys, private: Path) -> None:
     sign(archive, keys.private)
     before = archive.read_bytes()
-    copy = verified_copy(archive, Policy((keys.public,)), private)
+    copy = verified_copy(archive, Policy((keys.public,)), private, foreign=foreign_parts)
     assert [path.name for path in private.iterdir()] == ["small-script.mar"]
     assert copy == private / "small-script.mar"
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600
@@ -223,7 +224,7 @@ def test_a_private_copy_is_loaded_and_stays_what_was_verified(archive: Path, key
 
 def test_a_folders_copy_loads(folder: Path, keys: Keys) -> None:
     sign(folder, keys.private)
-    copy = verified_copy(folder, Policy((keys.public,)))
+    copy = verified_copy(folder, Policy((keys.public,)), foreign=foreign_parts)
     try:
         assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700
         assert load_card(copy) == load_card(folder)
@@ -240,7 +241,7 @@ def test_the_policy_refuses_and_leaves_nothing(
     if fault == "changed":
         flip(archive)
     with pytest.raises(SignatureError, match="small-script"):
-        verified_copy(archive, Policy((keys.public,)), private)
+        verified_copy(archive, Policy((keys.public,)), private, foreign=foreign_parts)
     assert list(private.iterdir()) == []
 
 
@@ -250,14 +251,14 @@ def test_a_signed_archive_does_not_stand_in_for_another(archive: Path, keys: Key
     signature_path(archive).rename(signature_path(renamed))
     verify(renamed, [keys.public])
     with pytest.raises(SignatureError, match="the signed archive of small-script, and not of small-better"):
-        verified_copy(renamed, Policy((keys.public,)), private)
+        verified_copy(renamed, Policy((keys.public,)), private, foreign=foreign_parts)
 
 
 def test_a_copy_is_not_made_where_others_write(archive: Path, tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(UserError, match="not this user's alone"):
-        verified_copy(archive, Policy(), tmp_path / "open")
+        verified_copy(archive, Policy(), tmp_path / "open", foreign=foreign_parts)
 
 
 def test_links_and_pipes_among_an_artifacts_files_are_refused(folder: Path, private: Path) -> None:
@@ -265,11 +266,11 @@ def test_links_and_pipes_among_an_artifacts_files_are_refused(folder: Path, priv
     moved = real.rename(folder.parent / "elsewhere.pt")
     real.symlink_to(moved)
     with pytest.raises(CardError, match="is a link"):
-        verified_copy(folder, Policy(), private)
+        verified_copy(folder, Policy(), private, foreign=foreign_parts)
     real.unlink()
     os.mkfifo(real)
     with pytest.raises(CardError, match="no regular file"):
-        verified_copy(folder, Policy(), private)
+        verified_copy(folder, Policy(), private, foreign=foreign_parts)
     assert list(private.iterdir()) == []
 
 
@@ -282,11 +283,11 @@ def test_an_unsigned_archive_with_other_code_is_not_given_to_torchserve(
 ) -> None:
     forged(archive, lambda files: {**files, name: EVIL})
     with pytest.raises(SignatureError, match=name):
-        verified_copy(archive, Policy(), private)
+        verified_copy(archive, Policy(), private, foreign=foreign_parts)
     assert list(private.iterdir()) == []
     for copy in (
-        verified_copy(archive, Policy(foreign_code=True), private),
-        verified_copy(archive, Policy(), runs_its_code=False),
+        verified_copy(archive, Policy(foreign_code=True), private, foreign=foreign_parts),
+        verified_copy(archive, Policy(), foreign=None),
     ):
         assert copy.read_bytes() == archive.read_bytes()
 
@@ -301,7 +302,7 @@ def test_code_that_calls_itself_the_model_is_code(archive: Path, private: Path) 
         archive, files, dataclasses.replace(card, file="torch.py", files={"torch.py": hashlib.sha256(EVIL).hexdigest()})
     )
     with pytest.raises(SignatureError, match=r"torch\.py|MANIFEST"):
-        verified_copy(archive, Policy(), private)
+        verified_copy(archive, Policy(), private, foreign=foreign_parts)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,7 @@ def test_torchserve_is_not_told_otherwise_than_serving_json_says(
         assert old in opened.read(name)
     forged(archive, lambda files: {**files, name: files[name].replace(old, new)})
     with pytest.raises(SignatureError, match=name):
-        verified_copy(archive, Policy(), private)
+        verified_copy(archive, Policy(), private, foreign=foreign_parts)
 
 
 def test_the_stores_settings_say_whose_signature_is_required(tmp_path: Path, keys: Keys, others: Keys) -> None:
@@ -388,7 +389,7 @@ def test_the_server_is_not_started_with_what_the_policy_refuses(archive: Path, k
     with pytest.raises(SignatureError, match="not signed"):
         server.start(store, {"small-script": archive}, policy=Policy((keys.public,)))
     assert server.running(store) is None
-    assert not (server.state_folder(store) / "archives").exists()
+    assert not (state_folder(store) / "archives").exists()
     forged(archive, lambda files: {**files, "handler.py": EVIL})
     with pytest.raises(SignatureError, match="--foreign-code"):
         server.start(store, {"small-script": archive})

@@ -42,7 +42,7 @@ class Client:
 
     Args:
         ports: where it listens.
-        state: the server's private folder, which holds its keys (see `server.state_folder`).
+        state: the server's private folder, which holds its keys (see `state.state_folder`).
         timeout_s: longest wait for one answer, in seconds.
         address: where it answers predictions, if not on loopback.
     """
