@@ -16,15 +16,16 @@ from optimize.context import Context
 from optimize.errors import NotApplicableError
 from optimize.export.program import write_script
 from optimize.passes.base import Pass, register
+from optimize.quantization.gate import IMAGES, Gate, check_answers
 from optimize.store.artifact import Artifact, Product
-from serve.config import Config
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.integers import ANY_X86
+from serve.runtime.script_file import load_script
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
 
-class Dynamic(Config):
+class Dynamic(Gate):
     """Settings of ``dynamic``."""
 
     per_channel: bool = Field(
@@ -61,6 +62,11 @@ def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) ->
     }
     quantized = quantize_dynamic(module, recipe)  # type: ignore[no-untyped-call]
     file = write_script(quantized, context.example(), folder)
+    images = context.example(IMAGES)
+    with torch.no_grad():
+        # From its file, as it is served; the parent anew, for quantizing has taken this one's layers out.
+        found = load_script(folder / file, torch.device("cpu"))(images)
+        note = check_answers(parent.module()(images), found, config, "int8 linear layers against float arithmetic")
     return Product(
         file,
         "torchscript",
@@ -68,7 +74,7 @@ def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) ->
         device="cpu",
         # torch quantizes what these layers take to 7 bits wherever they run (`reduce_range`, 2.11 to 2.14).
         target=ANY_X86,
-        notes=(f"{len(names)} layers quantized: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",),
+        notes=(f"{len(names)} layers quantized: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}", note),
     )
 
 

@@ -32,7 +32,8 @@ class Gate(Config):
     min_sqnr: float = Field(
         default=3.0,
         description="least signal-to-noise ratio of the logits in dB on 32 training images, against the float parent "
-        "(ptq) or the fake-quantized arithmetic (qat); 3 is half the signal's power, trained networks have 15 to 40",
+        "(ptq, dynamic) or the fake-quantized arithmetic (qat); 3 is half the signal's power, trained networks have "
+        "15 to 40",
     )
     min_agreement: float = Field(
         default=0.3,

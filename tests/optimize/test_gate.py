@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import quantize_dynamic
 
 from optimize.errors import PassError
 from optimize.export.onnx import run_onnx
+from optimize.passes.dynamic import Dynamic
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import Qat
@@ -82,6 +84,18 @@ def test_a_stage_whose_int8_lost_the_network_fails(session, trained, monkeypatch
     )
     with pytest.raises(PassError, match=r"int8 against float arithmetic: .* this is broken"):
         session.apply(trained, Ptq(images=33))
+
+
+def test_dynamic_layers_that_lost_the_network_fail(session, trained, monkeypatch) -> None:
+    original = quantize_dynamic
+
+    def losing(module, recipe):
+        module.head.weight.data.neg_()
+        return original(module, recipe)
+
+    monkeypatch.setattr("optimize.passes.dynamic.quantize_dynamic", losing)
+    with pytest.raises(PassError, match=r"int8 linear layers against float arithmetic: .* this is broken"):
+        session.apply(trained, Dynamic())
 
 
 def test_a_qat_stage_is_checked_against_its_own_arithmetic(session, trained, monkeypatch) -> None:
