@@ -14,12 +14,13 @@ import importlib.util
 import re
 import sys
 import sysconfig
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from optimize.store.sources import PROJECT, imported_names
+from optimize.store.sources import PROJECT, imported_names, without_comments
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError
 
@@ -53,12 +54,12 @@ class Neighbourhood:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the contents, and the names that they are imported by, wherever they lie."""
+        """SHA-256 over the code, comments apart, and the names that it is imported by, wherever it lies."""
         digest = hashlib.sha256()
         private = self.alias[0] if self.alias else ""  # holds the path
         for name, path in sorted(self.files.items()):
             public = "" if name == self.name else name.removeprefix(private)
-            digest.update(f"{public}\0{sha256_file(path)}\0".encode())
+            digest.update(f"{public}\0{_code_digest(path)}\0".encode())
         return digest.hexdigest()
 
     @property
@@ -186,6 +187,15 @@ def _execute(name: str, path: Path, folder: Path | None) -> ModuleType:
     if spec.loader is not None:
         spec.loader.exec_module(module)
     return module
+
+
+def _code_digest(path: Path) -> str:
+    """SHA-256 of a Python source without its comments, which must not cost a training; of any other file's bytes."""
+    content = path.read_bytes()
+    if path.suffix == ".py":
+        with contextlib.suppress(SyntaxError, tokenize.TokenError, ValueError):  # importing it will say so
+            content = without_comments(content)
+    return hashlib.sha256(content).hexdigest()
 
 
 def _private(path: Path) -> str:

@@ -81,8 +81,17 @@ def _source(name: str) -> tuple[bytes, bool]:
 
 @functools.cache
 def without_comments(source: bytes) -> bytes:
-    """Python source without comments and without the blank lines between statements; strings stay as they are."""
-    lines = source.decode("utf-8").splitlines()
+    """Python source without comments and without the blank lines between statements; strings stay as they are.
+
+    Raises:
+        SyntaxError: it is no Python source.
+        tokenize.TokenError: it ends within a statement.
+        ValueError: it is not in the encoding that it states, which is UTF-8 where it states none.
+    """
+    source = source.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # as Python reads it
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    # Not splitlines: a form feed ends a line for it, and none for the tokenizer that counts them.
+    lines = source.decode(encoding).removesuffix("\n").split("\n")
     blank = set()
     for token in tokenize.tokenize(io.BytesIO(source).readline):
         row, column = token.start

@@ -113,6 +113,24 @@ def test_a_model_finds_its_neighbours_and_a_change_of_one_is_noticed_and_used(pr
     assert sys.path == path_before
 
 
+def test_a_comment_does_not_matter_and_what_does_not_tokenize_counts_by_its_bytes(project):
+    files = {name: text.format(width=4) for name, text in LAYOUTS["a relative import in a package"].items()}
+    net = project(files) / "my_models/net.py"
+    before = of_file(net).fingerprint
+    project({name: f"# why\n\n{text}\n# done\n" for name, text in files.items() if text})
+    assert of_file(net).fingerprint == before
+    project({"my_models/blocks.py": files["my_models/blocks.py"].replace("WIDTH = 4", "WIDTH = 5  # wider")})
+    changed = of_file(net).fingerprint
+    assert changed != before
+    seen = {before, changed}
+    for broken in ('x = """', "# -*- coding: utf-8 -*-\nx = (", "# -*- coding: none-such -*-\nx = 1"):
+        project({"my_models/blocks.py": f"{broken}\n"})
+        seen.add(of_file(net).fingerprint)
+        project({"my_models/blocks.py": f"{broken}  # \n"})
+        seen.add(of_file(net).fingerprint)
+    assert len(seen) == 8
+
+
 def test_what_the_model_does_not_import_does_not_matter(project):
     files = {name: text.format(width=4) for name, text in LAYOUTS["a relative import in a package"].items()}
     net = project(files) / "my_models/net.py"

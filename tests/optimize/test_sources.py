@@ -85,7 +85,11 @@ def test_the_packages_that_are_run_on_the_way_count(package: Path) -> None:
         ("x = 1  # a remark\n", True),
         ("# a remark\n\nx = 1\n", True),
         ("x = 1\n\n\n# type: ignore\n", True),
+        ("x = 1\r\n# a remark\r\n", True),
+        ("x = 1", True),
         ("x = 2\n", False),
+        ("x = 1\n\fy = 2\n", False),
+        ("x = 1\n# a remark\ry = 2\n", False),
         ("x  = 1\n", False),
     ],
 )
@@ -96,6 +100,15 @@ def test_comments_and_blank_lines_do_not_count(source: str, same: bool) -> None:
 def test_what_looks_like_a_comment_in_a_string_counts() -> None:
     for one, two in (('x = "# 1"\n', 'x = "# 2"\n'), ('x = """a\n\nb"""\n', 'x = """a\nb"""\n')):
         assert without_comments(one.encode()) != without_comments(two.encode())
+
+
+def test_code_behind_a_form_feed_and_in_another_encoding_counts() -> None:
+    """A form feed within a line is no line end for the tokenizer, which counts the lines that comments are cut from."""
+    for begin in ("x = 1\f\n", "# -*- coding: latin-1 -*-\nname = 'h\xf6he'\n", "\ufeffx = 1\n"):
+        encoded = begin.encode("latin-1" if "latin" in begin else "utf-8")
+        one, same, other = (encoded + end for end in (b"y = 1\n", b"y = 1  # a remark\n", b"y = 2\n"))
+        assert without_comments(one) == without_comments(same)
+        assert without_comments(one) != without_comments(other)
 
 
 def test_whoever_reads_a_registry_depends_on_all_that_may_be_in_it(package: Path) -> None:
