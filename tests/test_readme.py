@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import optimize as opt
 from optimize import cli
 from optimize.passes.base import passes
-from optimize.run.recipe import load_recipe
+from optimize.run.recipe import DEFAULT_RECIPE, load_recipe
 from serve import cli as serve_cli
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +84,14 @@ def test_every_name_that_is_no_file_has_a_rule() -> None:
         for word in re.findall(r"`make ([a-z-]+)`", path.read_text(encoding="utf-8"))
     }
     assert inline <= ruled
+
+
+def test_what_the_default_recipe_leaves_out_is_said_where_it_is_chosen() -> None:
+    left_out = sorted(set(passes()) - {stage.operation.name for stage in load_recipe(DEFAULT_RECIPE).stages})
+    but = " and ".join(left_out)
+    (row,) = re.findall(r"^\| `RECIPE` \|.*$", README, re.MULTILINE)
+    assert f"every pass but {but}" in row.replace("`", "")
+    assert f"every pass but {but}" in " ".join(help_of(cli.app, "run").replace("│", " ").split())
 
 
 def test_every_recipe_is_legal(tmp_path: Path) -> None:

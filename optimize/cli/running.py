@@ -57,7 +57,10 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         typer.Option(help="Random changes of training images: none, shift or shift+flip; by default what suits data."),
     ] = None,
     skip_unreadable: SkipUnreadable = False,
-    recipe: Annotated[Optional[Path], typer.Option(help="A YAML file of stages; the default runs every pass.")] = None,  # noqa: UP045
+    recipe: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A YAML file of stages; the default runs every pass but equalize and reestimate."),
+    ] = None,
     store: Store = DEFAULT_STORE,
     device: Annotated[str, typer.Option(help="Where to train and calibrate: auto, cpu, cuda or cuda:N.")] = "auto",
     measure: Measure = "auto",

@@ -13,11 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, load_answers
 from optimize.measure.latency import Turn, compare, measure_speed
+from optimize.measure.machine import machine
 from optimize.measure.pool import Loaded, Pool
-from optimize.measure.rows import Measured, Measurement, Pair, Report, Results, Row, Skip
+from optimize.measure.rows import Machine, Measured, Measurement, Pair, Report, Results, Row, Skip
 from optimize.measure.timing import Timing
 from optimize.report.runs import report_of
 from optimize.run.recommendation import Recommend, recommend
@@ -74,6 +77,9 @@ def compare_runs(
     Raises:
         UserError: a run or artifact does not exist or was not measured, or they were judged by different images;
             what differs is named.
+
+    Returns:
+        What was measured; a remark tells of answers that are another machine's.
     """
     contestants = list({c.name: c for name in names for c in _contestants(store, name)}.values())
     if len(contestants) < 2:
@@ -137,12 +143,14 @@ def compare_runs(
         for c in contestants
     ]
     right = {each.id: answers[name].first.numpy() for name, each in opened.items()}
+    recommendation = recommend(rows, speeds, rule, right, classes=contestants[0].report.data.classes)
+    remarks = (*recommendation.remarks, *_from_elsewhere(contestants))
     return Results(
         title=" and ".join(dict.fromkeys(c.run for c in contestants)),
         rows=tuple(rows),
         yardstick=every.yardstick,
         eager=every.eager,
-        recommendation=recommend(rows, speeds, rule, right, classes=contestants[0].report.data.classes),
+        recommendation=recommendation.model_copy(update={"remarks": remarks}),
         measurement=Measurement(timing=timing, taken=begun, seconds=taken, cached=False),
     )
 
@@ -182,6 +190,17 @@ def _check_comparable(contestants: Sequence[_Contestant]) -> None:
             for (fingerprint, images), group in by_images.items()
         )
         raise UserError(f"these runs do not compare, they were judged by different images: {said}")
+
+
+def _from_elsewhere(contestants: Sequence[_Contestant]) -> list[str]:
+    """Says of which runs the answers, which are stored, are another machine's."""
+    here = Machine.from_json(machine(torch.device("cpu")))
+    return [
+        f"The answers of {run} are of another machine ({report.machine.cpu}), and speed and memory of this one "
+        f"({here.cpu}): kernels for other instructions may answer otherwise."
+        for run, report in {c.run: c.report for c in contestants}.items()
+        if (report.machine.cpu, report.machine.isa) != (here.cpu, here.isa)
+    ]
 
 
 def _answers(store: Store, contestant: _Contestant) -> Answers:

@@ -97,10 +97,10 @@ def test_runs_that_were_judged_by_different_images_do_not_compare(two_runs: Path
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_baseline_that_guesses_among_the_first_runs_classes_is_told(two_runs: Path, tmp_path: Path) -> None:
+def test_a_baseline_that_guesses_and_answers_of_another_machine_are_told(two_runs: Path, tmp_path: Path) -> None:
     def remarks(store: Path) -> list[str]:
         found = opt.compare_runs("tiny/baseline", "other/fuse", store=store, measure="cpu", timing=QUICK)
-        return [remark for remark in found.recommendation.remarks if "guessing" in remark]
+        return [remark for remark in found.recommendation.remarks if "guessing" in remark or "machine" in remark]
 
     assert remarks(two_runs) == []
     store = tmp_path / "model_store"
@@ -108,9 +108,11 @@ def test_a_baseline_that_guesses_among_the_first_runs_classes_is_told(two_runs: 
     path = store / "tiny" / "report.json"
     report = json.loads(path.read_text())
     report["data"]["classes"] = 1  # among which every answer is a guess
+    report["machine"]["cpu"] = "Imaginary CPU"
     path.write_text(json.dumps(report))
-    (remark,) = remarks(store)
-    assert "guessing among 1 classes gives (100.00 %)" in remark
+    guesses, elsewhere = remarks(store)
+    assert "guessing among 1 classes gives (100.00 %)" in guesses
+    assert elsewhere.startswith("The answers of tiny are of another machine (Imaginary CPU), and speed and memory of ")
 
 
 def test_each_is_run_by_the_execution_that_its_report_has_as_the_best(tiny_run: TinyRun, two_runs: Path) -> None:
