@@ -20,7 +20,7 @@ from torch import nn
 
 from optimize.data.formats.base import DEFAULT_DATA
 from optimize.data.from_python import Data, image_data
-from optimize.data.records import ImageData
+from optimize.data.records import Augmentation, ImageData
 from optimize.measure.bench import Bench
 from optimize.measure.machine import measured_devices, resolve_device
 from optimize.measure.rows import Results
@@ -48,8 +48,9 @@ from optimize.training.loop import TrainingConfig
 from optimize.variant import Variant
 from serve.config import Config, defaults
 from serve.options import ServingOptions
-from serve.progress import here
+from serve.progress import ProgressBar, here
 from serve.runtime.card import CARD_FILE
+from serve.runtime.described import Described
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.torchserve.archive import build_archive
@@ -59,8 +60,8 @@ _RULE = Recommend()
 _LONGEST_NAME = 64
 
 
-@dataclass(frozen=True)
-class Searched:
+@dataclass(frozen=True, repr=False)
+class Searched(Described):
     """What `search` found: the record of it, and the chosen artifact; None where nothing keeps the budget."""
 
     found: Found
@@ -68,6 +69,12 @@ class Searched:
 
     def __str__(self) -> str:
         return "\n".join(self.found.why)
+
+    def _facts(self) -> dict[str, str]:
+        return self.found._facts()
+
+    def _more(self) -> dict[str, str]:
+        return self.found._more()
 
 
 def load(
@@ -82,6 +89,10 @@ def load(
     image_size: int | None = None,
     weights_key: str | None = None,
     preprocessing: PreprocessingConfig | None = None,
+    classes: str | Path | Sequence[str] | None = None,
+    augment: Augmentation | None = None,
+    val_images: int | None = None,
+    skip_unreadable: bool = False,
     seed: int = 0,
     trust_checkpoint: bool = False,
 ) -> Variant:
@@ -101,6 +112,11 @@ def load(
         weights_key: which weights of the checkpoint to take: their place in the file, such as ``model`` or
             ``state_dict_ema``, or what their names begin with, such as ``teacher.``; averaged ones if there are any.
         preprocessing: what images go through, where that is to differ from what model and data ask for.
+        classes: the names of the classes in their order, or a text file with one a line, instead of the data's own.
+        augment: random changes of training images: ``none``, ``shift`` or ``shift+flip``; by default what suits the
+            data; a folder of images is not mirrored.
+        val_images: measure accuracy on so many validation images, drawn from each class alike; by default on all.
+        skip_unreadable: measure without the validation images that cannot be read, instead of refusing them.
         seed: of every random choice.
         trust_checkpoint: let the checkpoint's pickle run code.
 
@@ -108,22 +124,26 @@ def load(
         UserError: something is missing, unreadable, or does not fit.
     """
     _must_be_model(model)
-    job = Job(
-        model=model,
-        checkpoint=Path(checkpoint) if checkpoint is not None else None,
-        data=data if isinstance(data, str | ImageData) else image_data(data, seed=seed),
-        store=Path(store),
-        device=device,
-        image_size=image_size,
-        weights=weights,
-        weights_key=weights_key,
-        preprocessing=Wish(preprocessing, "your setting {}") if preprocessing is not None else None,
-        trust_checkpoint=trust_checkpoint,
-        seed=seed,
-    )
     with silenced():
         bar = here()
         try:
+            job = Job(
+                model=model,
+                checkpoint=Path(checkpoint) if checkpoint is not None else None,
+                data=data if isinstance(data, str | ImageData) else _held(data, seed, bar),
+                classes=Path(classes) if isinstance(classes, str) else classes,
+                val_images=val_images,
+                augment=augment,
+                skip_unreadable=skip_unreadable,
+                store=Path(store),
+                device=device,
+                image_size=image_size,
+                weights=weights,
+                weights_key=weights_key,
+                preprocessing=Wish(preprocessing, "your setting {}") if preprocessing is not None else None,
+                trust_checkpoint=trust_checkpoint,
+                seed=seed,
+            )
             opened = open_job(job, bar)
         except BaseException:
             bar.close()
@@ -412,6 +432,12 @@ def package(
     """
     target = Path(path)
     return build_archive(variant.artifact.folder, target, model_name=model_name or target.stem, options=options)
+
+
+def _held(data: Data, seed: int, bar: ProgressBar) -> ImageData:
+    """What a program holds, as a data set; how much of it is read is shown."""
+    bar.started("reading")
+    return image_data(data, seed=seed, told=lambda share: bar.progressed(share, "images"))
 
 
 def _name(config: Config) -> str:

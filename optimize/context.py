@@ -11,14 +11,15 @@ from optimize.data.loading import Loader, loader
 from optimize.data.records import ImageData
 from optimize.listener import SILENT, Listener
 from serve.runtime.card import Preprocessing
+from serve.runtime.described import Described
 from serve.runtime.images import normalise
 
 #: Share of the calibration images that may be unreadable.
 _CALIBRATION_UNREADABLE = 0.05
 
 
-@dataclass(frozen=True)
-class Context:
+@dataclass(frozen=True, repr=False)
+class Context(Described):
     """What every step of a run shares.
 
     Attributes:
@@ -38,6 +39,10 @@ class Context:
     listener: Listener = SILENT
     skip_unreadable: bool = False
     scratch: Path | None = None
+
+    def _facts(self) -> dict[str, str]:
+        shape = " × ".join(map(str, self.preprocessing.shape))
+        return {"data": self.data.name, "input": shape, "device": str(self.device), "seed": str(self.seed)}
 
     def calibration(self, images: int, batch_size: int = 32) -> Loader:
         """``images`` training images (never those that accuracy is measured on), stratified and seeded.
@@ -67,7 +72,7 @@ class Context:
             batch_size=batch_size,
             device=device,
             skip_unreadable=1.0 if self.skip_unreadable else 0.0,
-            remedy="mend or remove them, or measure without them: --skip-unreadable",
+            remedy="mend or remove them, or measure without them: --skip-unreadable (skip_unreadable=True in Python)",
             scratch=self.scratch,
             told=lambda share: self.listener.progressed(share, "decoding"),
             said=self.listener.said,

@@ -98,6 +98,7 @@ class Variant(Described):
             "data": data.name,
             "precision": card.precision,
             "size": size(self.artifact.path.stat().st_size),
+            "preprocessing": str(self.session.preprocessing),
         }
 
 

@@ -29,6 +29,9 @@ class Surface(Protocol):
     def clear(self) -> None:
         """Remove the bar, if there is one."""
 
+    def say(self, line: str) -> None:
+        """Write a line that stays; no bar is on the screen."""
+
 
 class TerminalSurface:
     """A bar on the last line of a terminal."""
@@ -52,6 +55,10 @@ class TerminalSurface:
             self._bar.stop()
             self._bar = None
 
+    def say(self, line: str) -> None:
+        """See `Surface`."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
 
 class NotebookSurface:
     """A bar below a notebook's cell. Rich's own needs ipywidgets, which many notebooks lack."""
@@ -70,6 +77,11 @@ class NotebookSurface:
         if self._handle is not None:
             self._show("")
             self._handle = None
+
+    def say(self, line: str) -> None:
+        """See `Surface`."""
+        notebook: Any = importlib.import_module("IPython.display")
+        notebook.display(notebook.Pretty(line))
 
     def _show(self, text: str) -> None:
         notebook: Any = importlib.import_module("IPython.display")  # there, where there is a notebook
@@ -97,8 +109,9 @@ def surface(console: Console | None = None) -> Surface | None:
 
 
 class ProgressBar:
-    """Says nothing but how far a long step is, and how long it will still take: a listener of `optimize`'s runs too.
+    """Says how far a long step is, how long it will still take, and what is worth a line.
 
+    A listener of `optimize`'s runs too. Says nothing in a script or a log: a program's output is its own.
     Safe to call from several threads. Pickles as a new one: a bar belongs to its process.
 
     Args:
@@ -142,7 +155,11 @@ class ProgressBar:
         self._end()
 
     def said(self, message: str) -> None:
-        """Nothing: a program's output is its own."""
+        """Something worth a line, which stays where the bar would be drawn."""
+        with self._lock:
+            if self._surface is not None:
+                self._surface.clear()
+                self._surface.say(message)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

@@ -59,8 +59,10 @@ def verify(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")],
     """Check every file of a run against its SHA-256; exit code 1 if one does not match."""
     with reported():
         from optimize.report.runs import faults_of
+        from serve.progress import shown
 
-        checked, faults = faults_of(store, name)
+        with shown("verify") as bar:
+            checked, faults = faults_of(store, name, bar.progressed)
         for fault in faults:
             typer.echo(fault, err=True)
         if faults:

@@ -13,8 +13,8 @@ from serve.runtime.lean_torchvision import functional as transforms
 #: What is done to training images, in words for the first lines of a run.
 IN_WORDS: dict[Augmentation, str] = {
     "none": "taken as they are",
-    "shift": "shifted at random, not mirrored, so that text, signs and sides stay true (--augment shift+flip mirrors)",
-    "shift+flip": "shifted and mirrored at random (--augment shift does not mirror)",
+    "shift": "shifted at random, not mirrored, so that text, signs and sides stay true (augment shift+flip mirrors)",
+    "shift+flip": "shifted and mirrored at random (augment shift does not mirror)",
 }
 
 AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)

@@ -1,25 +1,28 @@
-"""Names of classes from a file, for data whose folders are named by numbers or codes."""
+"""Names of classes from outside, for data whose folders are named by numbers or codes."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from optimize.data.records import ImageData
 from serve.runtime.errors import UserError
 
 
-def with_classes(data: ImageData, file: Path) -> ImageData:
-    """``data`` with the names in ``file``: UTF-8 text, one a line, in the order of the classes.
+def with_classes(data: ImageData, given: Path | Sequence[str]) -> ImageData:
+    """``data`` with other names of its classes, in their order: those ``given``, or a file's (UTF-8, one a line).
 
     Raises:
-        UserError: the file cannot be read, has an empty line among the names, or not as many as there are classes.
+        UserError: the file cannot be read or has an empty line among the names, or there are not as many as classes.
     """
-    names = read_classes(file)
+    names, place, each = (
+        (read_classes(given), str(given), " a line") if isinstance(given, Path) else (tuple(given), "classes", "")
+    )
     if len(names) != len(data.classes):
         raise UserError(
-            f"{file}: has {len(names)} names, and {data.name} has {len(data.classes)} classes "
-            f"({data.classes[0]} … {data.classes[-1]}); it needs one a line, in this order"
+            f"{place}: has {len(names)} names, and {data.name} has {len(data.classes)} classes "
+            f"({data.classes[0]} … {data.classes[-1]}); it needs one{each}, in this order"
         )
     return dataclasses.replace(data, classes=names)
 

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optimize.data.sources import Files, Selected, Source
+from serve.runtime.described import Described
 
 #: Splits of at most this many bytes (1 GiB) are read whole.
 CONTENT_LIMIT = 1 << 30
@@ -38,7 +39,7 @@ NO_SIZE = -1
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(Described):
     """SHA-256 in hexadecimal, and what it covers: see the module."""
 
     digest: str

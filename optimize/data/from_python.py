@@ -13,6 +13,7 @@ better left out.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +31,7 @@ from optimize.data.pixels import native_size
 from optimize.data.records import Augmentation, ImageData, Split
 from optimize.data.sources import Pixels, Records, png
 from optimize.data.splits import split_off
+from serve.progress import shown
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
 
@@ -68,30 +70,54 @@ def image_data(
         augment: which random changes keep an image's label true.
         seed: of the split.
         scratch: folder for what memory should not hold; the user's cache folder by default.
-        told: called now and then with the share, in [0, 1], of a sized ``train`` or ``val`` that is read.
+        told: called now and then with the share, in [0, 1], of what is read, where its size is known; None shows a bar.
 
     Raises:
         UserError: an image or label is not of the kind above, floats are not what ``preprocessing`` would give, or
             there are fewer than two classes.
     """
-    first = _read(train, "train", preprocessing, scratch, told)
-    if val is None:
-        keys = [hashlib.sha256(f"{seed}/{row}".encode()).digest() for row in range(len(first))]
-        fit, judge = split_off(first.sources, first.labels.numpy(), keys)
+    given = {"train": train} if val is None else {"train": train, "val": val}
+    pairs = {title: _pairs(data, title) for title, data in given.items()}
+    counts = [count for _, count in pairs.values() if count]
+    whole = sum(counts) if len(counts) == len(pairs) else None
+    read: list[Split] = []
+    with _telling(told) as tell:
+        for title, (part, _) in pairs.items():
+            before = sum(map(len, read))
+
+            def far(row: int, before: int = before) -> None:
+                if whole is not None:
+                    tell((before + row) / whole)
+
+            read.append(_read(part, title, preprocessing, scratch, far))
+    fit, *others = read
+    if others:
+        judge = others[0]
     else:
-        fit, judge = first, _read(val, "val", preprocessing, scratch, told)
+        keys = [hashlib.sha256(f"{seed}/{row}".encode()).digest() for row in range(len(fit))]
+        fit, judge = split_off(fit.sources, fit.labels.numpy(), keys)
     names = _class_names(classes, train, (fit, judge))
     return ImageData(name, names, fit, judge, augment, native_size(fit), preprocessing=preprocessing)
 
 
+@contextlib.contextmanager
+def _telling(told: Callable[[float], None] | None) -> Iterator[Callable[[float], None]]:
+    """Who is told which share is read: the caller, or a bar."""
+    if told is not None:
+        yield told
+        return
+    with shown("reading") as bar:
+        yield lambda share: bar.progressed(share, "images")
+
+
 def _read(
-    data: Data,
+    pairs: Iterator[Any],
     title: str,
     preprocessing: Preprocessing | None,
     scratch: Path | None,
-    told: Callable[[float], None] | None,
+    told: Callable[[int], None],
 ) -> Split:
-    pairs, count = _pairs(data, title)
+    """One split; ``told`` is called now and then with the number of images that are read."""
     folder = scratch or cache_folder("pixels")
     folder.mkdir(parents=True, exist_ok=True)
     ends: list[int] = []
@@ -106,8 +132,8 @@ def _read(
             file.write(record)
             ends.append((ends[-1] if ends else 0) + len(record))
             labels.append(_label(label, f"{title}[{row}]"))
-            if told is not None and count and row % 64 == 0:
-                told(row / count)
+            if row % 64 == 0:
+                told(row)
         if not labels:
             raise UserError(f"{title}: has no images")
         file.flush()

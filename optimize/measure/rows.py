@@ -16,6 +16,7 @@ from optimize.measure.timing import Timing
 from optimize.store.effects import Effect
 from serve.runtime.card import Preprocessing
 from serve.runtime.certificate import Certificate
+from serve.runtime.described import Described, glance
 from serve.runtime.errors import CardError, UserError
 from serve.runtime.execution import Execution
 
@@ -51,7 +52,7 @@ Parities = Annotated[Certificate | None, PlainValidator(_certificate), PlainSeri
 RunBy = Annotated[Execution, PlainValidator(_execution), PlainSerializer(Execution.to_json)]
 
 
-class Record(BaseModel):
+class Record(Described, BaseModel):
     """What all records of a report have in common: frozen, unknown fields refused, no number that JSON cannot hold."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
@@ -179,6 +180,14 @@ class Timed(Record):
         """The highest throughput, images per second."""
         return self.throughput[self.best_batch]
 
+    def _facts(self) -> dict[str, str]:
+        return {
+            "p50": f"{self.latency_ms.p50:.4g} ms",
+            "throughput": f"{self.best_throughput:.4g} images/s",
+            "speed": f"{self.speedup.value:.3g}×",
+            "to eager": f"{self.vs_eager.value:.3g}×",
+        }
+
 
 class Measured(Timed):
     """All that is measured of a pair; what is compared with a parent is None where that was not measured."""
@@ -187,6 +196,11 @@ class Measured(Timed):
     footprint: Footprint
     parity: Parity | None = None
     vs_parent: Ratio | None = None
+
+    def _facts(self) -> dict[str, str]:
+        accuracy, memory = self.accuracy, self.footprint.memory_bytes / 1e6
+        top1 = {"top-1": f"{accuracy.top1 * 100:.2f} % of {accuracy.images:,}"}
+        return top1 | super()._facts() | {"memory": f"{memory:.4g} MB"}
 
 
 class Pair(Record):
@@ -211,6 +225,9 @@ class Pair(Record):
     def runs_on(self) -> str:
         """The execution in one word, as the id has it: ``openvino``."""
         return self.id.rpartition("@")[2]
+
+    def _facts(self) -> dict[str, str]:
+        return {"id": self.id} | _found(self.measured, self.skip)
 
 
 class ModelFile(Record):
@@ -280,6 +297,15 @@ class Row(Record):
         """What was measured of the best pair."""
         return self.best.measured if self.best else None
 
+    def _facts(self) -> dict[str, str]:
+        parent = {"made from": self.parent} if self.parent else {}
+        file = {"precision": self.file.precision, "size": f"{self.file.bytes / 1e6:.4g} MB"} if self.file else {}
+        best = {"best": self.best.id} if self.best else {}
+        return {"name": self.name, "pass": self.operation} | parent | file | best | _found(self.measured, self.skip)
+
+    def _more(self) -> dict[str, str]:
+        return {"executions": ", ".join(pair.runs_on for pair in self.pairs), "notes": "; ".join(self.notes)}
+
     def measurements(self) -> dict[str, Any]:
         """What was measured, or why nothing was, as JSON values: what an artifact's card repeats of its row."""
         return {
@@ -300,6 +326,14 @@ class Reference(Record):
         if (self.measured is None) == (self.skip is None):
             raise ValueError("a reference is either measured or skipped, with the reason")
         return self
+
+    def _facts(self) -> dict[str, str]:
+        return {"name": self.name} | _found(self.measured, self.skip)
+
+
+def _found(measured: Timed | None, skip: Skip | None) -> dict[str, str]:
+    """What was measured at a glance, or why nothing was."""
+    return measured._facts() if measured else {"skipped": glance(str(skip))}
 
 
 class Judgement(Record):
@@ -332,6 +366,14 @@ class Recommendation(Record):
     selection: str | None = None
     judged: Judgement | None = None
 
+    def _facts(self) -> dict[str, str]:
+        unproven = {"unproven best": self.unproven} if self.unproven else {}
+        return {"pair": self.pair or "none"} | unproven | {"against": f"{len(self.rejected)} others"}
+
+    def _more(self) -> dict[str, str]:
+        said = {"rule": self.rule, "selection": self.selection or "", "remarks": " ".join(self.remarks)}
+        return said | {f"not {name}": reason for name, reason in self.rejected.items()}
+
 
 class Measurement(Record):
     """How and when the speeds were taken; ``cached``: they are those of an earlier run of the same set."""
@@ -363,6 +405,15 @@ class Results(Record):
         """The times of a pair, by its id, or of a reference; None if there is none or it was not measured."""
         found = {pair.id: pair.measured for row in self.rows for pair in row.pairs}
         return {**found, **{reference.name: reference.measured for reference in self.references}}.get(name or "")
+
+    def _facts(self) -> dict[str, str]:
+        taken = self.measurement.taken.isoformat()
+        return {
+            "title": self.title,
+            "artifacts": str(len(self.rows)),
+            "recommended": self.recommendation.pair or "none",
+            "measured": taken,
+        }
 
     @property
     def float_yardstick(self) -> bool:

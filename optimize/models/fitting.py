@@ -106,7 +106,7 @@ def _faults(state: State, own: State) -> list[str]:
         shapes = [f"{key} (file {tuple(state[key].shape)}, model {tuple(own[key].shape)})" for key in misshaped]
         faults.append(_explained_head(state, own, misshaped) or f"{len(shapes)} of another shape: {listing(shapes)}")
         if any("pos_embed" in key for key in misshaped):
-            faults.append("position embeddings differ in shape if the images did in size (see --image-size)")
+            faults.append("position embeddings differ in shape if the images did in size (see the image size)")
     if broken:
         faults.append(f"{len(broken)} tensors hold NaN or infinite weights: {listing(broken)}")
     return faults

@@ -18,6 +18,7 @@ from optimize.data.records import ImageData
 from optimize.models.source import ModelSource
 from serve.config import Config, faults
 from serve.runtime.card import Interpolation, Preprocessing
+from serve.runtime.described import Described, glance
 from serve.runtime.errors import CardError, UserError
 
 #: What a model gets that declares nothing, size apart: ImageNet's statistics.
@@ -152,11 +153,18 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class ChosenPreprocessing:
+class ChosenPreprocessing(Described):
     """How images reach the network, and in words who said so of each part (``resize``, ``crop``, ``mean`` …)."""
 
     preprocessing: Preprocessing
     origins: Mapping[str, str]
+
+    def _facts(self) -> dict[str, str]:
+        values = ((name, getattr(self.preprocessing, name)) for name in _PARTS)
+        return {
+            name: f"{glance(value)} ({origin})" if (origin := self.origins.get(name)) else glance(value)
+            for name, value in values
+        }
 
     def __str__(self) -> str:
         """All parts in one line, those of one origin together: ``resize 256, crop 224x224, … (--crop)``."""
@@ -168,8 +176,10 @@ class ChosenPreprocessing:
             "mean": f"mean {_listed(chosen.mean)}",
             "std": f"std {_listed(chosen.std)}",
         }
-        groups = itertools.groupby(words, key=lambda part: self.origins[part])
-        return "; ".join(f"{', '.join(words[part] for part in parts)} ({origin})" for origin, parts in groups)
+        groups = itertools.groupby(words, key=lambda part: self.origins.get(part, ""))
+        return "; ".join(
+            ", ".join(words[part] for part in parts) + (f" ({origin})" if origin else "") for origin, parts in groups
+        )
 
 
 def choose_preprocessing(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from serve.runtime.card import Preprocessing
+from serve.runtime.described import Described
 from serve.runtime.errors import UserError, one_line
 
 Origin = Literal["torchvision", "timm", "user", "module"]
@@ -24,7 +25,7 @@ def _identity(num_classes: int, image_size: int | None) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ModelSource(Described):
     """Where a model's architecture comes from, and what it says about its input.
 
     Attributes:

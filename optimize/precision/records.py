@@ -9,6 +9,7 @@ from typing import Any
 
 from optimize.measure.rows import Difference, Judgement, Ratio, Record, RunBy, Skip
 from optimize.measure.timing import Timing
+from optimize.report.words import NONE, number, percent, points
 
 #: Version of ``sensitivity.json`` and ``search.json``.
 SCHEMA = 1
@@ -62,6 +63,27 @@ class Sensitivity(Record):
     layers: tuple[Layer, ...]
     timing: Timing
     cpu: str
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "title": self.title,
+            "of": self.parent,
+            "by": self.runs_on,
+            "layers": str(len(self.layers)),
+            "images": f"{self.images:,}",
+            "in float": f"top-1 {percent(self.top1)} %, {number(self.p50, 'ms')}",
+            "all in int8": f"{_costs(self.whole)}, {number(self.whole.p50, 'ms')}",
+        }
+
+    def _more(self) -> dict[str, str]:
+        return {layer.name: f"alone {_costs(layer.alone)}; all but it {_costs(layer.all_but)}" for layer in self.layers}
+
+
+def _costs(figure: Figure | Skip) -> str:
+    """What a quantization costs in points of top-1, and wins in milliseconds."""
+    if isinstance(figure, Skip):
+        return str(figure)
+    return f"{points(figure.difference.delta)} points, {number(figure.won_ms, 'ms')} won"
 
 
 class Trial(Record):
@@ -126,3 +148,19 @@ class Found(Record):
     stages: tuple[dict[str, Any], ...]
     timing: Timing
     cpu: str
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "title": self.title,
+            "chosen": self.pair or "none",
+            "p50": number(self.p50, "ms"),
+            "top-1": f"{percent(self.judged.top1)} %" if self.judged else NONE,
+            "fastest float": f"{self.fastest_float}, {number(self.fastest_float_p50, 'ms')}",
+            "method": self.method,
+            "trials": str(len(self.trials)),
+            "layers": str(self.layers),
+        }
+
+    def _more(self) -> dict[str, str]:
+        wider = ", ".join(f"{name} {bits}" for name, bits in self.bits.items() if bits != 8)
+        return {"not int8": wider or NONE, "why": " ".join(self.why)}

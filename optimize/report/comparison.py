@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from optimize.measure.rows import Recommendation, Reference, Results, Row
+from optimize.report.console import output
 from optimize.report.lines import lines
 from optimize.report.page import fragment, plot
 from optimize.report.table import table
@@ -49,7 +50,8 @@ class Comparison:
         return f"<Comparison {plural(len(self.rows), 'artifact')}; recommended {self.recommendation.pair}>"
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120)
+        # As wide as the terminal that it is printed to; a file, a pipe or a notebook gets every column.
+        console = Console(file=io.StringIO(), width=output().width)
         console.print(table(self.results))
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()

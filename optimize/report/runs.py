@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,8 +115,15 @@ def card_of(store: Path, name: str) -> str:
     return (folder / CARD_FILE).read_text(encoding="utf-8")
 
 
-def faults_of(store: Path, name: str) -> tuple[int, list[str]]:
+def faults_of(
+    store: Path, name: str, told: Callable[[float, str], None] = lambda share, name: None
+) -> tuple[int, list[str]]:
     """Check the artifacts and archives of a run, or of ``run/artifact``.
+
+    Args:
+        store: where the run is.
+        name: of the run, or ``run/artifact``.
+        told: called before each artifact with the share of them, in [0, 1], that is checked, and its name.
 
     Returns:
         How many were checked, and a line for each that is damaged.
@@ -127,8 +134,10 @@ def faults_of(store: Path, name: str) -> tuple[int, list[str]]:
         artifact_folder(store, run, only)
     checked = 0
     faults = []
-    for row in report.rows:
-        if row.file is None or row.archive is None or (only and row.name != only):
+    rows = [row for row in report.rows if not only or row.name == only]
+    for done, row in enumerate(rows):
+        told(done / len(rows), row.name)
+        if row.file is None or row.archive is None:
             continue
         folder = layout.artifact_folder(store, run, row.name)
         archive = layout.archive_path(store, run, row.name)

@@ -46,11 +46,11 @@ class Job(Config):
     data: str | InstanceOf[ImageData] = Field(
         default=DEFAULT_DATA, description="a data set by its reference, or one that is open already"
     )
-    classes: Path | None = Field(
-        default=None, description="a file with the names of the classes, one a line; None takes the data's own"
+    classes: Path | tuple[str, ...] | None = Field(
+        default=None, description="the names of the classes, or a file with one a line; None takes the data's own"
     )
     val_images: int | None = Field(
-        default=None, description="measure on so many validation images, stratified; None on all"
+        default=None, ge=1, description="measure on so many validation images, stratified; None on all"
     )
     augment: Augmentation | None = Field(
         default=None, description="what is done to training images; None leaves it to the data"
@@ -58,7 +58,7 @@ class Job(Config):
     skip_unreadable: bool = Field(
         default=False, description="measure without the validation images that cannot be read, instead of refusing them"
     )
-    recipe: Path | None = Field(default=None, description="a YAML file; None takes the default, every pass")
+    recipe: Path | None = Field(default=None, description="a YAML file; None takes the default")
     store: Path = Field(default=Path("model_store"), description="where runs are kept")
     device: str = Field(default="auto", description="where to train and calibrate: auto, cpu, cuda or cuda:N")
     measure: str = Field(
@@ -103,7 +103,7 @@ class Job(Config):
     @model_validator(mode="after")
     def _weights_come_from_one_place(self) -> Self:
         if self.checkpoint is not None and self.weights is not None:
-            raise ValueError("--checkpoint and --weights are both given; the weights can come from one of them only")
+            raise ValueError("checkpoint and weights are both given; the weights can come from one of them only")
         if self.weights_key is not None and self.checkpoint is None:
             raise ValueError(
                 f"--weights-key {self.weights_key} is of a checkpoint, and none is given; add --checkpoint FILE"
@@ -171,6 +171,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         context,
         lambda name: listener.said(f"{name}: another run is making it"),
         functools.partial(reopen, words, recipe) if (words := _anywhere(job)) else None,
+        chosen.origins,
     )
     reference = job.data if isinstance(job.data, str) else data.name
     run = job.run or layout.run_name(source.reference, reference)
@@ -191,7 +192,7 @@ def _anywhere(job: Job) -> Job | None:
         "model": layout.model_anywhere(job.model),
         "checkpoint": job.checkpoint.resolve() if job.checkpoint else None,
         "data": layout.data_anywhere(job.data),
-        "classes": job.classes.resolve() if job.classes else None,
+        "classes": job.classes.resolve() if isinstance(job.classes, Path) else job.classes,
         "store": job.store.resolve(),
     }
     return job.model_copy(update=places)

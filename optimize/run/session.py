@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from optimize.context import Context
+from optimize.data.augment import IN_WORDS
 from optimize.measure.machine import machine, versions
 from optimize.models.checkpoint import Checkpoint
+from optimize.models.preprocessing import ChosenPreprocessing
 from optimize.models.source import ModelSource
 from optimize.passes.base import Pass, find_pass, pass_of
 from optimize.quantization.targets import x86_target
@@ -38,8 +40,8 @@ BASELINE = "baseline"
 BuildModule = Callable[[], torch.nn.Module]
 
 
-@dataclass(frozen=True)
-class Step:
+@dataclass(frozen=True, repr=False)
+class Step(Described):
     """An artifact, whether it came from the store, and how many seconds it took when it was made.
 
     ``created`` is when it was made, ISO 8601 in UTC.
@@ -49,6 +51,10 @@ class Step:
     cached: bool
     seconds: float
     created: str
+
+    def _facts(self) -> dict[str, str]:
+        taken = "from the store" if self.cached else f"{self.seconds:.1f} s"
+        return {"artifact": self.artifact.name, "made": self.created, "took": taken}
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Session(Described):
         context: data, preprocessing, device, seed, listener.
         waiting: called with a name when another process is making the same artifact.
         reopen: opens an equal session in another process, for pickling; None where that cannot be said in words.
+        origins: who says so of each part of the preprocessing, in words.
     """
 
     store: Store
@@ -89,6 +96,7 @@ class Session(Described):
     context: Context
     waiting: Callable[[str], None] = lambda name: None
     reopen: Callable[[], Session] | None = field(default=None, compare=False)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     _hold: Hold = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +117,14 @@ class Session(Described):
             "device": str(self.context.device),
             "seed": str(self.context.seed),
             "store": str(self.store.root),
+            "preprocessing": str(self.preprocessing),
+            "training images": IN_WORDS[self.context.data.augment],
         }
+
+    @property
+    def preprocessing(self) -> ChosenPreprocessing:
+        """How images reach the network, and by whose word."""
+        return ChosenPreprocessing(self.context.preprocessing, self.origins)
 
     def close(self) -> None:
         """Let others prune the store, before the last of this session's artifacts is gone."""

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimize.store.files import write_json
+from serve.runtime.described import Described
 
 EFFECTS_FILE = "layers.json"
 
 
 @dataclass(frozen=True)
-class Effect:
+class Effect(Described):
     """One figure of one layer.
 
     Attributes:

@@ -27,6 +27,7 @@ from optimize.store.locks import Hold, exclusive, is_free
 from serve import layout
 from serve.hints import command
 from serve.runtime.card import sha256_file
+from serve.runtime.described import Described
 from serve.runtime.errors import UserError
 
 MANIFEST = "object.json"
@@ -54,7 +55,7 @@ class StoredObject:
     files: Mapping[str, str]
 
 
-class Store:
+class Store(Described):
     """Objects under ``root/.store`` and runs, which link to them, under ``root/<run>``.
 
     Raises:
@@ -83,6 +84,9 @@ class Store:
                 f"the store {root} cannot be written ({error.strerror}); name another one with --store"
             ) from None
         self._sweep()
+
+    def _facts(self) -> dict[str, str]:
+        return {"root": str(self.root)}
 
     @property
     def in_use(self) -> Path:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from .described import Described
 from .errors import Refusal, UserError
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Described):
     """Limits of decoding; None is no limit.
 
     By itself it bounds each image only: who calls in process brings images of their own. A server that

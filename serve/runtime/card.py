@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from . import fields
 from .certificate import Certificate
+from .described import Described
 from .documents import parse_document
 from .errors import CardError
 
@@ -38,7 +39,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Preprocessing:
+class Preprocessing(Described):
     """How bytes become the network's input: decode, resize, centre-crop, scale to [0, 1], normalise.
 
     ``resize`` is the length in pixels that the shorter side is scaled to (antialiased); ``crop`` is
@@ -80,7 +81,7 @@ class Preprocessing:
 
 
 @dataclass(frozen=True)
-class Ancestor:
+class Ancestor(Described):
     """One step of an artifact's history: what was done, with which settings, and the key it was stored by."""
 
     name: str
@@ -94,8 +95,8 @@ class Ancestor:
         fields.json_object("card: lineage: config", self.config)
 
 
-@dataclass(frozen=True)
-class Card:
+@dataclass(frozen=True, repr=False)
+class Card(Described):
     """Everything that is known about one artifact; see the module's docstring.
 
     Attributes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from . import fields
+from .described import Described
 from .errors import CardError
 
 #: Share of the images on which the best class must be the reference's.
@@ -23,7 +24,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Agreement(Described):
     """How near one execution's answers are to the reference's, on the same images.
 
     Attributes:
@@ -74,8 +75,8 @@ class Agreement:
         return self.top1_agreement >= LEAST_AGREEMENT and self.low <= 0 <= self.high
 
 
-@dataclass(frozen=True)
-class Certificate:
+@dataclass(frozen=True, repr=False)
+class Certificate(Described):
     """Answers of every execution that computes an artifact's integers, against those of the reference.
 
     The reference is torch's program of explicit quantizers around float operators, with the very integers of the

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from . import fields
+from .described import Described
 from .errors import CardError, UserError, did_you_mean
 
 #: An engine's option.
@@ -33,7 +34,7 @@ _LARGEST_BUCKET = 1 << 16
 
 
 @dataclass(frozen=True)
-class Execution:
+class Execution(Described):
     """One way to run an artifact. A record: nothing is opened here, and it is safe to share between threads.
 
     Attributes:

@@ -32,7 +32,7 @@ _NOT_FINITE = Refusal(500, "the network gave no finite numbers (NaN or infinity)
 
 
 @dataclass(frozen=True)
-class Label:
+class Label(Described):
     """One class of an answer; ``probability`` is the softmax over all classes, in [0, 1]."""
 
     label: str

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import inspect
 import json
 import re
 import zipfile
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pydantic import BaseModel
+from rich.console import Console
 from torch import nn
 from torch.utils.data import Dataset
 
 import optimize as opt
+from optimize.api import Searched
 from optimize.data.pixels import decoded
 from optimize.data.records import ImageData, Split
+from optimize.measure.rows import Difference, Recommendation, Reference, Row, Skip
+from optimize.precision.records import Budget, Figure, Found, Layer, Sensitivity
+from optimize.report.columns import COLUMNS
+from serve.archive_file import check_archive
+from serve.config import Config
+from serve.progress import ProgressBar
 from serve.runtime.card import load_card
 from serve.runtime.errors import UserError
-from serve.torchserve.archive_file import check_archive
+from serve.runtime.execution import Execution
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
@@ -210,12 +222,127 @@ def test_a_number_of_classes_that_is_none_is_refused_in_one_line(quantized: opt.
     assert str(caught.value) == f"k: must be a whole number of at least 1 (it is {k!r})"
 
 
+#: Of a small network on digits: what a float module costs in int8, and what a search for precisions found.
+SENSITIVITY = Sensitivity(
+    title="tiny on digits",
+    parent="fuse",
+    config={},
+    execution=Execution("openvino"),
+    runs_on="openvino",
+    images=359,
+    top1=0.9,
+    p50=5.0,
+    whole=Figure(
+        top1=0.7, difference=Difference(delta=-0.2, low=-0.21, high=-0.19, gained=0, lost=72), sqnr_db=21.25,
+        p50=3.0, won_ms=2.0,
+    ),
+    layers=(Layer(name="stem", weights=1728, alone=Skip(kind="failed", reason="no <kernel>"), all_but=Skip(
+        kind="failed", reason="no kernel")),),
+    timing=opt.Timing(),
+    cpu="Imaginary CPU",
+)  # fmt: skip
+FOUND = Found(
+    title="tiny on digits",
+    budget=Budget(max_drop=0.01, max_latency_ms=None, bits=(8, 32)),
+    method="greedy",
+    layers=2,
+    chose=180,
+    trials=(),
+    pair="mixed@openvino",
+    execution=Execution("openvino"),
+    bits={"stem": 32, "head": 8},
+    p50=3.0,
+    judged=None,
+    fastest_float="onnx@openvino",
+    fastest_float_p50=5.0,
+    why=("it is faster", "it keeps the budget"),
+    stages=(),
+    timing=opt.Timing(),
+    cpu="Imaginary CPU",
+)
+
+
+def public_types() -> set[type]:
+    """Classes that a program gets in its hands: the API's own, what its functions return, and what these hold."""
+    waiting: list[Any] = [getattr(opt, name) for name in opt.__all__]
+    found: set[type] = set()
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, FunctionType):
+            waiting.append(get_type_hints(entry)["return"])
+        elif not isinstance(entry, type) or get_args(entry):
+            waiting += get_args(entry)
+        elif entry.__module__.split(".")[0] in ("optimize", "serve") and entry not in found:
+            if issubclass(entry, BaseException) or getattr(entry, "_is_protocol", False):
+                continue
+            found.add(entry)
+            # An alias of `optimize.data.sources` names these in a string.
+            names = {"Path": Path, "np": np, "npt": np.typing}
+            held = (
+                get_type_hints(entry, localns=names)
+                if dataclasses.is_dataclass(entry) or issubclass(entry, BaseModel)
+                else {}
+            )
+            properties = {
+                name: get_type_hints(getter)["return"]
+                for name, value in inspect.getmembers(entry)
+                if isinstance(value, property)
+                and (getter := value.fget)
+                and getter.__module__.startswith(("optimize", "serve"))
+            }
+            waiting += [kind for name, kind in (held | properties).items() if not name.startswith("_")]
+    return found
+
+
+def test_every_public_object_has_a_line_and_an_html_form_of_its_own() -> None:
+    found = public_types()
+    assert {opt.Variant, opt.Comparison, Searched, Sensitivity, Found, Row, Reference, Recommendation} <= found
+    assert not [kind for kind in found if not hasattr(kind, "_repr_html_")]
+    shown = [kind for kind in found if not issubclass(kind, Config)]  # which says of itself what was given
+    borrowed: tuple[Any, ...] = (object.__repr__, BaseModel.__repr__)
+    assert not [kind for kind in shown if kind.__repr__ in borrowed]
+
+
+def test_what_a_comparison_or_a_search_gives_is_a_line_and_a_table_that_says_more(comparison: opt.Comparison) -> None:
+    chosen = comparison.recommendation
+    row, reference = comparison.rows[-1], comparison.references[0]
+    assert row.best is not None
+    assert row.measured is not None
+    assert reference.measured is not None
+    top1 = f"{row.measured.accuracy.top1 * 100:.2f} % of {row.measured.accuracy.images}"
+    shown: list[tuple[Any, tuple[str, ...], tuple[str, ...]]] = [
+        (chosen, (str(chosen.pair), f"{len(chosen.rejected)} others"), (chosen.rule, *chosen.rejected)),
+        (row, (row.name, "ptq", "fuse", row.best.id, top1), ("torchscript",)),
+        (row.best, (row.best.id, top1, f"{row.measured.latency_ms.p50:.4g} ms"), ()),
+        (row.measured, (top1,), ()),
+        (reference, (reference.name, f"{reference.measured.latency_ms.p50:.4g} ms"), ()),
+        (comparison.results, (comparison.results.title, str(chosen.pair)), ()),
+        (SENSITIVITY, ("tiny on digits", "openvino", "90.00 %", "−20.00 points"), ("stem", "no &lt;kernel&gt;")),
+        (Searched(FOUND, None), ("mixed@openvino", "onnx@openvino", "greedy"), ("stem 32", *FOUND.why)),
+        (FOUND, ("mixed@openvino",), FOUND.why),
+        (comparison, (str(chosen.pair),), ()),
+    ]
+    for held, facts, more in shown:
+        text, table = repr(held), held._repr_html_()
+        assert "\n" not in text
+        assert len(text) < 400
+        for fact in facts:
+            assert fact in text
+        for fact in (*facts, *more):
+            assert fact in html.unescape(table) or fact in table
+
+
 def test_whatever_a_program_holds_is_one_line_and_a_small_table(quantized: opt.Variant) -> None:
     session, artifact = quantized.session, quantized.artifact
     data = session.context.data
+    used = "resize 32, crop 32x32"
     shown: list[tuple[Any, tuple[str, ...]]] = [
-        (quantized, (quantized.name, "int8", "digits")),
-        (session, (session.source.name, "digits", "cpu", str(session.store.root))),
+        (quantized, (quantized.name, "int8", "digits", used, "(your PREPROCESSING in tiny_cnn.py)")),
+        (session, (session.source.name, "digits", "cpu", str(session.store.root), used, "not mirrored")),
+        (quantized.step, (artifact.name,)),
+        (session.context, ("digits", "cpu", "3 × 32 × 32")),
+        (session.store, (str(session.store.root),)),
+        (artifact.card, (artifact.name, "torchscript", "int8")),
         (artifact, (artifact.name, "torchscript", "int8", "fuse", str(artifact.folder))),
         (data, ("digits", "10 (0, 1, 2, …)", str(len(data.train)), str(len(data.val)), "8 × 8")),
         (data.val, (str(len(data.val)),)),
@@ -224,8 +351,8 @@ def test_whatever_a_program_holds_is_one_line_and_a_small_table(quantized: opt.V
     for held, facts in shown:
         text, table = repr(held), held._repr_html_()
         assert "\n" not in text
-        assert len(text) < 400, "none of what it holds"
-        assert len(table) < 1000
+        assert len(text) < 600, "none of what it holds, but for where its preprocessing is from"
+        assert len(table) < 1500
         assert table.startswith("<table><tr><th>")
         for fact in facts:
             assert fact in text
@@ -295,6 +422,99 @@ def test_a_module_and_a_dataset_of_a_program_are_taken_as_they_are(tmp_path: Pat
     data = opt.image_data(floats, classes=("a", "b", "c", "d"), preprocessing=stated)
     again = opt.load(Corner(), data=data, store=tmp_path, device="cpu")
     assert again.predict(picture, k=1)[0].label == "c"
+
+
+@pytest.fixture
+def quarters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`Quarters` as a folder of files: 32 to train with, 8 to measure with."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for row in range(40):
+        image, label = Quarters()[row]
+        path = tmp_path / "quarters" / ("val" if row % 5 == 0 else "train") / str(label) / f"{row}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+    return tmp_path / "quarters"
+
+
+def test_load_takes_what_the_command_line_takes_of_the_data(quarters: Path, tmp_path: Path) -> None:
+    def load(**options: Any) -> ImageData:
+        loaded = opt.load(Corner(), data=f"imagefolder:{quarters}", store=tmp_path / "store", device="cpu", **options)
+        return loaded.session.context.data
+
+    names = ("up left", "up right", "down left", "down right")
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    data = load(classes=names, augment="none", val_images=4)
+    assert (data.classes, data.augment, len(data.val), data.val_of) == (names, "none", 4, 8)
+    assert sorted(data.val.labels.tolist()) == [0, 1, 2, 3]
+    for file in (str(tmp_path / "names.txt"), tmp_path / "names.txt"):
+        assert load(classes=file).classes == names
+    usual = load()
+    assert (usual.classes, usual.augment, len(usual.val)) == (("0", "1", "2", "3"), "shift", 8)
+    for options, message in (
+        ({"classes": ["a", "b"]}, r"classes: has 2 names, and quarters has 4 classes"),
+        ({"augment": "flip"}, r"there is no augmentation 'flip'"),
+        ({"val_images": 0}, r"val_images: .* 1 \(it is 0\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(**options)
+
+
+def test_what_refuses_unreadable_images_names_the_remedy_in_python_too(quarters: Path, tmp_path: Path) -> None:
+    (quarters / "val" / "0" / "0.png").write_bytes(b"not a picture")
+
+    def measured(**options: Any) -> int:
+        loaded = opt.load(Corner(), data=f"imagefolder:{quarters}", store=tmp_path / "store", device="cpu", **options)
+        return sum(len(labels) for _, labels in loaded.session.context.evaluation(8, torch.device("cpu")))
+
+    with pytest.raises(UserError, match=r"0\.png.*--skip-unreadable \(skip_unreadable=True in Python\)"):
+        measured()
+    assert measured(skip_unreadable=True) == 7
+
+
+def test_a_programmer_is_told_which_preprocessing_is_used_and_how_far_the_data_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seen:
+        def __init__(self) -> None:
+            self.bars: list[tuple[str, str]] = []
+            self.lines: list[str] = []
+
+        def draw(self, name: str, fraction: float, text: str) -> None:
+            self.bars.append((name, text.partition(" · ")[0]))
+
+        def clear(self) -> None: ...
+
+        def say(self, line: str) -> None:
+            self.lines.append(line)
+
+    seen = Seen()
+    monkeypatch.setattr("serve.progress._EVERY_S", 0.0)
+    monkeypatch.setattr("serve.progress.here", lambda: ProgressBar(seen, after_s=0.0))
+    monkeypatch.setattr("optimize.api.here", lambda: ProgressBar(seen, after_s=0.0))
+    data = opt.image_data(Quarters(), augment="shift+flip")
+    assert ("reading", "images") in seen.bars
+    del seen.bars[:]
+    opt.load(Corner(), data=Quarters(), store=tmp_path, device="cpu")
+    assert ("reading", "images") in seen.bars
+    base = opt.load(Corner(), data=data, store=tmp_path, device="cpu")
+    whose = "ImageNet's mean and std, because your model declares none"
+    for told in (repr(base), repr(base.session), html.unescape(base._repr_html_()), *seen.lines[:1]):
+        assert "resize 8, crop 8x8 (the data's images are 8x8)" in told
+        assert f"mean 0.485,0.456,0.406, std 0.229,0.224,0.225 ({whose})" in told
+    assert [line for line in seen.lines if line.startswith("training images are shifted and mirrored at random")]
+    assert "mirrored at random" in repr(base.session)
+
+
+def test_a_printed_comparison_has_every_column_that_there_is_room_for(
+    comparison: opt.Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = [column.head for column in COLUMNS]
+    whole = str(comparison)
+    assert [head for head in heads if head not in whole] == []  # the output of a test is no terminal
+    monkeypatch.setattr("optimize.report.comparison.output", lambda: Console(width=100))
+    narrow = str(comparison)
+    assert [head for head in heads if head not in narrow]
+    assert max(map(len, narrow.splitlines())) <= 100
 
 
 def test_a_module_with_a_checkpoint_beside_it_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from optimize import cli, noise
+from optimize.report.runs import faults_of
 from optimize.report.terminal import Display
 from serve.runtime.errors import PipelineError
 
@@ -258,6 +259,14 @@ def test_a_finished_run_is_listed_shown_and_verified(tiny_run: TinyRun) -> None:
 
 
 @pytest.mark.slow
+def test_verify_tells_which_share_of_the_artifacts_is_checked(tiny_run: TinyRun) -> None:
+    told: list[tuple[float, str]] = []
+    faults_of(tiny_run.store, "tiny", lambda share, name: told.append((share, name)))
+    names = [row.name for row in tiny_run.report.rows]
+    assert [name for _, name in told] == names
+    assert [share for share, _ in told] == pytest.approx([done / len(names) for done in range(len(names))])
+
+
 def test_verify_names_what_is_damaged_and_exits_with_1(copied_store: Path) -> None:
     path = copied_store / "tiny" / "artifacts" / "onnx" / "model.onnx"
     path.write_bytes(path.read_bytes()[:-1])
