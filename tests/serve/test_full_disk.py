@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from serve import layout
+from serve.archive_file import check_archive, with_version
 from serve.asgi.tokens import make_token_file
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
 from serve.torchserve.archive import build_archive
-from serve.torchserve.archive_file import check_archive, with_version
 from serve.torchserve.state import read_state
 from serve.tune.servers import free_ports
 from tests.serve import artifacts
