@@ -140,7 +140,10 @@ def metrics_yaml() -> str:
     stock = Path(torchserve).parent / "configs" / "metrics.yaml"
     config: dict[str, Any] = yaml.safe_load(stock.read_text(encoding="utf-8"))
     ours = ["ModelName", "Level", "Provider", "Execution"]
-    config["model_metrics"]["gauge"].append({"name": "BatchSize", "unit": "count", "dimensions": [*ours]})
+    config["model_metrics"]["gauge"] += [
+        {"name": "BatchSize", "unit": "count", "dimensions": [*ours]},
+        {"name": "PassedOver", "unit": "count", "dimensions": ["ModelName", "Level", "Execution", "Reason"]},
+    ]
     # TorchServe 0.12 gives every histogram the buckets of Prometheus' Java client, 0.005 to 10, whatever the unit is:
     # of milliseconds they tell apart what a stage takes; longer ones are in the sum, and above the last bucket.
     config["model_metrics"]["histogram"] = [

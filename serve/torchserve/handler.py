@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -49,6 +50,12 @@ _K_HEADER = "x-top-k"
 
 # Metrics are told so long after the first answer that they count, with those of all answers until then.
 _TELL_EVERY_S = 0.1
+
+# TorchServe parts a line of metrics at these, whatever is quoted; a value that holds one is lost with its metric.
+_PARTS = re.compile(r"[\s|,:]+")
+
+# Characters of a reason: the whole of it is in the log, and in the model's description.
+_LONGEST = 200
 
 # QueueTime is one of TorchServe's own metrics.
 _SAID_OTHERWISE = {"queue": "Wait", "infer": "Inference"}
@@ -104,6 +111,8 @@ class ImageClassifierHandler:
         self._context = context
         with _one_at_a_time(folder.parent):
             self._service = open_service(folder, properties.get("gpu_id"))
+        if context.metrics is not None:
+            self._tell_passed_over(context)
         threading.Thread(target=self._tell_for_ever, name="metrics", daemon=True).start()
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
@@ -193,6 +202,20 @@ class ImageClassifierHandler:
             if batches:
                 self._emit(self._context, batches)
 
+    def _tell_passed_over(self, context: Any) -> None:
+        """Write what would be preferred and does not work here, once: a gauge stands until TorchServe ends."""
+        from ts.metrics.dimension import Dimension
+        from ts.metrics.metric_type_enum import MetricTypes
+
+        for entry in self._opened().predictor.passed_over:
+            dimensions = [
+                Dimension("ModelName", context.model_name),
+                Dimension("Level", "Model"),
+                Dimension("Execution", _label(entry.execution)),
+                Dimension("Reason", _label(entry.reason)),
+            ]
+            context.metrics.add_metric("PassedOver", 1, "count", dimensions=dimensions, metric_type=MetricTypes.GAUGE)
+
     def _tell_for_ever(self) -> None:
         # Beside the answers and not before them: each value is a line that the worker writes and TorchServe reads, and
         # of a batch there are eight (0.3 ms).
@@ -245,10 +268,15 @@ class ImageClassifierHandler:
                 Dimension("ModelName", context.model_name),
                 Dimension("Level", "Model"),
                 Dimension("Provider", predictor.engine.provider),
-                Dimension("Execution", predictor.execution_name),
+                Dimension("Execution", _label(predictor.execution_name)),
                 *([Dimension("Kind", kind)] if kind else []),
             ]
             context.metrics.add_metric(name, value, unit, dimensions=dimensions, metric_type=metric_type)
+
+
+def _label(text: str) -> str:
+    """What TorchServe takes for one value."""
+    return _PARTS.sub(" ", text)[:_LONGEST].strip()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
 from serve.layout import archive_path
 from serve.runtime.execution import ENVIRONMENT
@@ -366,6 +367,13 @@ def test_an_engine_that_was_passed_over_is_told_by_describe_and_the_workers_log(
     assert "Wrong value f33" in reason
     log = (state_folder(served.store) / "logs" / "model_log.log").read_text()
     assert f"passed over openvino[precision=f33]: {reason}" in log
+    families = text_string_to_metric_families(served.client.metrics())
+    (passed,) = (sample for family in families for sample in family.samples if sample.name == "PassedOver")
+    assert passed.value == 1
+    assert passed.labels["ModelName"] == name_of("fallback")
+    assert passed.labels["Execution"] == "openvino[precision=f33]"
+    words = reason.replace(",", " ").replace(":", " ").replace("|", " ").split()
+    assert passed.labels["Reason"] == " ".join(words)[:200].strip()
     assert "onnx: runs by onnxruntime (onnxruntime/CPUExecutionProvider, " in log
     assert_same(
         served.client.predict(name_of("fallback"), jpeg(1)), served.client.predict(name_of("onnx"), jpeg(1), k=5)

@@ -106,6 +106,40 @@ def test_what_only_runs_on_a_gpu_fails_at_load_with_the_reason(gpu: int | None, 
         assert "openvino" not in str(caught.value)
 
 
+class Told:
+    """Labels of metrics as the handler writes them: by the metric's name."""
+
+    def __init__(self) -> None:
+        self.labels: dict[str, list[dict[str, str]]] = {}
+
+    def add_metric(self, name: str, value: float, unit: str, dimensions: Any, metric_type: Any) -> None:
+        found = {dimension.name: dimension.value for dimension in dimensions}
+        self.labels.setdefault(name, []).append(found)
+
+
+def test_no_label_of_a_metric_has_what_torchserve_parts_a_line_at(tmp_path: Path) -> None:
+    context = context_of(
+        artifacts.onnx(tmp_path / "artifact", device="cpu"),
+        tmp_path,
+        None,
+        threads=1,
+        buckets=(1, 2),
+        options={"openvino": {"precision": "f33"}},
+    )
+    context.metrics = told = Told()
+    handler = opened(context)
+    (passed,) = told.labels["PassedOver"]
+    assert list(passed) == ["ModelName", "Level", "Execution", "Reason"]  # in the order of metrics.yaml
+    assert passed["Execution"] == "openvino[threads=1 buckets=1+2 precision=f33]"
+    assert "Wrong value f33" in passed["Reason"]
+    handler._emit(context, [([], ["request-400"])])
+    (refused,) = told.labels["Refused"]
+    assert refused["Execution"] == "onnxruntime[threads=1 buckets=1+2]"
+    for labels in (passed, refused):
+        assert not set("|,:\n") & set("".join(labels.values()))
+        assert max(map(len, labels.values())) <= 200
+
+
 def test_the_handler_obeys_serving_json_and_not_what_torchserve_says(tmp_path: Path) -> None:
     artifact = artifacts.onnx(tmp_path / "artifact", device="cpu")
     context = context_of(artifact, tmp_path, None, threads=1, engines=["onnxruntime"], batch_size=3)
