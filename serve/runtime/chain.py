@@ -15,7 +15,7 @@ from .decoders.base import CPU, open_decoder
 from .engines.base import execution_id, find_engine, unavailable
 from .errors import CardError, EngineError, PipelineError, UserError, one_line
 from .evidence import evidence_for
-from .execution import Execution, settle
+from .execution import Execution, settle, unset
 from .predictor import PassedOver, Predictor
 from .serving import SERVING_FILE, Serving, read_serving
 
@@ -145,5 +145,8 @@ def _log(predictor: Predictor) -> None:
             told["artifact"],
             told["decoder"],
         )
+    engine = find_engine(predictor.execution.engine)
+    if (missing := unset(predictor.execution, computes_with_torch=engine.computes_with_torch)) is not None:
+        _LOG.warning("%s: %s", told["artifact"], missing)
     for entry in predictor.passed_over:
         _LOG.warning("%s: passed over %s: %s", told["artifact"], entry.execution, entry.reason)

@@ -118,6 +118,23 @@ class Execution(Described):
         return cls(**values)
 
 
+def unset(execution: Execution, *, computes_with_torch: bool) -> str | None:
+    """What this process's environment lacks of that in which executions are measured; None: nothing that counts.
+
+    Whoever starts a server of this project's gets it; TorchServe, started by itself, does not.
+
+    Args:
+        execution: what the process runs.
+        computes_with_torch: whether its engine uses torch's threads, which wait for work as `ENVIRONMENT` says.
+    """
+    if not computes_with_torch or execution.device_type != "cpu" or execution.cores == 1:
+        return None
+    missing = [f"{name}={value}" for name, value in ENVIRONMENT.items() if name not in os.environ]
+    if not missing:
+        return None
+    return f"speeds are measured with {' '.join(missing)}, which is not set here: start the server with it"
+
+
 def settle(execution: Execution, *, computes_with_torch: bool) -> None:
     """Give torch its threads in a process that belongs to this execution alone; call it before anything runs.
 

@@ -30,7 +30,7 @@ from serve.runtime.engines.base import (
     unavailable,
 )
 from serve.runtime.errors import EngineError, UserError
-from serve.runtime.execution import Execution
+from serve.runtime.execution import Execution, unset
 from serve.runtime.onnx_file import TINY_GRAPH
 from tests.serve import artifacts
 
@@ -71,6 +71,29 @@ def test_the_name_of_an_execution_says_only_what_is_not_as_usual() -> None:
     assert pair_id("onnx-int8", Execution("openvino", options={"precision": "bf16"})) == (
         "onnx-int8@openvino[precision=bf16]"
     )
+
+
+def test_an_environment_that_torchs_threads_were_not_measured_in_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    told = unset(Execution("torchscript", threads=2), computes_with_torch=True)
+    assert told == "speeds are measured with GOMP_SPINCOUNT=10000, which is not set here: start the server with it"
+    assert unset(Execution("openvino", threads=2), computes_with_torch=False) is None
+    assert unset(Execution("torchscript", threads=1), computes_with_torch=True) is None  # nobody waits for another
+    assert unset(Execution("torchscript", "cuda", threads=2), computes_with_torch=True) is None
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")  # the user's own wins
+    assert unset(Execution("torchscript", threads=2), computes_with_torch=True) is None
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_engine_with_a_pool_of_its_own_has_as_many_threads_as_its_execution_says(
+    threads: int, tmp_path: Path
+) -> None:
+    folder = artifacts.onnx(tmp_path / "artifact")
+    card = load_card(folder)
+    on_openvino: Any = open_engine(folder, card, Execution("openvino", threads=threads))
+    assert on_openvino._request.get_compiled_model().get_property("INFERENCE_NUM_THREADS") == threads
+    on_onnxruntime: Any = open_engine(folder, card, Execution("onnxruntime", threads=threads))
+    assert on_onnxruntime._session.get_session_options().intra_op_num_threads == threads
 
 
 def test_every_engine_of_the_cpu_works_here_by_its_own_probe() -> None:
