@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,13 @@ from optimize.listener import SILENT, Listener
 from optimize.measure import processes
 from optimize.measure.processes import Worker
 from optimize.measure.rows import Footprint
-from serve.runtime.errors import EngineError
+from serve.runtime.errors import EngineError, UserError
 from serve.runtime.execution import Execution
 
-#: Held by whoever times anything on this machine, whichever user it is.
-LOCK_FILE: Final = Path(tempfile.gettempdir()) / "optimize-measuring.lock"
+#: Held by whoever times anything on this machine, whichever user it is: not where TMPDIR says, which differs by user
+#: and by job. Whoever comes first makes the file, and all others may lock it; what is in it means nothing, and filelock
+#: follows no link there.
+LOCK_FILE: Final = Path("/tmp/optimize-measuring.lock")
 
 #: Share of the memory that was free at the start which all processes together may take.
 _MOST_MEMORY: Final = 0.7
@@ -53,7 +54,6 @@ class Pool:
         self._sizes = sizes
         self._max_batch = max_batch
         self._listener = listener
-        # Whoever comes first makes the file; others must be able to lock it too.
         self._lock = FileLock(lock or LOCK_FILE, mode=0o666, thread_local=False)
         self._loaded: dict[str, Loaded] = {}
         self._others: list[Worker] = []
@@ -76,12 +76,22 @@ class Pool:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Be the only one on this machine that times anything; waits for another run that does. May be nested."""
+        """Be the only one on this machine that times anything; waits for another run that does. May be nested.
+
+        Raises:
+            UserError: this user cannot lock what lies in the lock's place.
+        """
         try:
-            self._lock.acquire(blocking=False)
-        except Timeout:
-            self._listener.said("another run is measuring on this machine; waiting for it to end")
-            self._lock.acquire()
+            try:
+                self._lock.acquire(blocking=False)
+            except Timeout:
+                self._listener.said("another run is measuring on this machine; waiting for it to end")
+                self._lock.acquire()
+        except OSError as error:
+            raise UserError(
+                f"{self._lock.lock_file} cannot be locked ({error.strerror}), by which runs of all users on this "
+                "machine are kept from measuring at once: remove it, or have its owner make it mode 666"
+            ) from None
         try:
             yield
         finally:

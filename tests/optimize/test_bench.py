@@ -19,7 +19,7 @@ from PIL import Image
 
 from optimize.context import Context
 from optimize.data.records import ImageData, Split
-from optimize.measure import processes
+from optimize.measure import pool, processes
 from optimize.measure.accuracy import answer
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable
 from optimize.measure.machine import measured_devices
@@ -46,7 +46,7 @@ from tests.narrow import encoded
 
 from .conftest import SHORT
 from .runs_fixtures import references
-from .workbench import CPU, TINY_NET
+from .workbench import CPU, TINY_NET, OtherRun
 
 QUICK = Timing(rounds=1, batch_sizes=(1, 2), seconds=0.001, minimum=1, warm_up=0)
 
@@ -111,6 +111,20 @@ def test_a_changed_preprocessing_of_the_same_weights_has_its_own_accuracy(
 def top1_of(store: Store, context: Context, artifact: Artifact) -> float:
     with Bench(store, context, QUICK) as bench:
         return bench.answers(*bench.candidates(artifact)).value.top1
+
+
+def test_what_is_open_already_is_timed_by_one_run_at_a_time(
+    tmp_path: Path, store: Store, trained: Artifact, digits_context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "LOCK_FILE", tmp_path / "lock")
+    other = OtherRun(tmp_path / "lock")
+    with Bench(store, dataclasses.replace(digits_context, listener=other), QUICK) as bench:
+        (candidate,) = bench.candidates(trained)
+        bench.footprint(candidate)
+        other.measure()
+        speeds = bench.speed([candidate], beside_eager=False).value.speeds
+    assert other.waited_for
+    assert set(speeds) == {candidate.id}
 
 
 def with_preprocessing(context: Context, artifact: Artifact) -> tuple[Context, Artifact]:

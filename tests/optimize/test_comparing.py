@@ -12,12 +12,16 @@ from typer.testing import CliRunner
 
 import optimize as opt
 from optimize import cli
+from optimize.measure import pool
 from optimize.measure.rows import Results, Row
 from optimize.measure.statistics import paired_difference
+from optimize.run.comparing import compare_runs
+from optimize.run.recommendation import Recommend
 from serve.runtime.errors import UserError
 from serve.runtime.predictor import Predictor
 
 from .runs_fixtures import RECIPE, TinyRun, made_run, run_recipe, shared_folder, tiny_run, with_stages
+from .workbench import OtherRun
 
 __all__ = ["tiny_run"]  # fixture
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
@@ -123,6 +127,21 @@ def test_each_is_run_by_the_execution_that_its_report_has_as_the_best(tiny_run: 
         (own,) = rows[f"tiny/{name}"].pairs
         assert own.execution == pair.execution
         assert own.id == f"tiny/{pair.id}"
+
+
+def test_runs_are_compared_while_no_other_run_measures(
+    two_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Beginning(OtherRun):
+        def started(self, name: str) -> None:
+            if name == "speed":  # all are open by now
+                self.measure()
+
+    monkeypatch.setattr(pool, "LOCK_FILE", tmp_path / "lock")
+    other = Beginning(tmp_path / "lock")
+    names = ("tiny/baseline", "other/fuse")
+    compare_runs(two_runs, names, timing=QUICK, rule=Recommend(), devices=("cpu",), listener=other)
+    assert other.waited_for
 
 
 def test_what_cannot_be_compared_is_named(two_runs: Path) -> None:

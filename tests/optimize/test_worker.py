@@ -219,6 +219,43 @@ def test_a_compiled_reference_answers_as_the_eager_one(child: Worker) -> None:
     torch.testing.assert_close(child.logits(images), wanted, rtol=1e-4, atol=1e-4)
 
 
+class Doubled(nn.Module):
+    """Where the weight is a constant, so is its double; and a library's kernel is left, nothing for a C++ compiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(batch.flatten(1), self.weight * 2)
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What opening the compiled reference sets for its process is set back in this one."""
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "freezing", config.freezing)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiling")
+def test_the_compiled_reference_has_code_for_each_batch_size_with_the_weights_in_it() -> None:
+    module = Doubled()
+    call, _ = open_reference("torch.compile", module, GREY8, "cpu")
+    compiled = torch._dynamo.utils.counters["stats"]
+    images = torch.arange(64, dtype=torch.uint8).view(1, 1, 8, 8)
+    before = compiled["unique_graphs"]
+    logits = [call(images.repeat(size, 1, 1, 1)) for size in (2, 3, 4)]
+    assert compiled["unique_graphs"] - before == 3  # with a dynamic size the third would run the second's
+    with torch.no_grad():
+        module.weight.zero_()  # of which the code has none any more
+    for size, before_it in zip((2, 3, 4), logits, strict=True):
+        assert before_it.abs().max() > 0.1
+        torch.testing.assert_close(call(images.repeat(size, 1, 1, 1)), before_it)
+
+
 @pytest.mark.parametrize("switch", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
 def test_a_compiler_that_is_switched_off_gives_no_time_of_a_compiled_module(
     switch: str, monkeypatch: pytest.MonkeyPatch
@@ -311,6 +348,47 @@ def test_two_runs_do_not_time_at_once_and_the_second_says_that_it_waits(tmp_path
     waiting.join(10)
     assert order == ["first", "second"]
     assert said == ["another run is measuring on this machine; waiting for it to end"]
+
+
+def test_the_lock_is_one_for_all_whatever_their_folder_for_temporary_files_is(tmp_path: Path) -> None:
+    program = "from optimize.measure.pool import LOCK_FILE; print(LOCK_FILE)"
+    asked = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(folder)}, stdout=subprocess.PIPE, text=True
+        )
+        for folder in (tmp_path, "/tmp")
+    ]
+    (mine, *others) = [Path(process.communicate(timeout=120)[0].strip()) for process in asked]
+    assert others == [mine]
+    assert mine.is_absolute()
+    assert mine.parent.stat().st_mode & 0o1777 == 0o1777, "every user can make it there, and nobody remove another's"
+
+
+def test_what_the_first_user_made_every_other_can_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    before = os.umask(0o077)
+    try:
+        with Pool((1,), 8, lock=lock) as opened, opened.alone():
+            assert lock.stat().st_mode & 0o777 == 0o666
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a link"])
+def test_what_cannot_be_locked_is_said_and_nothing_is_timed(kind: str, tmp_path: Path) -> None:
+    lock, elsewhere = tmp_path / "lock", tmp_path / "elsewhere"
+    elsewhere.write_text("somebody's")
+    if kind == "a folder":
+        lock.mkdir()
+    else:
+        lock.symlink_to(elsewhere)
+    with (
+        pytest.raises(UserError, match=r"lock cannot be locked \(.+\).*make it mode 666"),
+        Pool((1,), 8, lock=lock) as it,
+        it.alone(),
+    ):
+        pytest.fail("nobody may time anything")
+    assert elsewhere.read_text() == "somebody's"
 
 
 def test_opening_is_timed_and_so_waits_for_the_lock(folders: dict[str, Path], tmp_path: Path) -> None:

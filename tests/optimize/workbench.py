@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
@@ -16,6 +18,7 @@ from torch import nn
 from optimize.context import Context
 from optimize.data.records import ImageData, Split
 from optimize.export.program import write_weights
+from optimize.listener import Silent
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact
 from serve.runtime.card import Card, Preprocessing, sha256_file
 from serve.runtime.engines.base import open_engine, preferred
@@ -42,6 +45,25 @@ def noting(
         return function(*args, **options)
 
     return noted
+
+
+class OtherRun(Silent):
+    """Another run on this machine, as a listener: it measures until it hears that somebody waits for it."""
+
+    def __init__(self, lock: Path) -> None:
+        self._lock = lock
+        self._held: int | None = None
+        self.waited_for = False
+
+    def measure(self) -> None:
+        self._held = os.open(self._lock, os.O_RDWR)
+        fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def said(self, message: str) -> None:
+        if message == "another run is measuring on this machine; waiting for it to end":
+            assert self._held is not None
+            self.waited_for = True
+            os.close(self._held)
 
 
 def png(pixels: np.ndarray) -> bytes:
