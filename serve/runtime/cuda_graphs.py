@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .buckets import StaticBatches
+from .device_turns import turn_at
 from .errors import EngineError, first_line
 
 _WARM_UPS = 3  # the first chooses algorithms and allocates workspaces, which a capture may not
@@ -50,7 +51,8 @@ class CudaGraphs:
             pool = torch.cuda.graph_pool_handle()
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for bucket in sorted(batches.buckets, reverse=True):
-                self._graphs[bucket] = _capture(call, batches.input(bucket), pool, stream, name)
+                with turn_at(device):  # for each anew: other models of this process answer in between
+                    self._graphs[bucket] = _capture(call, batches.input(bucket), pool, stream, name)
             torch.cuda.synchronize(device)
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ class EngineThread:
     """A thread that runs what it is given, one after the other.
 
     CUDA graphs inside compiled code may not change threads (torch 2.14, pytorch 123177), and each thread that calls
-    libgomp has a team of its own there.
+    libgomp has a team of its own there. Threads of several models take turns at a GPU; see `device_turns`.
     """
 
     def __init__(self) -> None:

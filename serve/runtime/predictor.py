@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from .budget import Budget
 from .card import Card, Preprocessing, load_card
 from .decoders.base import CPU, Decoder
 from .described import Described
+from .device_turns import turn_at
 from .engines.base import Engine, execution_id, open_engine, preferred
 from .errors import BrokenError, Refusal, one_line
 from .execution import Execution
@@ -83,6 +83,8 @@ class PassedOver:
 class Predictor(Described):
     """An artifact folder, opened by an execution. Safe to share between threads, which take turns at its engine.
 
+    On a GPU it takes turns with the process's other models there, too; see `device_turns`.
+
     An engine that wants one thread of its own gets it from `service.Service`.
 
     Attributes:
@@ -126,7 +128,7 @@ class Predictor(Described):
         self.seconds: dict[int, float] = {}
         self._dtype: torch.dtype = getattr(torch, self.card.input_dtype)
         self._transfer = open_transfer(self.device, self.card.preprocessing.shape)
-        self._turn = threading.Lock()
+        self._turn = turn_at(self.device)
 
     def logits(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """``uint8`` images to ``float32`` logits ``(N, classes)`` on the host.

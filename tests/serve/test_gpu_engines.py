@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from benchmarks import gpu
 from serve.runtime.buckets import StaticBatches
 from serve.runtime.card import load_card
 from serve.runtime.cuda_graphs import CudaGraphs
+from serve.runtime.device_turns import turn_at
 from serve.runtime.engines.base import Engine, executions_for, open_engine, unavailable
 from serve.runtime.errors import EngineError
 from serve.runtime.execution import Execution
@@ -80,6 +82,17 @@ def test_inductor_works_here_by_its_probe() -> None:
 
 
 # --- torch-cudagraph
+
+
+def test_a_graph_is_captured_in_a_turn_of_its_own(tmp_path: Path) -> None:
+    folder, found = folder_of(tmp_path), []
+    opening = threading.Thread(target=lambda: found.append(opened(folder, "torch-cudagraph", 1)))
+    with turn_at(CUDA):
+        opening.start()
+        opening.join(5)
+        assert found == []
+    opening.join(60)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("channels_last", [True, False])

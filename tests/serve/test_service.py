@@ -22,6 +22,7 @@ from serve.options import ServingOptions
 from serve.runtime.budget import SERVING, Backlog, Budget
 from serve.runtime.card import load_card
 from serve.runtime.decoding import load
+from serve.runtime.device_turns import turn_at
 from serve.runtime.engines.base import Engine, chain_for
 from serve.runtime.errors import BrokenError, Refusal
 from serve.runtime.intake import Loaded
@@ -476,6 +477,34 @@ def test_an_empty_or_wholly_refused_request_is_answered(gate: tuple[Service, Gat
     answered = service.submit(many(refusal, refusal)).result(30)
     assert (answered.outcomes, answered.batch_size) == ((refusal, refusal), 0)
     assert engine.sizes == []
+
+
+def test_a_gpu_has_one_turn_for_all_and_the_cpu_one_for_each() -> None:
+    first = turn_at(torch.device("cuda:0"))
+    assert turn_at(torch.device("cuda", 0)) is first
+    assert turn_at(torch.device("cuda")) is first  # the current one
+    assert turn_at(torch.device("cuda:1")) is not first
+    assert turn_at(torch.device("cpu")) is not turn_at(torch.device("cpu"))
+    with first, first:  # who is in it may enter it again
+        pass
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:7"])
+def test_models_on_one_gpu_run_in_turns_and_those_on_the_cpu_beside_each_other(
+    device: str, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The networks run here, on the CPU; only whose turn it is goes by the other device.
+    monkeypatch.setattr("serve.runtime.predictor.turn_at", lambda _: turn_at(torch.device(device)))
+    with service_of(artifact) as one_model, service_of(artifact) as other_model:
+        (first, second) = engines = one_model.predictor.engine, other_model.predictor.engine
+        assert isinstance(first, Gate)
+        assert isinstance(second, Gate)
+        assert len({id(engine) for engine in engines}) == 2
+        inside = shut(one_model, first)
+        waiting = other_model.submit(one(jpeg(1)))
+        assert second.entered.acquire(timeout=0.5 if device != "cpu" else 20) == (device == "cpu")
+        first.open.set()
+        assert statuses(inside.result(20).outcomes) == statuses(waiting.result(20).outcomes) == [200]
 
 
 def test_an_archive_opens_as_its_serving_json_says(artifact: Path, tmp_path: Path) -> None:
