@@ -12,6 +12,7 @@ from serve.layout import archive_path
 from serve.options import ServingOptions
 from serve.runs import model_name
 from serve.runtime.budget import SERVING
+from serve.runtime.execution import ENVIRONMENT
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.client import Client
@@ -100,6 +101,8 @@ def served(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     (hiding / "serve" / "__init__.py").write_text(DECOY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(hiding))
+        for name in ENVIRONMENT:  # which importing optimize sets, in this process; workers get it from the starter
+            patch.delenv(name, raising=False)
         told: list[tuple[float, str]] = []
         running = server.start(
             store,

@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from serve.options import ServingOptions
+from serve.runtime.execution import ENVIRONMENT
 from serve.torchserve.archive import build_archive
 from tests.serve import artifacts, mutations
 
@@ -342,6 +343,23 @@ def test_it_ends_in_order_where_nobody_can_read_what_it_prints(gone: str, archiv
         if process.poll() is None:
             process.kill()
             process.wait(30)
+
+
+def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp_path: Path) -> None:
+    # libgomp tells what it has read, when torch loads it; that there is no such archive comes later.
+    environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    words = [sys.executable, "-m", "serve", "run", "--store", str(tmp_path), "none.mar"]
+    for own, read in ({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"):
+        told = subprocess.run(
+            words,
+            env={**environment, "OMP_DISPLAY_ENV": "verbose", **own},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert told.returncode == 2
+        assert f"GOMP_SPINCOUNT = '{read}'" in told.stderr
 
 
 @pytest.mark.parametrize(
