@@ -1,7 +1,8 @@
 """Where what an engine compiled for this machine is kept: in the user's cache, never in an artifact.
 
-It is native code, which is loaded without a question. So nobody but the user may write here, and each file is checked
-against the SHA-256 that was recorded when it was made.
+It is native code, which is loaded without a question. So nobody but the user may write here, and each file that we load
+is checked against the SHA-256 that was recorded when it was made (`kept`). TensorRT's are read by ONNX Runtime itself:
+those have no recorded hash, and only the folder keeps others from them.
 """
 
 from __future__ import annotations

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from serve.runtime.card import Card, Preprocessing
 from serve.runtime.compiled import cache_folder, device_key, kept
+from serve.runtime.engines.onnxruntime_tensorrt import compile_options, engine_key
 from serve.runtime.errors import EngineError
+from serve.runtime.execution import Execution
 
 KEY = {"model": "abc", "torch": "2.14"}
+TENSORRT_CARD = Card(
+    name="x",
+    model="small",
+    format="onnx",
+    file="model.onnx",
+    precision="int8",
+    input_dtype="float32",
+    device="cuda",
+    preprocessing=Preprocessing(36, (32, 32)),
+    classes=("a", "b"),
+    files={"model.onnx": "a" * 64},
+)
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +141,37 @@ def test_two_processes_do_not_compile_the_same_at_once(tmp_path: Path) -> None:
     running = [subprocess.Popen([sys.executable, "-c", SLOW_MAKER, str(log)]) for _ in range(2)]
     assert [process.wait(60) for process in running] == [0, 0]
     assert log.read_text() == "made "
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"machine": {"tensorrt": "101401"}},
+        {"machine": {"onnxruntime": "1.32"}},
+        {"machine": {"name": "another GPU"}},
+        {"machine": {"cuda": "13.1"}},
+        {"card": {"files": {"model.onnx": "b" * 64}}},
+        {"card": {"files": {"model.onnx": "a" * 64, "model.onnx.data": "c" * 64}}},
+        {"card": {"precision": "float16"}},
+        {"card": {"preprocessing": Preprocessing(36, (24, 24))}},
+        {"execution": {"buckets": (1, 16)}},
+        {"execution": {"options": {"optimum": 4}}},
+        {"execution": {"options": {"half": True}}},
+        {"execution": {"options": {"level": 5}}},
+        {"input": "pixels"},
+    ],
+    ids=str,
+)
+def test_what_tensorrt_compiles_is_kept_by_all_that_it_depends_on(change: dict[str, Any]) -> None:
+    def folder(change: Mapping[str, Any]) -> Path:
+        card = dataclasses.replace(TENSORRT_CARD, **change.get("card", {}))
+        execution = dataclasses.replace(Execution("onnxruntime-tensorrt", "cuda"), **change.get("execution", {}))
+        machine = {"tensorrt": "101400", "onnxruntime": "1.31", "name": "a GPU", "cuda": "13.0"}
+        options = compile_options(card, execution, change.get("input", "input"))
+        return cache_folder("tensorrt", engine_key(card, options, machine | change.get("machine", {})))
+
+    assert folder({}) == folder({"card": {"name": "what it is called", "classes": ("one",)}})
+    assert folder(change) != folder({})
 
 
 def test_the_key_of_a_processor_has_its_instruction_sets() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,15 @@ class OnnxRuntimeTensorRtEngine:
         check_graph(path, card)
         self.device = torch.device(execution.device)
         self.provider = f"onnxruntime/{_PROVIDER}"
-        self._largest = (execution.buckets or DEFAULT_BUCKETS)[-1]
-        settings = ONNXRUNTIME_TENSORRT.settings(execution.options)
-        optimum = settings["optimum"] or self._largest
-        if not 1 <= optimum <= self._largest:
-            raise EngineError(f"{card.name}: option optimum must be from 1 to the largest bucket, {self._largest}")
+        self._largest = _largest(execution)
         machine = {"tensorrt": tensorrt_version(), "onnxruntime": runtime().__version__, **device_key(self.device)}
-        options: dict[str, Any] = {
-            **precision_options(card.precision, half=settings["half"]),
-            "trt_builder_optimization_level": settings["level"],
-            **profile(input_name(path), card.preprocessing.shape, optimum, self._largest),
-        }
-        engines = cache_folder("tensorrt", {**machine, "model": dict(card.files), "options": options})
+        compiled = compile_options(card, execution, input_name(path))
+        # ONNX Runtime reads both by itself, and asks nobody whether they are what was written: unlike those of
+        # `compiled.kept` they have no recorded hash, and the folder's mode is all that keeps others from them.
+        engines = cache_folder("tensorrt", engine_key(card, compiled, machine))
         timings = cache_folder("tensorrt-timings", machine)
-        options |= {
+        options = {
+            **compiled,
             "device_id": self.device.index or 0,
             "trt_engine_cache_enable": True,
             "trt_engine_cache_path": str(engines),
@@ -78,6 +73,38 @@ class OnnxRuntimeTensorRtEngine:
             return self._bound.run(batch)
         parts = [batch[piece.start : piece.stop] for piece in pieces(len(batch), (self._largest,))]
         return torch.cat([self._bound.run(part) for part in parts])
+
+
+def _largest(execution: Execution) -> int:
+    return (execution.buckets or DEFAULT_BUCKETS)[-1]
+
+
+def compile_options(card: Card, execution: Execution, name: str) -> dict[str, Any]:
+    """The provider's options that decide what TensorRT compiles.
+
+    Args:
+        card: the artifact's.
+        execution: its buckets and options.
+        name: of the graph's input.
+
+    Raises:
+        EngineError: the option ``optimum`` is no batch of the profile.
+    """
+    largest = _largest(execution)
+    settings = ONNXRUNTIME_TENSORRT.settings(execution.options)
+    optimum = settings["optimum"] or largest
+    if not 1 <= optimum <= largest:
+        raise EngineError(f"{card.name}: option optimum must be from 1 to the largest bucket, {largest}")
+    return {
+        **precision_options(card.precision, half=settings["half"]),
+        "trt_builder_optimization_level": settings["level"],
+        **profile(name, card.preprocessing.shape, optimum, largest),
+    }
+
+
+def engine_key(card: Card, options: Mapping[str, Any], machine: Mapping[str, str]) -> dict[str, Any]:
+    """What a compiled engine depends on: the artifact's files, `compile_options`, libraries and GPU."""
+    return {**machine, "model": dict(card.files), "options": dict(options)}
 
 
 def profile(name: str, shape: Sequence[int], optimum: int, largest: int) -> dict[str, str]:
