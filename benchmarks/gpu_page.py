@@ -11,7 +11,9 @@ Images lie on the device, prepared, and logits stay there: what is timed is the 
 calls one by one, between CUDA events around each; images a second are of calls launched one after the other, to the
 end of the last. Inputs of four batches take turns. Answers are compared with those that the same weights give in
 float32 on the CPU: top-1 is the share of images with the same best class, SQNR the signal to noise of the logits; the
-worst of all batch sizes is shown. Networks of our engines have their batch norms folded, eager ones do not."""
+worst of all batch sizes is shown. Networks of our engines have their batch norms folded, eager ones do not. Left
+out are the engine torchscript on CUDA, which opens what torch.export cannot write, and INT8 graphs by
+onnxruntime-tensorrt, which the pipeline's passes make."""
 
 _RANDOM = """\
 Weights were not all at hand. A network with random ones tells images apart by little, and its classifier was centred

@@ -152,7 +152,10 @@ class Parity(Record):
 
 
 class Footprint(Record):
-    """Opening the artifact and its peak memory above an idle process, in a process of its own."""
+    """Opening the artifact and its peak memory above an idle process, in a process of its own.
+
+    On CUDA the memory is what the device has in use, by all processes, more than before.
+    """
 
     load_ms: float
     memory_bytes: int

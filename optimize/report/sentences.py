@@ -117,6 +117,7 @@ def method(results: Results) -> list[str]:
         "SQNR is the energy of the reference's outputs over that of the difference, in decibels; “exact” means equal "
         "to the last bit.",
         "Memory is the peak of the process above that of an idle one.",
+        *_gpu_memory(results),
         _taken(results.measurement),
     ]
 
@@ -128,6 +129,16 @@ def _coverage(results: Results) -> list[str]:
     return [
         "The interval of a ratio of speeds lies between two of the rounds' ratios and holds the true median with "
         f"{100 * ratios[0].coverage:.1f} % confidence."
+    ]
+
+
+def _gpu_memory(results: Results) -> list[str]:
+    if not any(pair.measured and pair.execution.device_type == "cuda" for row in results.rows for pair in row.pairs):
+        return []
+    return [
+        "Of what ran on a GPU it is by how much more of the device was in use, by whomever, once the artifact was "
+        "opened and warm than before: the context and all libraries' allocations count, and so does what other "
+        "processes took or gave back meanwhile."
     ]
 
 

@@ -22,7 +22,7 @@ from optimize.report.columns import COLUMNS, Cell, Column
 from optimize.report.lines import Line, lines
 from optimize.report.page import plot, write_html
 from optimize.report.plots import marks, pareto_front
-from optimize.report.sentences import verdict
+from optimize.report.sentences import method, verdict
 from optimize.report.table import print_table, table
 from optimize.report.words import times
 from optimize.store.files import write_json
@@ -146,6 +146,17 @@ def test_the_page_tells_machine_data_versions_method_and_discordant_counts(tmp_p
     assert "−13" in page.text
     assert "exact" in page.text
     assert "–, –" not in page.text
+
+
+def test_of_memory_on_a_gpu_it_is_said_that_other_processes_enter_it() -> None:
+    def said(device: str) -> list[str]:
+        document = body()
+        document["rows"][0]["pairs"][0]["execution"]["device"] = device
+        return [sentence for sentence in method(Report.from_json(document)) if "by whomever" in sentence]
+
+    assert said("cpu") == []
+    (sentence,) = said("cuda")
+    assert "what other processes took or gave back meanwhile" in sentence
 
 
 def test_the_page_refers_to_nothing_outside_itself_and_runs_no_script(tmp_path: Path) -> None:
