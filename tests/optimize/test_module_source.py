@@ -177,7 +177,9 @@ def test_a_class_of_a_file_is_told_by_the_file_and_its_neighbours(tmp_path, monk
     chosen = choose_preprocessing(source, PHOTOS)
     assert chosen.preprocessing == Preprocessing(40, (32, 32), (0.5,) * 3, (0.5,) * 3, "bicubic")
     assert set(chosen.origins.values()) == {"your PREPROCESSING in live_net.py"}
-    (tmp_path / "live_blocks.py").write_text("WIDTH = 2  # changed\n")
+    (tmp_path / "live_blocks.py").write_text("WIDTH = 2  # only a remark\n")
+    assert fingerprint(net) == source.fingerprint
+    (tmp_path / "live_blocks.py").write_text("WIDTH = 2\nDEPTH = 1\n")
     assert fingerprint(net) != source.fingerprint
 
 
