@@ -501,8 +501,10 @@ def example(operated: Operated, language: str, image: Path) -> str:
     """README's example of asking, with this server's address and files."""
     blocks = re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     (text,) = [block for block in blocks if "URL" in block]
+    (model,) = set(re.findall(r"/predictions/([\w.-]+)", text))  # the one that README's table recommends
+    assert f"★ {model.removeprefix('resnet18-')} " in README.read_text(encoding="utf-8")
     for written, meant in {
-        "http://127.0.0.1:8080/predictions/resnet18-onnx-int8": operated.url(f"/predictions/{QUICK}"),
+        f"http://127.0.0.1:8080/predictions/{model}": operated.url(f"/predictions/{QUICK}"),
         "model_store": str(operated.store),
         "image.jpg": str(image),
     }.items():
