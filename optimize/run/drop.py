@@ -37,7 +37,8 @@ def drop_of(words: str, *, plain: Literal["fraction", "points"]) -> float:
     Raises:
         UserError: it is no such loss, or certainly meant in the other unit.
     """
-    found = _WORDS.fullmatch(words.strip())
+    words = words.strip()
+    found = _WORDS.fullmatch(words)
     if found is None:
         raise UserError(f"--max-drop is a loss of top-1 such as 0.5pp (half a percentage point), not {words!r}")
     number = float(found["number"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -59,6 +59,7 @@ def test_no_bare_number_but_0_is_taken_for_either(words: str) -> None:
     assert "pp" in refusal
 
 
+@example("1\x1e")  # is a space to `str.strip` and an end of line to `str.splitlines`
 @given(st.text() | st.floats().map(repr) | st.from_regex(r"[0-9.eE+ -]{0,6}(pp|points|%)?", fullmatch=True))
 def test_any_words_are_a_fraction_or_one_line(words: str) -> None:
     for plain in ("fraction", "points"):
