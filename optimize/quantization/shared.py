@@ -7,8 +7,7 @@ Two faults of torch.ao (2.11 to 2.14) in preparing for its packed kernels:
   second version, where a sum and a view read one norm).
 - What is concatenated shares one range, and so does what a view gives with what it is given; where a view is
   concatenated (the patches of a ViT behind its class token), or the maxima of a pool (Inception), the first takes it
-  away from the second. The packed
-  program then concatenates integers of different scales, and warns of it.
+  away from the second. The packed program then concatenates integers of different scales, and warns of it.
 """
 
 from __future__ import annotations

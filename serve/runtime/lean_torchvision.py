@@ -1,4 +1,4 @@
-"""torchvision, imported without torch's compiler. Whatever imports torchvision in this project does so from here.
+"""torchvision, imported without torch's compiler: for the runtime, and for what `optimize` imports when it starts.
 
 torchvision (0.19 to 0.29) means to import ``torch._dynamo`` only where ``roi_align`` is compiled (pytorch/vision PR
 8436), and imports all of it for two functions: one that ``roi_align`` asks then, and the mark that ``tv_tensors.wrap``
