@@ -14,6 +14,7 @@ IMAGE_SIZE ?=
 CLASSES ?=
 VAL_IMAGES ?=
 AUGMENT ?=
+PROCESSES ?=
 SKIP_UNREADABLE ?=
 WEIGHTS ?=
 WEIGHTS_KEY ?=
@@ -24,10 +25,15 @@ STD ?=
 INTERPOLATION ?=
 # Those of them that are given, as options of `run`.
 RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD INTERPOLATION \
-	CLASSES VAL_IMAGES AUGMENT,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
+	CLASSES VAL_IMAGES AUGMENT PROCESSES,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
 	$(if $(SKIP_UNREADABLE),--skip-unreadable) $(if $(RUN),--name '$(RUN)') $(if $(REPLACE),--replace)
 # Models, and options of `benchmarks.zoo`: make zoo ZOO='resnet18 --again'.
 ZOO ?=
+# Of `make bench-quant`: see there.
+CIFAR ?=
+RESNET20 ?=
+MOBILENET ?=
+QUANT ?=
 # The run's name; by default the commands make it of MODEL and DATA.
 RUN ?=
 REPLACE ?=
@@ -57,7 +63,8 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-gpu bench-data bench-serve zoo
+.PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-gpu bench-quant bench-data
+.PHONY: bench-serve bench-models zoo
 .PHONY: soak audit clean
 
 help: ## this list
@@ -66,11 +73,11 @@ help: ## this list
 	@echo "                   [WEIGHTS=name] [WEIGHTS_KEY=key]"
 	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name]"
 	@echo "                   [CLASSES=file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1]"
-	@echo "                   [RUN=name] [REPLACE=1]"
+	@echo "                   [PROCESSES=number] [RUN=name] [REPLACE=1]"
 	@echo "       make serve  [ARTIFACTS=all|'name name'] [PORT=number] [WORKERS=number] and each other option of"
 	@echo "                   \`serve start\`, in capitals: [BATCH_SIZE=8] [ENGINE=openvino] [EXPOSE=1 HOST=0.0.0.0]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed ## the environment, with pinned versions
 
@@ -104,6 +111,19 @@ $(VENV)/.installed-audit: $(VENV)/.installed
 
 bench-cpu: $(VENV)/.installed-peers ## ours against NNCF, OpenVINO and ONNX Runtime; writes docs/bench-cpu.md
 	$(BIN)/python -m benchmarks.cpu --store '$(STORE)' --write docs/bench-cpu.md
+
+bench-models: $(VENV)/.installed-dev ## `make optimize` for models of several kinds; writes docs/models.md
+	$(BIN)/python -m benchmarks.models --store '$(STORE)' --write docs/models.md
+
+# CIFAR=imagefolder:DIR with RESNET20=file and MOBILENET=file, of weights that were trained on it, add two more subjects.
+# What is made stays in build/bench-quant. QUANT=--no-speed times nothing, as where others use the machine.
+QUANT_OPTIONS = --store '$(STORE)' --write docs/bench-quant.md $(QUANT)
+bench-quant: $(VENV)/.installed-peers ## ours and the peers' quantization of one checkpoint; writes docs/bench-quant.md
+	$(BIN)/python -m benchmarks.quant resnet18 --data digits --title 'ResNet-18 on digits' $(QUANT_OPTIONS)
+	$(if $(and $(CIFAR),$(RESNET20)),$(BIN)/python -m benchmarks.quant examples/cifar_resnet.py:resnet20 \
+		--data '$(CIFAR)' --checkpoint '$(RESNET20)' --title 'ResNet-20 on CIFAR-10' $(QUANT_OPTIONS))
+	$(if $(and $(CIFAR),$(MOBILENET)),$(BIN)/python -m benchmarks.quant examples/cifar_mobilenet.py:mobilenet_v2 \
+		--data '$(CIFAR)' --checkpoint '$(MOBILENET)' --title 'MobileNetV2 on CIFAR-10' $(QUANT_OPTIONS))
 
 zoo: $(VENV)/.installed-dev ## all of torchvision's classifiers through the int8 passes; goes on where it stopped
 	$(BIN)/python -m benchmarks.zoo $(ZOO) --write docs/zoo.md
@@ -153,7 +173,8 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/mypy
 
 test: $(VENV)/.installed-dev ## the tests, on this machine's cores
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	@# With bytecode kept, also where the environment says not to: a hundred processes would compile the same sources.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 clean: ## remove the environment and caches; runs in model_store stay
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,12 +1,14 @@
-"""What others make of the same float graph, as passes: NNCF for OpenVINO, and ONNX Runtime's static quantization.
+"""What others make of the same network, as passes: NNCF, ONNX Runtime's static quantization, torchao's PT2E.
 
 Passes, so that their artifacts are measured by the very code that measures ours. Importing this module registers them.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
+from torch import fx
 
 from optimize.context import Context
+from optimize.errors import NotApplicableError
+from optimize.export.trace import trace
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
+from serve.runtime.integers import VNNI_X86
+from serve.runtime.program_file import save_program
 
 
 class Nncf(Config):
@@ -31,6 +38,19 @@ class Nncf(Config):
 
 class OrtStatic(Config):
     """Settings of ``ort-static``."""
+
+    images: int = Field(default=256, ge=1, description="calibration images, those that ptq gets")
+
+
+class NncfAccuracy(Nncf):
+    """Settings of ``nncf-accuracy``."""
+
+    judged: int = Field(default=1024, ge=1, description="training images that it judges accuracy by, of another draw")
+    max_drop: float = Field(default=0.005, gt=0, description="loss of top-1 on them that it may leave, as a fraction")
+
+
+class Pt2e(Config):
+    """Settings of ``pt2e``."""
 
     images: int = Field(default=256, ge=1, description="calibration images, those that ptq gets")
 
@@ -66,6 +86,72 @@ def _nncf(parent: Artifact, config: Nncf, context: Context, folder: Path) -> Pro
     openvino.save_model(quantized, folder / "model.xml", compress_to_fp16=False)
     (folder / "model.bin").rename(folder / "model.xml.bin")  # as the runtime names what belongs to a model file
     return Product("model.xml", "openvino", precision="int8", device="cpu")
+
+
+def _nncf_accuracy(parent: Artifact, config: NncfAccuracy, context: Context, folder: Path) -> Product:
+    import nncf
+    import openvino
+
+    _require_floats(parent)
+    model = openvino.Core().read_model(str(parent.path))
+    other = dataclasses.replace(context, seed=context.seed + 1)
+    labels = torch.cat([labels for _, labels in other.calibration(config.judged)]).tolist()
+    judged = list(zip(_inputs(other, config.judged), labels, strict=True))
+
+    def share_right(compiled: Any, items: Iterable[tuple[NDArray[np.float32], int]]) -> tuple[float, None]:
+        right = [int(np.argmax(compiled(image)[0])) == label for image, label in items]
+        return sum(right) / len(right), None
+
+    quantized = nncf.quantize_with_accuracy_control(
+        model,
+        nncf.Dataset(list(_inputs(context, config.images))),
+        nncf.Dataset(judged, lambda item: item[0]),
+        validation_fn=share_right,
+        max_drop=config.max_drop,
+        drop_type=nncf.DropType.ABSOLUTE,
+        preset=nncf.QuantizationPreset.PERFORMANCE,
+        subset_size=config.images,
+    )
+    openvino.save_model(quantized, folder / "model.xml", compress_to_fp16=False)
+    (folder / "model.bin").rename(folder / "model.xml.bin")
+    return Product("model.xml", "openvino", precision="int8", device="cpu")
+
+
+def _pt2e(parent: Artifact, config: Pt2e, context: Context, folder: Path) -> Product:
+    try:
+        from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+        from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+    except ImportError as error:
+        raise NotApplicableError(f"torchao is not installed: {error}") from None
+    example = context.example()
+    dynamic = ({0: torch.export.Dim.DYNAMIC},)
+    traced = torch.export.export(_each_call_alone(trace(parent.module())), (example,), dynamic_shapes=dynamic).module()
+    # As torchao's tutorial for x86 has it: uint8 activations from a histogram, int8 weights per channel.
+    quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+    prepared = prepare_pt2e(traced, quantizer)
+    with torch.no_grad():
+        for batch, _ in context.calibration(config.images):
+            prepared(normalise(batch, context.preprocessing, torch.device("cpu"), torch.float32))
+    converted = convert_pt2e(prepared)
+    save_program(torch.export.export(converted, (example,), dynamic_shapes=dynamic), folder / "model.pt2")
+    return Product("model.pt2", "exported_program", precision="int8", device="cpu", target=VNNI_X86)
+
+
+def _each_call_alone(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with a module of its own for every call: its quantizer refuses those that are called twice.
+
+    It matches by source partitions, which hold all calls of a module (torchao 0.18: "Input partition has more than one
+    output node", on each block of torchvision's ResNets).
+    """
+    called: set[str] = set()
+    for number, node in enumerate(module.graph.nodes):
+        if node.op == "call_module" and str(node.target) in called:
+            name = f"{node.target}_again_{number}"
+            module.add_submodule(name, copy.deepcopy(module.get_submodule(str(node.target))))
+            node.target = name
+        called.add(str(node.target))
+    module.recompile()
+    return module
 
 
 class _Reader:
@@ -110,6 +196,30 @@ register(
         yields="onnx-int8",
         apply=_nncf,
         libraries=("nncf", "openvino"),
+        data="calibration",
+    )
+)
+register(
+    Pass(
+        name="nncf-accuracy",
+        summary="NNCF's quantization with accuracy control, for OpenVINO",
+        config=NncfAccuracy,
+        accepts=frozenset({"onnx"}),
+        yields="onnx-int8",
+        apply=_nncf_accuracy,
+        libraries=("nncf", "openvino"),
+        data="calibration",
+    )
+)
+register(
+    Pass(
+        name="pt2e",
+        summary="torchao's PT2E quantization, for torch's Inductor",
+        config=Pt2e,
+        accepts=frozenset({"module"}),
+        yields="quantized",
+        apply=_pt2e,
+        libraries=("torch", "torchao"),
         data="calibration",
     )
 )

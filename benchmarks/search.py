@@ -24,7 +24,7 @@ from optimize.precision.search import Search, search
 from optimize.precision.table import markdown
 from optimize.report.words import NONE, number, points
 from optimize.run.job import Job, open_job
-from optimize.training.loop import TrainingConfig
+from optimize.training.config import TrainingConfig
 
 MODELS = {
     "ResNet-20": "examples/cifar_resnet.py:resnet20",

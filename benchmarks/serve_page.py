@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from serve.runtime.stages import STAGES
 
 #: Shots by subject, workload and clients, one a round.
 Shots = Mapping[tuple[str, str, int], Sequence[Shot]]
+
+#: Subjects whose p50 at one client is compared.
+COMPARED_ALONE = frozenset({"echo-torchserve", "torchserve", "own", "serial"})
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,15 @@ def p50(shots: Shots, key: str, workload: str, clients: int = 1) -> list[float]:
     return [shot.latency.percentile(50) for shot in shots[key, workload, clients]]
 
 
-def aims(shots: Shots, measured: Sequence[str], workload: str) -> list[Aim]:
-    """What is wanted of the servers, as far as what it is judged by was measured; ratios are within a round."""
+def aims(shots: Shots, measured: Sequence[str], workload: str, alone: Shots) -> list[Aim]:
+    """What is wanted of the servers, as far as what it is judged by was measured.
+
+    Args:
+        shots: of the rounds; ratios are within one.
+        measured: the subjects' keys.
+        workload: which is judged.
+        alone: of the turns at one client; differences of p50 are within one.
+    """
     found = []
 
     def ratio(words: str, key: str, other: str, bound: float) -> None:
@@ -67,8 +77,8 @@ def aims(shots: Shots, measured: Sequence[str], workload: str) -> list[Aim]:
             found.append(Aim(words, tuple(one / two for one, two in pairs), bound, least=True, unit="×"))
 
     def extra(words: str, key: str, others: Sequence[str], bound: float) -> None:
-        if {key, *others} <= set(measured):
-            rows = zip(*(p50(shots, one, workload) for one in (key, *others)), strict=True)
+        if all((one, workload, 1) in alone for one in (key, *others)):
+            rows = zip(*(p50(alone, one, workload) for one in (key, *others)), strict=True)
             found.append(Aim(words, tuple(row[0] - sum(row[1:]) for row in rows), bound, least=False, unit=" ms"))
 
     ratio("own server at saturation against in process, pipelined", "own", "pipelined", 0.92)
@@ -123,11 +133,12 @@ def stage_table(shots: Shots, subjects: Sequence[Subject], workload: str, client
     return rows if len(rows) > 2 else []
 
 
-def faults(shots: Shots) -> list[str]:
+def faults(shots: Iterable[Sequence[Shot]]) -> list[str]:
     """What was wrong, if anything was."""
-    bad = sum(shot.bad for found in shots.values() for shot in found)
-    answers = sum(len(shot.latency) for found in shots.values() for shot in found)
-    said = [fault for found in shots.values() for shot in found for fault in shot.faults][:5]
+    each = [shot for found in shots for shot in found]
+    bad = sum(shot.bad for shot in each)
+    answers = sum(len(shot.latency) for shot in each)
+    said = [fault for shot in each for fault in shot.faults][:5]
     return [
         f"{answers:,} answers were compared with the known ones; {bad} were wrong, refused or lost"
         + (f": {'; '.join(said)}." if said else ".")

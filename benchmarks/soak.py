@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.soak_faults import ANSWERED, DURING_A_KILL
-from benchmarks.soak_phases import KILLED_S, LEAK_MB_A_MINUTE, SHARE, Phases, Soaked, course
+from benchmarks.soak_phases import KILLED_S, LEAK_MB_A_MINUTE, SHARE, Phases, Soaked, course, slope
 from optimize.measure.machine import machine, versions
 from serve import layout, runs
 from serve.load import known
@@ -33,6 +33,7 @@ from serve.runtime.card import load_card
 from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.serving import Serving
 from serve.torchserve.archive import serving_of
+from serve.torchserve.limits import MIB, Limits
 from serve.tune.servers import KINDS, ended_in_order, pack, serving
 from serve.tune.space import told
 from tests.serve.mutations import mutated
@@ -143,6 +144,16 @@ def _answered(found: Soaked, client: str) -> Verdict:
     return Verdict(f"{client}: {good} clients answered as known, {lost} not", good > 0 and not lost)
 
 
+def _memory(program: str, samples: list[tuple[float, float]]) -> str:
+    """What one of a server's programs held, in words."""
+    (_, first), *_, (_, last) = [samples[0], *samples]
+    words = f"{program} {first:.0f} MB at first and {last:.0f} in the end, {slope(samples):+.2f} a minute"
+    if program != "java":
+        return words
+    heap, buffers = (megabytes * MIB / 1e6 for megabytes in (Limits().heap_mb, Limits().direct_mb))
+    return f"{words} (its heap may take {heap:.0f} MB, its buffers {buffers:.0f})"
+
+
 def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
     """The Markdown of one server."""
     assert found.mixed is not None
@@ -158,6 +169,9 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
         body += [*(f"- {fault}" for fault in (*mixed.faults, *found.bad_client_faults[:5])), ""]
     if found.rejected:
         body += [*(f"- {rejected.line}" for rejected in found.rejected), ""]
+    if len(found.memory_by) > 1:
+        words = "; ".join(_memory(program, samples) for program, samples in sorted(found.memory_by.items()))
+        body += [f"Memory while it was watched: {words}.", ""]
     body += ["| clients that behave badly | outcomes |", "|---|---|"]
     kinds = sorted({kind for kind, _ in found.bad_clients})
     for kind in kinds:
@@ -175,17 +189,19 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
             body.append(f"| {number} | {kill.recovery_s:.1f} s | {shown} |")
         body.append("")
     body += [
-        f"Overload, photographs, capacity {found.capacity:.0f} requests/s:",
+        f"Overload, photographs, capacity {found.capacity:.0f} requests/s. What the generator takes of the cores, "
+        "the server has not.",
         "",
-        "| arrivals | answered a second | of capacity | p50 | p99 | told to try again | p99 of that | bad |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| arrivals | answered a second | of capacity | p50 | p99 | told to try again | p99 of it | bad | generator |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for factor, over in found.overload.items():
         share = over.throughput / found.capacity if found.capacity else 0.0
         refused = f"{over.rejection.percentile(99):.0f} ms" if len(over.rejection) else "–"
         body.append(
             f"| {factor:g}× | {over.throughput:.0f} | {share:.0%} | {over.latency.percentile(50):.0f} ms | "
-            f"{over.latency.percentile(99):.0f} ms | {over.counts.get('rejected', 0):,} | {refused} | {over.bad} |"
+            f"{over.latency.percentile(99):.0f} ms | {over.counts.get('rejected', 0):,} | {refused} | {over.bad} | "
+            f"{over.cpu_s / over.seconds if over.seconds else 0.0:.2f} cores |"
         )
     return [*body, ""]
 

@@ -7,7 +7,7 @@ import dataclasses
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -53,12 +53,14 @@ class Rejected:
         at_s: seconds from that phase's beginning to the chunk's.
         count: how many.
         after_kill_s: seconds from the last kill of a worker in this phase to the chunk's beginning; None: none before.
+        late_ms: the longest that the generator was kept from sending in it: what was due meanwhile came at once.
     """
 
     phase: str
     at_s: float
     count: int
     after_kill_s: float | None
+    late_ms: float = 0.0
 
     @property
     def line(self) -> str:
@@ -66,6 +68,7 @@ class Rejected:
         after = "" if self.after_kill_s is None else f", {self.after_kill_s:.0f} s after a worker was killed"
         return (
             f"{self.count} told to try again in the {_CHUNK_S:.0f} s from second {self.at_s:.0f} of {self.phase}{after}"
+            f"; the generator was late by {self.late_ms:.0f} ms at most"
         )
 
 
@@ -82,14 +85,14 @@ class Soaked:
     bad_clients: Counter[tuple[str, str]] = field(default_factory=Counter)
     bad_client_faults: list[str] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)  # seconds, MB
+    memory_by: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # the same of each program
     overload: dict[float, Result] = field(default_factory=dict)
     afterwards: Result | None = None
 
     @property
     def growth(self) -> float:
-        """MB a minute: the median of the slopes between all pairs of samples (Theil and Sen)."""
-        slopes = [(b - a) / (t - s) for (s, a), (t, b) in combinations(self.memory, 2) if t > s]
-        return statistics.median(slopes) * 60 if slopes else 0.0
+        """MB a minute of all programs together."""
+        return slope(self.memory)
 
     @property
     def leaks(self) -> bool:
@@ -99,6 +102,12 @@ class Soaked:
         minutes = (self.memory[-1][0] - self.memory[0][0]) / 60
         usual = statistics.median(megabytes for _, megabytes in self.memory)
         return self.growth > LEAK_MB_A_MINUTE and self.growth * minutes > usual / 20
+
+
+def slope(samples: Sequence[tuple[float, float]]) -> float:
+    """MB a minute: the median of the slopes between all pairs of samples of seconds and MB (Theil and Sen)."""
+    slopes = [(b - a) / (t - s) for (s, a), (t, b) in combinations(samples, 2) if t > s]
+    return statistics.median(slopes) * 60 if slopes else 0.0
 
 
 @dataclass(frozen=True)
@@ -192,13 +201,19 @@ class Phases:
             quiet.append(measure(plan, self._mixed))
             if count := quiet[-1].counts.get("rejected", 0):
                 since = began_s - last_kill if last_kill > began else None
-                self.found.rejected.append(Rejected(name, began_s - began, count, since))
+                self.found.rejected.append(Rejected(name, began_s - began, count, since, quiet[-1].late_ms))
             if kill_every_s is None:
-                self.found.memory.append((time.monotonic() - began, self._live.memory_bytes() / 1e6))
+                self._sample_memory(time.monotonic() - began)
             if number % 6 == 1:
                 counts = together(quiet).counts
                 self._say(f"{name}: {max(0.0, seconds - spent):.0f} s left, {dict(counts)}")
         return quiet
+
+    def _sample_memory(self, at_s: float) -> None:
+        by_program = {program: size / 1e6 for program, size in self._live.memory_by_program().items()}
+        self.found.memory.append((at_s, sum(by_program.values())))
+        for program, megabytes in by_program.items():
+            self.found.memory_by.setdefault(program, []).append((at_s, megabytes))
 
     def _workers(self) -> list[psutil.Process]:
         """Worker processes that may be killed because somebody starts them again: TorchServe's."""

@@ -13,23 +13,31 @@ from typing import TYPE_CHECKING, Any
 from serve.runtime.execution import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from optimize.api import apply, compare, compare_runs, load, package, restore, save, search, sensitivity
+    from optimize.api import apply, compare, compare_runs, load, package, profile, restore, save, search, sensitivity
     from optimize.data.from_python import image_data
     from optimize.errors import NotApplicableError, PassError
     from optimize.measure.timing import Timing
     from optimize.models.preprocessing import PreprocessingConfig
     from optimize.passes.dynamic import Dynamic
     from optimize.passes.equalize import Equalize
+    from optimize.passes.expand import Expand
     from optimize.passes.fuse import Fuse
     from optimize.passes.half import Half
+    from optimize.passes.merge import Merge
     from optimize.passes.onnx import Onnx
     from optimize.passes.onnx_half import OnnxHalf
     from optimize.passes.onnx_int8 import OnnxInt8
+    from optimize.passes.onnx_packed import OnnxPacked
+    from optimize.passes.prune_channels import PruneChannels
+    from optimize.passes.prune_magnitude import PruneMagnitude
+    from optimize.passes.prune_nm import PruneNm
     from optimize.passes.ptq import Ptq
+    from optimize.passes.ptq_lowbit import PtqLowbit
     from optimize.passes.qat import Qat
+    from optimize.passes.qat_lowbit import QatLowbit
     from optimize.passes.reestimate import Reestimate
     from optimize.report.comparison import Comparison
-    from optimize.training.loop import TrainingConfig as Training
+    from optimize.training.config import TrainingConfig as Training
     from optimize.variant import Variant
     from serve.options import ServingOptions
     from serve.runtime.card import Preprocessing
@@ -39,18 +47,26 @@ __all__ = [
     "Comparison",
     "Dynamic",
     "Equalize",
+    "Expand",
     "Fuse",
     "Half",
+    "Merge",
     "NotApplicableError",
     "Onnx",
     "OnnxHalf",
     "OnnxInt8",
+    "OnnxPacked",
     "PassError",
     "PipelineError",
     "Preprocessing",
     "PreprocessingConfig",
+    "PruneChannels",
+    "PruneMagnitude",
+    "PruneNm",
     "Ptq",
+    "PtqLowbit",
     "Qat",
+    "QatLowbit",
     "Reestimate",
     "ServingOptions",
     "Timing",
@@ -63,6 +79,7 @@ __all__ = [
     "image_data",
     "load",
     "package",
+    "profile",
     "restore",
     "save",
     "search",
@@ -71,7 +88,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        ("apply", "compare", "compare_runs", "load", "package", "restore", "save", "search", "sensitivity"),
+        ("apply", "compare", "compare_runs", "load", "package", "profile", "restore", "save", "search", "sensitivity"),
         "optimize.api",
     ),
     "Comparison": "optimize.report.comparison",
@@ -82,15 +99,23 @@ _HOMES = {
     "Dynamic": "optimize.passes.dynamic",
     "PreprocessingConfig": "optimize.models.preprocessing",
     "Equalize": "optimize.passes.equalize",
+    "Expand": "optimize.passes.expand",
     "Reestimate": "optimize.passes.reestimate",
     "Fuse": "optimize.passes.fuse",
     "Half": "optimize.passes.half",
+    "Merge": "optimize.passes.merge",
     "Onnx": "optimize.passes.onnx",
     "OnnxHalf": "optimize.passes.onnx_half",
     "OnnxInt8": "optimize.passes.onnx_int8",
+    "OnnxPacked": "optimize.passes.onnx_packed",
+    "PruneChannels": "optimize.passes.prune_channels",
+    "PruneMagnitude": "optimize.passes.prune_magnitude",
+    "PruneNm": "optimize.passes.prune_nm",
     "Ptq": "optimize.passes.ptq",
+    "PtqLowbit": "optimize.passes.ptq_lowbit",
     "Qat": "optimize.passes.qat",
-    "Training": "optimize.training.loop",
+    "QatLowbit": "optimize.passes.qat_lowbit",
+    "Training": "optimize.training.config",
     "Variant": "optimize.variant",
     **dict.fromkeys(("NotApplicableError", "PassError"), "optimize.errors"),
     **dict.fromkeys(("PipelineError", "UserError"), "serve.runtime.errors"),

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import re
-import reprlib
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
+from optimize.arguments import differences, must_be, must_be_model, nearest_settings, step_name
 from optimize.data.formats.base import DEFAULT_DATA
 from optimize.data.from_python import Data, image_data
 from optimize.data.records import Augmentation, ImageData
@@ -28,7 +26,7 @@ from optimize.measure.timing import Timing
 from optimize.measure.wanted import check_wanted
 from optimize.models.preprocessing import PreprocessingConfig, Wish
 from optimize.noise import silenced
-from optimize.passes.base import find_pass, pass_of
+from optimize.passes.base import find_pass
 from optimize.passes.ptq import Ptq
 from optimize.precision.methods import MethodName
 from optimize.precision.records import Found, Sensitivity
@@ -36,6 +34,8 @@ from optimize.precision.search import Search
 from optimize.precision.search import search as _search
 from optimize.precision.sensitivity import ONE_IMAGE, subject
 from optimize.precision.sensitivity import sensitivity as _sensitivity
+from optimize.profiling.profiling import float_program, profile_artifact
+from optimize.profiling.records import Profiled
 from optimize.report.comparison import Comparison
 from optimize.run.comparing import compare_runs as _compare_runs
 from optimize.run.floats import graph_of
@@ -44,9 +44,9 @@ from optimize.run.recommendation import Objective, Recommend, recommend
 from optimize.run.results import measure as measure_steps
 from optimize.run.saved import take
 from optimize.run.session import Session
-from optimize.training.loop import TrainingConfig
+from optimize.training.config import TrainingConfig
 from optimize.variant import Variant
-from serve.config import Config, defaults
+from serve.config import Config
 from serve.options import ServingOptions
 from serve.progress import ProgressBar, here
 from serve.runtime.card import CARD_FILE
@@ -56,8 +56,6 @@ from serve.runtime.execution import Execution
 from serve.torchserve.archive import build_archive
 
 _RULE = Recommend()
-#: As a recipe allows it.
-_LONGEST_NAME = 64
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,6 +92,7 @@ def load(
     val_images: int | None = None,
     skip_unreadable: bool = False,
     seed: int = 0,
+    processes: int = 1,
     trust_checkpoint: bool = False,
 ) -> Variant:
     """The baseline: a model with its checkpoint, or trained here.
@@ -118,12 +117,13 @@ def load(
         val_images: measure accuracy on so many validation images, drawn from each class alike; by default on all.
         skip_unreadable: measure without the validation images that cannot be read, instead of refusing them.
         seed: of every random choice.
+        processes: how many processes of this machine train together, here and in ``qat``; on GPUs each has one.
         trust_checkpoint: let the checkpoint's pickle run code.
 
     Raises:
         UserError: something is missing, unreadable, or does not fit.
     """
-    _must_be_model(model)
+    must_be_model(model)
     with silenced():
         bar = here()
         try:
@@ -143,6 +143,7 @@ def load(
                 preprocessing=Wish(preprocessing, "your setting {}") if preprocessing is not None else None,
                 trust_checkpoint=trust_checkpoint,
                 seed=seed,
+                processes=processes,
             )
             opened = open_job(job, bar)
         except BaseException:
@@ -165,9 +166,9 @@ def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
         NotApplicableError: it has nothing to do for this model or machine.
         PassError: its result is not what it promises.
     """
-    _must_be(Variant, parent, "apply takes a variant, as load() gives it")
-    _must_be(Config, config, f"apply takes a pass's settings, such as opt.{_nearest_settings(config)}()")
-    wanted = name or _name(config)
+    must_be(Variant, parent, "apply takes a variant, as load() gives it")
+    must_be(Config, config, f"apply takes a pass's settings, such as opt.{nearest_settings(config)}()")
+    wanted = name or step_name(config)
     with silenced(), _shown(parent.session, wanted):
         return Variant(parent.session, parent.session.apply(parent.artifact, config, wanted))
 
@@ -208,11 +209,11 @@ def compare(
     if not variants:
         raise UserError("compare needs at least one variant")
     for variant in variants:
-        _must_be(Variant, variant, "compare takes variants, as load() and apply() give them")
+        must_be(Variant, variant, "compare takes variants, as load() and apply() give them")
     session = variants[0].session
     names = [variant.name for variant in variants]
     for variant in variants:
-        if differing := _differing(session, variant.session):
+        if differing := differences(session, variant.session):
             raise UserError(f"{variant.name} cannot be compared with {names[0]}: they differ in {', '.join(differing)}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"two variants are called {twice[0]!r}; give one another name: apply(…, name=…)")
@@ -304,7 +305,7 @@ def sensitivity(
     Raises:
         UserError: the variant is no such, or there is no such engine.
     """
-    _must_be(Variant, variant, "sensitivity takes a variant, as load() and apply() give it")
+    must_be(Variant, variant, "sensitivity takes a variant, as load() and apply() give it")
     session = variant.session
     with silenced():
         parent, config = subject(variant.artifact, ptq)
@@ -354,7 +355,7 @@ def search(
     Raises:
         UserError: the variant is no float module, or a setting is not legal.
     """
-    _must_be(Variant, variant, "search takes a variant, as load() gives it")
+    must_be(Variant, variant, "search takes a variant, as load() gives it")
     if variant.artifact.kind != "module":
         raise UserError(f"search starts from a float module, and {variant.name} is none; give it what load() gave")
     session = variant.session
@@ -381,6 +382,31 @@ def search(
             config = find_pass(stage["pass"]).config(**stage["config"])
             steps[stage["name"]] = session.apply(steps[stage["from"]].artifact, config, stage["name"])
     return Searched(found, Variant(session, steps[wanted]) if wanted else None)
+
+
+def profile(variant: Variant, *, batch: int = 1, execution: str | Execution | None = None) -> Profiled:
+    """What each layer of a variant takes: time, MACs, bytes, and the share of this machine's peak, as engines tell it.
+
+    Each execution has a process of its own; peaks are measured there, too.
+
+    Args:
+        variant: any.
+        batch: images that are run together.
+        execution: an engine's name, such as ``openvino``, or an execution; by default all on the CPU that run it. What
+            does not tell is named, with the reason.
+
+    Raises:
+        UserError: the batch is no number of images, there is no such engine, or none that tells.
+    """
+    must_be(Variant, variant, "profile takes a variant, as load() and apply() give it")
+    with silenced():
+        return profile_artifact(
+            variant.artifact.folder,
+            batch=batch,
+            execution=execution,
+            floats=float_program((one.folder, one.card) for one in variant.artifact.line()),
+            listener=here(),
+        )
 
 
 def save(variant: Variant, folder: str | Path) -> Path:
@@ -411,7 +437,7 @@ def restore(base: Variant, folder: str | Path) -> Variant:
     Raises:
         UserError: it is no whole artifact, or one of another model, other classes or other preprocessing.
     """
-    _must_be(Variant, base, "restore takes a variant, as load() gives it, of the model and data that it is for")
+    must_be(Variant, base, "restore takes a variant, as load() gives it, of the model and data that it is for")
     with silenced():
         return Variant(base.session, take(base.session, Path(folder)))
 
@@ -440,24 +466,6 @@ def _held(data: Data, seed: int, bar: ProgressBar) -> ImageData:
     return image_data(data, seed=seed, told=lambda share: bar.progressed(share, "images"))
 
 
-def _name(config: Config) -> str:
-    """The pass's name and the settings that were given: ``ptq-observer-minmax``."""
-    usual = defaults(type(config))
-    plain = config.model_dump(mode="json")
-    given = {
-        name: plain[name] for name in plain if name in config.model_fields_set and getattr(config, name) != usual[name]
-    }
-    name = "-".join([pass_of(config).name, *(_words(name, value) for name, value in given.items())])
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[: _LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-
-
-def _words(name: str, value: object) -> str:
-    """A setting as part of a name that is legal in recipes and folders: ``keepfloat-conv2d``."""
-    return re.sub(r"[^a-z0-9.]+", "-", f"{name}-{value}".replace("_", "").lower()).strip("-.")
-
-
 @contextlib.contextmanager
 def _shown(session: Session, name: str) -> Iterator[None]:
     """Show how far a step is, and end that however the step ends."""
@@ -467,37 +475,3 @@ def _shown(session: Session, name: str) -> Iterator[None]:
         yield
     finally:
         listener.ended(name, 0.0, cached=False, skipped=None)
-
-
-def _differing(one: Session, other: Session) -> list[str]:
-    """In what two sessions differ that variants must share to be compared."""
-    here_, there = one.context, other.context
-    pairs = {
-        "evaluation images": (here_.data.fingerprint, there.data.fingerprint),
-        "preprocessing": (here_.preprocessing, there.preprocessing),
-        "device": (here_.device, there.device),
-        "store": (one.store.root.resolve(), other.store.root.resolve()),
-    }
-    return [name for name, (first, second) in pairs.items() if first != second]
-
-
-def _must_be_model(value: object) -> None:
-    if isinstance(value, str | nn.Module):
-        return
-    built = ""
-    if isinstance(value, type) and issubclass(value, nn.Module):
-        built = f"; give one of it: {value.__name__}(…)"
-    raise UserError(
-        "model: must be the name of a torchvision classifier, timm:NAME, path/to/file.py:factory, "
-        f"package.module:factory or an nn.Module, and not {reprlib.repr(value)} ({type(value).__name__}){built}"
-    )
-
-
-def _must_be(kind: type, value: object, rule: str) -> None:
-    if not isinstance(value, kind):
-        raise UserError(f"{rule}, and not {reprlib.repr(value)} ({type(value).__name__})")
-
-
-def _nearest_settings(word: object) -> str:
-    """The settings that somebody means who gives a pass's name in their place."""
-    return find_pass(word).config.__name__ if isinstance(word, str) else "Ptq"

@@ -30,6 +30,10 @@ class Context(Described):
         listener: told how far a long step is.
         skip_unreadable: measure without those validation images that cannot be read, instead of refusing.
         scratch: folder for pixels that memory does not hold; the user's cache folder by default.
+        unfinished: folder in which what is being made keeps how far it has come, to go on after an interruption; None:
+            nowhere.
+        checkpoint_seconds: how long after one such checkpoint the next is due.
+        processes: how many train together.
     """
 
     data: ImageData
@@ -39,6 +43,9 @@ class Context(Described):
     listener: Listener = SILENT
     skip_unreadable: bool = False
     scratch: Path | None = None
+    unfinished: Path | None = None
+    checkpoint_seconds: float = 60.0
+    processes: int = 1
 
     def _facts(self) -> dict[str, str]:
         shape = " × ".join(map(str, self.preprocessing.shape))

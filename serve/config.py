@@ -7,9 +7,9 @@ import reprlib
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass  # which pydantic 2 does not export
@@ -56,13 +56,29 @@ class Config(BaseModel, metaclass=_Settings):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    #: Where a kind's settings are described, so that the kinds that inherit them need not do it again.
+    described_by: ClassVar[str | None] = None
+
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Describe each field in the class's documentation, where ``help()`` and editors look."""
         own = inspect.cleandoc(cls.__dict__.get("__doc__") or cls.__name__)
         usual = defaults(cls)
-        fields = (_described(name, field, usual) for name, field in cls.model_fields.items())
+        general = cls._described_elsewhere()
+        fields = [_described(name, field, usual) for name, field in cls.model_fields.items() if name not in general]
+        if general:
+            named = [_head(name, cls.model_fields[name], usual) for name in general]
+            fields.append(_paragraph(f"as {cls.described_by} has them, which describes them: {'; '.join(named)}"))
         cls.__doc__ = "\n".join([own, "", "Settings:", *fields])
+
+    @classmethod
+    def _described_elsewhere(cls) -> list[str]:
+        """The settings that are inherited as they are from a kind that is described by itself."""
+        for number, kind in enumerate(cls.__mro__):
+            if issubclass(kind, Config) and vars(kind).get("described_by") is not None:
+                own = {name for nearer in cls.__mro__[:number] for name in vars(nearer).get("__annotations__", {})}
+                return [name for name in kind.model_fields if name not in own] if number else []
+        return []
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """What ``repr`` tells: the settings that were given and are not as they usually are."""
@@ -94,12 +110,23 @@ def defaults(kind: type[BaseModel]) -> dict[str, Any]:
 
 def faults(kind: type[BaseModel], error: ValidationError) -> list[Fault]:
     """What pydantic found wrong, in the project's words: the value, and what would be right."""
+    return _told(kind, error.errors())
+
+
+def _told(kind: type[BaseModel], entries: Sequence[Mapping[str, Any]]) -> list[Fault]:
     found = []
-    for entry in error.errors():
+    for entry in entries:
         name = str(entry["loc"][0]) if entry["loc"] else ""
+        within = kind.model_fields[name].annotation if name in kind.model_fields else None
+        if len(entry["loc"]) > 1 and isinstance(within, type) and issubclass(within, BaseModel):
+            deeper = {**entry, "loc": entry["loc"][1:]}
+            found += [Fault(name, f"{fault.field}: {fault.message}") for fault in _told(within, [deeper])]
+            continue
         if entry["type"] == "extra_forbidden":
-            known = kind.model_fields
-            found.append(Fault(name, f"unknown{did_you_mean(name, known)}; known are {', '.join(known)}"))
+            inside, known = [str(part) for part in entry["loc"][1:]], _known(kind, name)
+            where = f"{'.'.join(inside)}: " if inside else ""
+            wrong = inside[-1] if inside else name
+            found.append(Fault(name, f"{where}unknown{did_you_mean(wrong, known)}; known are {', '.join(known)}"))
             continue
         message = entry["msg"].removeprefix("Value error, ")
         given = f" (it is {reprlib.repr(entry['input'])})" if name else ""
@@ -107,11 +134,28 @@ def faults(kind: type[BaseModel], error: ValidationError) -> list[Fault]:
     return found
 
 
+def _known(kind: type[BaseModel], name: str) -> list[str]:
+    """The settings of a kind; those inside of one of them, where that is a mapping by what the user names."""
+    if name not in kind.model_fields:
+        return list(kind.model_fields)
+    annotation: Any = kind.model_fields[name].annotation
+    while parts := typing.get_args(annotation):
+        annotation = parts[-1]
+    return list(getattr(annotation, "__annotations__", {}))
+
+
 def _described(name: str, field: FieldInfo, usual: Mapping[str, Any]) -> str:
     """A field as a paragraph: its name, type and default; what it means."""
+    return _paragraph(f"{_head(name, field, usual)}: {field.description or ''}")
+
+
+def _head(name: str, field: FieldInfo, usual: Mapping[str, Any]) -> str:
     default = f" = {usual[name]!r}" if name in usual else ""
-    said = f"{name}: {_spelled(field.annotation)}{default}: {field.description or ''}"
-    return "\n".join(textwrap.wrap(said, 116, initial_indent=" " * 4, subsequent_indent=" " * 8))
+    return f"{name}: {_spelled(field.annotation)}{default}"
+
+
+def _paragraph(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8))
 
 
 def _spelled(annotation: Any) -> str:

@@ -1,7 +1,7 @@
 """What all tests share: hypothesis judges what it finds, and not how busy the machine is; Ctrl-C reaches programs.
 
 And how several processes share the machine: each computes with one thread, and takes the longest files first, so that
-none is left with one at the end.
+none is left with one at the end. Java is started as what soon ends again is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from xdist.remote import Producer
     from xdist.scheduler import LoadFileScheduling
 
@@ -24,6 +26,11 @@ settings.load_profile("unhurried")
 
 # A shell's `… &` has its jobs ignore Ctrl-C, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Inductor would start processes that compile for Triton, which nothing here does: each imports torch (torch 2.14).
+os.environ.setdefault("TORCH_WARM_POOL", "0")
+# And would compile a program for each instruction set of the processor, to see whether the compiler knows it.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 #: Whether this is one of several processes that share the tests.
 AMONG_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
@@ -40,6 +47,21 @@ def one_thread_each() -> None:
         import torch  # which the tests' own files have imported by now
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def java_for_a_minute() -> Iterator[None]:
+    """The servers that are started in this process live for a minute: Java compiles what they run once, and quickly.
+
+    Its second compiler works for code that runs for hours, and takes half of the CPU time of TorchServe's start. What
+    is computed and answered is the same; those that are started by a command have what a user's have.
+    """
+    from serve.torchserve.limits import Limits
+
+    options = Limits.java_options
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Limits, "java_options", lambda limits: [*options(limits), "-XX:TieredStopAtLevel=1"])
+        yield
 
 
 #: Files that one process runs, because they share a server, which each process would start for itself.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,11 +40,14 @@ FLOORS = {
     "optimize.lint": 4,
     "optimize.report": 5,
     "optimize.quantization": 5,
+    "optimize.pruning": 5,
     "optimize.certify": 5,
+    "optimize.profiling": 6,
     "optimize.passes": 6,
     "optimize.run": 7,
     "optimize.precision": 8,
     "optimize.api": 9,
+    "optimize.arguments": 9,
     "optimize.variant": 9,
     "optimize.cli": 9,
     "optimize.__main__": 9,
@@ -57,11 +60,13 @@ MODULES = sorted(
 )
 
 
-def imports(module: str) -> Iterator[str]:
+@functools.cache
+def imports(module: str) -> tuple[str, ...]:
     """The project's modules that ``module`` imports when it is loaded or run, resolved to absolute names."""
     path = ROOT / Path(*module.split("."))
     is_package = path.is_dir()
     tree = ast.parse((path / "__init__.py" if is_package else path.with_suffix(".py")).read_text(encoding="utf-8"))
+    found: list[str] = []
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
@@ -73,7 +78,8 @@ def imports(module: str) -> Iterator[str]:
             names = [
                 f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in MODULES else origin for alias in node.names
             ]
-        yield from (name for name in names if name.split(".")[0] in ("optimize", "serve"))
+        found += [name for name in names if name.split(".")[0] in ("optimize", "serve")]
+    return tuple(found)
 
 
 def floor(module: str) -> int:

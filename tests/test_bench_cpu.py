@@ -12,19 +12,8 @@ from typing import Any
 
 import pytest
 
-from optimize.measure.rows import (
-    Accuracy,
-    Footprint,
-    Latency,
-    Measured,
-    ModelFile,
-    Pair,
-    Ratio,
-    Reference,
-    Row,
-    Skip,
-    Timed,
-)
+from optimize.measure.figures import Accuracy, Footprint, Latency, Measured, Ratio, Timed
+from optimize.measure.rows import ModelFile, Pair, Reference, Row, Skip
 from optimize.passes import base
 from serve.runtime.execution import Execution
 

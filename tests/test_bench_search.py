@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.search import HEADS, Case, Effort, main, row, sooner, write_into
-from optimize.measure.rows import Difference, Judgement
+from optimize.measure.figures import Difference
+from optimize.measure.rows import Judgement
 from optimize.measure.timing import Timing
 from optimize.precision.records import Budget, Found, Trial
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.optimize.runs_fixtures import UNCOMPILED
+from tests.optimize.runs_fixtures import LEAN, ONE_THREAD, UNCOMPILED
 from tests.serve import artifacts
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ def install(folder: Path, module: str, group: str, code: str) -> dict[str, str]:
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n", encoding="utf-8")
     (info / "entry_points.txt").write_text(f"[{group}]\n{module} = {module}\n", encoding="utf-8")
-    return {**os.environ, **UNCOMPILED, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    return {**os.environ, **UNCOMPILED, **ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
 
 def run(environment: dict[str, str], *words: object, code: int = 0, cwd: Path = ROOT) -> str:
@@ -57,20 +57,7 @@ def test_a_foreign_pass_is_listed_run_and_followed_by_others(tmp_path: Path) -> 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"baseline": {"epochs": 1}, "stages": stages, "measure": measure}))
     model, store = f"{ROOT / 'examples' / 'tiny_cnn.py'}:tiny", tmp_path / "store"
-    words = (
-        "-m",
-        "optimize",
-        "run",
-        model,
-        "--recipe",
-        recipe,
-        "--store",
-        store,
-        "--device",
-        "cpu",
-        "--name",
-        "snapped",
-    )
+    words = ("-c", LEAN, "run", model, "--recipe", recipe, "--store", store, "--device", "cpu", "--name", "snapped")
     run(there, *words)
     weights = load_file(store / "snapped" / "artifacts" / "snap" / "weights.safetensors")
     assert weights

@@ -88,7 +88,7 @@ def test_every_name_that_is_no_file_has_a_rule() -> None:
 
 def test_what_the_default_recipe_leaves_out_is_said_where_it_is_chosen() -> None:
     left_out = sorted(set(passes()) - {stage.operation.name for stage in load_recipe(DEFAULT_RECIPE).stages})
-    but = " and ".join(left_out)
+    but = f"{', '.join(left_out[:-1])} and {left_out[-1]}"
     (row,) = re.findall(r"^\| `RECIPE` \|.*$", README, re.MULTILINE)
     assert f"every pass but {but}" in row.replace("`", "")
     assert f"every pass but {but}" in " ".join(help_of(cli.app, "run").replace("│", " ").split())
@@ -128,3 +128,9 @@ def test_every_link_leads_to_a_file_that_is_tracked() -> None:
     assert "README.md" in dict(targets)
     for name, target in targets:
         assert target.rstrip("/") in tracked | folders, f"{name}: {target}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_among_the_examples_is_legal_and_told_of(path: Path) -> None:
+    assert load_recipe(path).stages
+    assert f"({path.name})" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")

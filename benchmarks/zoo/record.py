@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, TypeAdapter
 
-from optimize.measure.rows import Record
+from optimize.measure.figures import Record
 
 Status = Literal["ok", "failed", "not made"]
 

@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 from optimize.cli.integers import certify, lint
 from optimize.cli.layers import search, sensitivity
 from optimize.cli.passes import list_passes
+from optimize.cli.profiles import profile
 from optimize.cli.running import compare, run
 from optimize.cli.stored import list_runs, prune, show, verify
 from optimize.cli.words import ListsData
@@ -35,6 +36,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "certify": certify,
     "sensitivity": sensitivity,
     "search": search,
+    "profile": profile,
     "passes": list_passes,
 }
 _LIST_DATA = {"run", "search"}

@@ -59,7 +59,10 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     skip_unreadable: SkipUnreadable = False,
     recipe: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="A YAML file of stages; the default runs every pass but equalize and reestimate."),
+        typer.Option(
+            help="A YAML file of stages; the default runs every pass but equalize, expand, merge, onnx-packed, "
+            "prune-channels, prune-magnitude, prune-nm, ptq-lowbit, qat-lowbit and reestimate."
+        ),
     ] = None,
     store: Store = DEFAULT_STORE,
     device: Annotated[str, typer.Option(help="Where to train and calibrate: auto, cpu, cuda or cuda:N.")] = "auto",
@@ -96,6 +99,9 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         bool, typer.Option("--replace", help="Replace a run of this name, even if it is of another model or data.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Processes that train together, on this machine; on GPUs each has one.")
+    ] = 1,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Time everything anew.")] = False,
     objective: Objective = None,
     max_drop: MaxDrop = None,
@@ -139,6 +145,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             replace=replace,
             trust_checkpoint=trust_checkpoint,
             seed=seed,
+            processes=processes,
             remeasure=remeasure,
             recommend=given(objective=objective, max_drop=fraction(max_drop), confidence=confidence),
         )

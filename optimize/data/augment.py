@@ -7,6 +7,7 @@ from typing import get_args
 
 import torch
 
+from optimize.data.draws import Draws
 from optimize.data.records import Augmentation
 from serve.runtime.lean_torchvision import functional as transforms
 
@@ -20,7 +21,7 @@ IN_WORDS: dict[Augmentation, str] = {
 AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)
 
 
-def augment(batch: torch.Tensor, kind: Augmentation, generator: torch.Generator) -> torch.Tensor:
+def augment(batch: torch.Tensor, kind: Augmentation, draws: Draws) -> torch.Tensor:
     """Shift each image of a ``uint8`` ``(N, C, H, W)`` batch at random, and mirror half of them for ``shift+flip``.
 
     Shifts are whole pixels, up to an eighth of each side. What comes in from outside is black for
@@ -29,6 +30,11 @@ def augment(batch: torch.Tensor, kind: Augmentation, generator: torch.Generator)
     torchvision's own random transforms are not used: they change all images of a batch alike, and take their
     random numbers from the process's generator, so that a run could not be repeated.
 
+    Args:
+        batch: the images.
+        kind: what may be done to them.
+        draws: the random numbers of these images; what happens to one depends on no other.
+
     Returns:
         A new batch of the same shape, dtype and device; ``batch`` itself for ``none``.
     """
@@ -36,9 +42,8 @@ def augment(batch: torch.Tensor, kind: Augmentation, generator: torch.Generator)
         return batch
     count, _, height, width = batch.shape
     reach_y, reach_x = height // 8, width // 8
-    tops = torch.randint(0, 2 * reach_y + 1, (count,), generator=generator).tolist()
-    lefts = torch.randint(0, 2 * reach_x + 1, (count,), generator=generator).tolist()
-    mirrored = (torch.rand(count, generator=generator) < 0.5).tolist() if kind == "shift+flip" else [False] * count
+    tops, lefts = draws.below(2 * reach_y + 1, 0), draws.below(2 * reach_x + 1, 1)
+    mirrored = (draws.uniform(2) < 0.5).tolist() if kind == "shift+flip" else [False] * count
     mode = "reflect" if kind == "shift+flip" else "constant"
     moved = torch.empty_like(batch)
     # On a CPU, padding a batch of photographs at once takes five times as long: it leaves the caches. On a GPU, each

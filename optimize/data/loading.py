@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -28,6 +28,27 @@ _Batch = tuple[torch.Tensor, torch.Tensor]
 _Numbered = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+_Read = tuple[torch.Tensor, torch.Tensor, int]
+
+
+class Placed(NamedTuple):
+    """A batch, or a process's part of one, in its epoch.
+
+    Attributes:
+        place: the batch's number in the epoch, from 0.
+        rows: of the split, ``int64 (N,)``; of a part there may be none.
+        images: ``uint8 (N, C, H, W)``.
+        labels: ``int64 (N,)``.
+        copies: in how many processes each of these images is: in all where a batch is too small to be divided.
+    """
+
+    place: int
+    rows: torch.Tensor
+    images: torch.Tensor
+    labels: torch.Tensor
+    copies: int
+
+
 def loader(
     split: Split,
     preprocessing: Preprocessing,
@@ -42,6 +63,7 @@ def loader(
     scratch: Path | None = None,
     told: Told | None = None,
     said: Callable[[str], None] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> Loader:
     """Batches of ``split``: ``uint8`` ``(N, C, H, W)`` images and ``int64`` ``(N,)`` labels, in host memory.
 
@@ -60,6 +82,7 @@ def loader(
         scratch: folder for pixels that memory does not hold; the user's cache folder by default.
         told: called with the share that is done where all images are decoded before the first batch.
         said: called with one line that names the images that are left out, at the end of an epoch that found some.
+        share: which part of each batch to read, from 0, and of how many, where several processes share it.
 
     Raises:
         UserError: ``batch_size`` or ``limit`` is not positive; while iterating, too many images are unreadable, or all.
@@ -68,7 +91,7 @@ def loader(
         raise UserError(f"the batch size must be at least 1, got {batch_size}")
     chosen = split if limit is None else subset(split, limit, seed)
     return Loader(
-        chosen, preprocessing, batch_size, device, shuffle, seed, skip_unreadable, remedy, scratch, told, said
+        chosen, preprocessing, batch_size, device, shuffle, seed, skip_unreadable, remedy, scratch, told, said, share
     )
 
 
@@ -79,7 +102,8 @@ class Loader:
     A small split is decoded at first use by threads and kept in memory, one that is read in order also in a
     file. Any other is decoded anew each epoch by worker processes that stay alive between epochs.
 
-    ``left_out`` has the reason for each row that was unreadable so far.
+    ``left_out`` has the reason for each row that was unreadable so far. ``share`` is which part of each batch is read,
+    and of how many, where several processes share it.
     """
 
     split: Split
@@ -93,6 +117,7 @@ class Loader:
     scratch: Path | None = None
     told: Told | None = None
     said: Callable[[str], None] | None = None
+    share: tuple[int, int] = (0, 1)
     left_out: dict[int, str] = field(default_factory=dict)
     _streaming: tuple[DataLoader[Any], _Batches] | None = None
 
@@ -111,22 +136,30 @@ class Loader:
 
     def numbered(self, number: int = 0) -> Iterator[_Numbered]:
         """As `epoch`, each batch behind the rows of the split, ``int64 (N,)``, that it has."""
+        return ((part.rows, part.images, part.labels) for part in self.placed(number))
+
+    def placed(self, number: int = 0, start: int = 0) -> Iterator[Placed]:
+        """As `numbered`, with each batch's place in the epoch, from ``start`` on: those before it are not read.
+
+        Of a batch that is shared there is a part for each place, so that all processes have as many.
+        """
         order = self._order(number)
         # What is read in another order each time would be read from a disk in random order.
         kept = fitted(self.split, self.preprocessing, self.scratch, disk=not self.shuffle, told=self.told)
-        batches = self._from_kept(order, kept) if kept is not None else self._from_workers(order)
+        read = self._from_kept(order, kept, start) if kept is not None else self._from_workers(order, start)
         known = len(self.left_out)
-        found = False
-        for rows, batch in batches:
+        found = start > 0
+        for place, (rows, batch, copies) in enumerate(read, start=start):
             # A lone image has no variance, unless all batches are of one.
-            if not len(rows) or (self.shuffle and len(rows) == 1 and min(self.batch_size, len(self.split)) > 1):
+            lone = self.shuffle and len(rows) == 1 and min(self.batch_size, len(self.split)) > 1
+            if self.share[1] == 1 and (not len(rows) or lone):
                 continue
-            found = True
+            found = found or len(rows) > 0
             labels = self.split.labels.index_select(0, rows)
             if self.device.type == "cuda":
-                yield rows, batch.pin_memory(), labels.pin_memory()
+                yield Placed(place, rows, batch.pin_memory(), labels.pin_memory(), copies)
             else:
-                yield rows, batch, labels
+                yield Placed(place, rows, batch, labels, copies)
         if not found and self.left_out:
             raise self._refused()
         if self.said is not None and len(self.left_out) > known:
@@ -144,20 +177,21 @@ class Loader:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
         return torch.randperm(len(self.split), generator=generator)
 
-    def _from_kept(self, order: torch.Tensor, kept: Fitted) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _from_kept(self, order: torch.Tensor, kept: Fitted, start: int) -> Iterator[_Read]:
+        """Each batch's rows that are readable, or our part of them, and their images; both empty where none is."""
         self.left_out.update(kept.unreadable)
         if len(self.left_out) > self._allowed:
             raise self._refused()
         bad = torch.zeros(len(self.split), dtype=torch.bool)
         bad[list(kept.unreadable)] = True
-        for rows in _Batches(order, self.batch_size, len(self)).tensors():
-            good = rows[~bad[rows]] if kept.unreadable else rows
-            if len(good):
-                yield good, kept.read(good)
+        for rows in _Batches(order, self.batch_size, len(self), start).tensors():
+            good, copies = _part(rows[~bad[rows]] if kept.unreadable else rows, self.share)
+            yield good, kept.read(good) if len(good) else torch.empty(0), copies
 
-    def _from_workers(self, order: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _from_workers(self, order: torch.Tensor, start: int) -> Iterator[_Read]:
+        """As `_from_kept`; once there are too many unreadable images, they are looked for and nothing is yielded."""
         if self._streaming is None:
-            batches = _Batches(order, self.batch_size, len(self))
+            batches = _Batches(order, self.batch_size, len(self), start, self.share)
             # On the CPU the network itself needs the cores.
             workers = min(8, cores()) if self.device.type == "cuda" else max(1, cores() // 2)
             stream: DataLoader[Any] = DataLoader(
@@ -167,20 +201,23 @@ class Loader:
                 collate_fn=_collate,
                 persistent_workers=True,
                 prefetch_factor=2,
+                # Or each epoch would take a number of the process's generator, which a network's dropout draws from.
+                generator=torch.Generator(),
             )
             self._streaming = (stream, batches)
         stream, batches = self._streaming
         # The sampler stays in this process, so that it can change under workers that stay alive.
-        batches.order = order
+        batches.order, batches.start = order, start
         deadline = None
-        for good, images, faults in stream:
+        for place, (good, images, faults) in enumerate(stream, start=start):
             self.left_out.update(faults)
             if len(self.left_out) > self._allowed:
                 deadline = deadline or time.monotonic() + _SEARCH_SECONDS
                 if len(self.left_out) > NAMED or time.monotonic() > deadline:
                     raise self._refused(more=True)
-            elif images is not None:
-                yield torch.tensor(good), images
+            else:
+                _, copies = _part(order[self.batch_size * place : self.batch_size * (place + 1)], self.share)
+                yield torch.tensor(good, dtype=torch.int64), torch.empty(0) if images is None else images, copies
         if deadline is not None:
             raise self._refused()
 
@@ -192,22 +229,39 @@ class Loader:
         return refused(self.left_out, self.split.sources, self.remedy, more=more)
 
 
-class _Batches:
-    """A batch sampler whose order is set from outside; a batch is cut from it when it is asked for."""
+def _part(rows: torch.Tensor, share: tuple[int, int]) -> tuple[torch.Tensor, int]:
+    """A process's part of a batch's rows, and in how many processes each of its rows is.
 
-    def __init__(self, order: torch.Tensor, batch_size: int, count: int) -> None:
+    Parts follow one another and are of pairs, so that each has two images at least, without which no norm can train;
+    a batch that is too small for that goes to every process whole.
+    """
+    number, count = share
+    if len(rows) < 2 * count:
+        return rows, count
+    first, end = (len(rows) // 2 * place // count * 2 for place in (number, number + 1))
+    return rows[first : end if number + 1 < count else len(rows)], 1
+
+
+class _Batches:
+    """A batch sampler whose order and first batch are set from outside; one is cut from it when it is asked for."""
+
+    def __init__(
+        self, order: torch.Tensor, batch_size: int, count: int, start: int = 0, share: tuple[int, int] = (0, 1)
+    ) -> None:
         self.order = order
+        self.start = start
+        self._share = share
         self._size = batch_size
         self._count = count
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        return (self.order[self._size * n : self._size * (n + 1)] for n in range(self._count))
+        return (self.order[self._size * n : self._size * (n + 1)] for n in range(self.start, self._count))
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (rows.tolist() for rows in self.tensors())
+        return (_part(rows, self._share)[0].tolist() for rows in self.tensors())
 
     def __len__(self) -> int:
-        return self._count
+        return self._count - self.start
 
 
 class _Encoded(Dataset[Any]):

@@ -36,6 +36,15 @@ class Graph:
                 self._takers[name].append(node)
             if node.op_type == "Constant" and (value := _constant_of(node)) is not None:
                 self._tensors[node.output[0]] = value
+        for node in graph.node:  # weights that are stored in fewer bits: their integers are those of int8
+            if (
+                node.op_type == "Cast"
+                and node.input[0] in self._tensors
+                and attribute(node, "to", 0) == TensorProto.INT8
+            ):
+                self._tensors[node.output[0]] = numpy_helper.from_array(
+                    numpy_helper.to_array(self._tensors[node.input[0]]).astype(np.int8), node.output[0]
+                )
         self._varying = self.inputs.keys() - self._tensors.keys()
         for node in graph.node:  # a valid graph's nodes are in order
             if self._varying & set(node.input) or (not node.input and node.op_type != "Constant"):

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from optimize.context import Context
 from optimize.errors import PassError
+from optimize.measure.figures import Accuracy, Difference, Parity
 from optimize.measure.latency import Call
-from optimize.measure.rows import Accuracy, Difference, Parity
 from optimize.measure.statistics import paired_difference, sqnr_db
 
 #: Logits are kept of this many images, spread over the split (which may be sorted by class), for parity.

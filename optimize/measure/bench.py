@@ -21,12 +21,12 @@ import torch
 from optimize.context import Context
 from optimize.data.loading import loader
 from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
+from optimize.measure.figures import Footprint
 from optimize.measure.latency import Speed, Turn, measure_speed
 from optimize.measure.machine import machine, versions
 from optimize.measure.pool import Loaded, Pool
 from optimize.measure.processes import Worker, environment
 from optimize.measure.references import pickled, references_on
-from optimize.measure.rows import Footprint
 from optimize.measure.timing import Timing
 from optimize.measure.wanted import wanted_executions
 from optimize.measure.worker import Child

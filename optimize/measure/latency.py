@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from optimize.listener import SILENT, Listener
-from optimize.measure.rows import Latency, Ratio, Timed
+from optimize.measure.figures import Latency, Ratio, Timed
 from optimize.measure.statistics import percentile_summary, ratio_interval
 from optimize.measure.timing import Timing
 from serve.runtime.errors import PipelineError

@@ -45,11 +45,18 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "optimize": project_version()}
     of_engines = [name for engine in engines().values() for name in engine.libraries]
     for name in dict.fromkeys([*_LIBRARIES, *of_engines]):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        if (version := installed_version(name)) is not None:
+            found[name] = version
     return found
+
+
+@functools.cache
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache

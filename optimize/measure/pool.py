@@ -14,8 +14,8 @@ from filelock import FileLock, Timeout
 
 from optimize.listener import SILENT, Listener
 from optimize.measure import processes
+from optimize.measure.figures import Footprint
 from optimize.measure.processes import Worker
-from optimize.measure.rows import Footprint
 from serve.runtime.errors import EngineError, UserError
 from serve.runtime.execution import Execution
 

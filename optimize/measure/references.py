@@ -6,20 +6,15 @@ The module travels to the reference's own process by value, pickled by us and re
 from __future__ import annotations
 
 import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import nn
 
 from optimize.measure.latency import Call
-from optimize.models.neighbours import is_installed
-from optimize.store.sources import PROJECT
+from optimize.models.by_value import pickled_by_value
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import EngineError
 from serve.runtime.predictor import infer
@@ -110,29 +105,4 @@ def pickled(build: Callable[[], nn.Module], preprocessing: Preprocessing) -> byt
     Raises:
         Exception: whatever the module refuses to be pickled with.
     """
-    import cloudpickle
-
-    with _by_value():
-        body: bytes = cloudpickle.dumps((build(), preprocessing))
-    return body
-
-
-@contextmanager
-def _by_value() -> Iterator[None]:
-    import cloudpickle
-
-    ours = [module for name, module in list(sys.modules.items()) if _is_users(name, module)]
-    for module in ours:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in ours:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_users(name: str, module: ModuleType) -> bool:
-    if name.partition(".")[0] in (*PROJECT, "__main__", "__mp_main__") or name in sys.builtin_module_names:
-        return False  # cloudpickle takes __main__ by value anyway
-    file = getattr(module, "__file__", None)
-    return isinstance(module, ModuleType) and file is not None and not is_installed(Path(file).resolve())
+    return pickled_by_value((build(), preprocessing))

@@ -8,20 +8,18 @@ always a pair: an artifact and an execution of it, called as `serve.runtime.engi
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
+from optimize.measure.figures import Difference, Measured, Record, Timed
 from optimize.measure.timing import Timing
 from optimize.store.effects import Effect
 from serve.runtime.card import Preprocessing
 from serve.runtime.certificate import Certificate
-from serve.runtime.described import Described, glance
+from serve.runtime.described import glance
 from serve.runtime.errors import CardError, UserError
 from serve.runtime.execution import Execution
-
-if TYPE_CHECKING:
-    from optimize.measure.statistics import PairedDifference
 
 #: Version of ``report.json``.
 SCHEMA: Final = 3
@@ -52,25 +50,6 @@ Parities = Annotated[Certificate | None, PlainValidator(_certificate), PlainSeri
 RunBy = Annotated[Execution, PlainValidator(_execution), PlainSerializer(Execution.to_json)]
 
 
-class Record(Described, BaseModel):
-    """What all records of a report have in common: frozen, unknown fields refused, no number that JSON cannot hold."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values; `from_json` reads them back to an equal record."""
-        return self.model_dump(mode="json", by_alias=True)
-
-    @classmethod
-    def from_json(cls, body: Any) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            pydantic.ValidationError: a field is unknown, missing or of another type.
-        """
-        return cls.model_validate(body)
-
-
 class Skip(Record):
     """Why a stage was not made, or its artifact not measured.
 
@@ -83,127 +62,6 @@ class Skip(Record):
 
     def __str__(self) -> str:
         return f"failed: {self.reason}" if self.kind == "failed" else self.reason
-
-
-class Ratio(Record):
-    """How many times as fast as another: median over the rounds, its interval, and that interval's confidence.
-
-    ``slower``: plainly slower, by the rule of `latency.compare`.
-    """
-
-    value: float
-    low: float
-    high: float
-    coverage: float
-    slower: bool
-
-
-class Latency(Record):
-    """Milliseconds of one image: p50 is the median of the rounds' medians, p95 and p99 are of all ``samples``."""
-
-    p50: float
-    p95: float
-    p99: float
-    samples: int
-
-
-class Difference(Record):
-    """Top-1 minus the baseline's on the same images, its 95 % interval, and how many images changed sides."""
-
-    delta: float
-    low: float
-    high: float
-    gained: int
-    lost: int
-
-    @classmethod
-    def of(cls, found: PairedDifference) -> Self:
-        """A paired difference as a report has it; how many images it is of stands elsewhere."""
-        return cls(delta=found.delta, low=found.low, high=found.high, gained=found.gained, lost=found.lost)
-
-
-class Accuracy(Record):
-    """Of ``images`` validation images; ``difference`` is to the baseline, which itself has none.
-
-    ``left_out`` more could not be read. ``answers`` is the key of the stored object with the answer to each image.
-    """
-
-    top1: float
-    top5: float
-    images: int
-    left_out: int = 0
-    answers: str
-    difference: Difference | None = None
-
-
-class Parity(Record):
-    """How close the logits are to those of ``reference``: on ``logits_of`` images, agreement of top-1 on ``images``.
-
-    ``sqnr_db`` is None where they are equal to the last bit, or the reference's are all zero.
-    """
-
-    reference: str
-    max_abs: float
-    mean_abs: float
-    sqnr_db: float | None
-    top1_agreement: float
-    images: int
-    logits_of: int
-
-
-class Footprint(Record):
-    """Opening the artifact and its peak memory above an idle process, in a process of its own.
-
-    On CUDA the memory is what the device has in use, by all processes, more than before.
-    """
-
-    load_ms: float
-    memory_bytes: int
-
-
-class Timed(Record):
-    """What a measurement in turns gives of each contestant.
-
-    ``throughput`` is images per second by batch size; ``speedup`` is to the fastest float execution
-    (`Results.yardstick`), ``vs_eager`` to the model as PyTorch runs it (`Results.eager`).
-    """
-
-    latency_ms: Latency
-    throughput: dict[int, float]
-    speedup: Ratio
-    vs_eager: Ratio
-
-    @property
-    def best_batch(self) -> int:
-        """The batch size of the highest throughput."""
-        return max(self.throughput, key=lambda size: self.throughput[size])
-
-    @property
-    def best_throughput(self) -> float:
-        """The highest throughput, images per second."""
-        return self.throughput[self.best_batch]
-
-    def _facts(self) -> dict[str, str]:
-        return {
-            "p50": f"{self.latency_ms.p50:.4g} ms",
-            "throughput": f"{self.best_throughput:.4g} images/s",
-            "speed": f"{self.speedup.value:.3g}×",
-            "to eager": f"{self.vs_eager.value:.3g}×",
-        }
-
-
-class Measured(Timed):
-    """All that is measured of a pair; what is compared with a parent is None where that was not measured."""
-
-    accuracy: Accuracy
-    footprint: Footprint
-    parity: Parity | None = None
-    vs_parent: Ratio | None = None
-
-    def _facts(self) -> dict[str, str]:
-        accuracy, memory = self.accuracy, self.footprint.memory_bytes / 1e6
-        top1 = {"top-1": f"{accuracy.top1 * 100:.2f} % of {accuracy.images:,}"}
-        return top1 | super()._facts() | {"memory": f"{memory:.4g} MB"}
 
 
 class Pair(Record):
@@ -363,7 +221,7 @@ class Recommendation(Record):
     pair: str | None = None
     execution: RunBy | None = None
     rule: str
-    rejected: dict[str, str] = {}
+    rejected: dict[str, str] = Field(default_factory=dict)
     unproven: str | None = None
     remarks: tuple[str, ...] = ()
     selection: str | None = None
@@ -480,7 +338,7 @@ class Data(Record):
     val: int
     val_of: int | None = None
     preprocessing: Preprocessing
-    preprocessing_origin: dict[str, str] = {}
+    preprocessing_origin: dict[str, str] = Field(default_factory=dict)
 
 
 class Report(Results):

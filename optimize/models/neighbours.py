@@ -143,14 +143,20 @@ _imported: dict[str, tuple[Path, str] | None] = {}
 
 @contextlib.contextmanager
 def running(neighbourhood: Neighbourhood) -> Iterator[None]:
-    """Let the neighbours be found by imports, after everything else, and remember what is imported of them."""
+    """Let the neighbours be found by imports, after everything else, and remember what is imported of them.
+
+    Nothing compiled is left beside them: Python takes it for a file's own by its size and the second in which it was
+    written, so that a file that was changed within that second would run as it was.
+    """
     importlib.invalidate_caches()
+    kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     added = [str(folder) for folder in neighbourhood.folders]
     before = set(sys.modules)
     sys.path += added
     try:
         yield
     finally:
+        sys.dont_write_bytecode = kept
         for folder in reversed(added):
             for position in range(len(sys.path) - 1, -1, -1):  # the last one is ours
                 if sys.path[position] == folder:

@@ -5,7 +5,7 @@ A pass is one file of this package; importing the package finds it, so adding on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from optimize.context import Context
-from optimize.store.artifact import KIND_NAMES, Artifact, Kind, Product
+from optimize.store.artifact import EAGER, KIND_NAMES, Artifact, Kind, Product
 from optimize.store.sources import source_digest
 from serve.config import Config
 from serve.runtime.errors import UserError
@@ -40,6 +40,8 @@ class Pass(Generic[C]):
             only computes on the device, it does not.
         rebuild: for passes that yield a module: from the parent's eager module and an example input to a
             module of this one's structure, into which its weights are then loaded.
+        resize: instead, where only the pass could find that structure out: from the parent's eager module and what
+            the product says of the structure.
         check: refuses a config that does not fit the model, with a `UserError`, before anything is made. It is given
             a function that builds the model, with random weights.
     """
@@ -54,6 +56,7 @@ class Pass(Generic[C]):
     libraries: tuple[str, ...] = ("torch",)
     reads_device: bool = False
     rebuild: Callable[[nn.Module, torch.Tensor], nn.Module] | None = None
+    resize: Callable[[nn.Module, Mapping[str, Any]], nn.Module] | None = None
     check: Callable[[Callable[[], nn.Module], C], None] | None = None
 
     def refuses(self, kind: Kind) -> str | None:
@@ -62,6 +65,13 @@ class Pass(Generic[C]):
             return None
         accepted = " or ".join(KIND_NAMES[accepted] for accepted in sorted(self.accepts))
         return f"{self.name} takes {accepted}, not {KIND_NAMES[kind]}"
+
+    def rebuilt(self, module: nn.Module, example: torch.Tensor, structure: Mapping[str, Any]) -> nn.Module:
+        """A module of the structure that this pass gave to an artifact, from its parent's; with any weights."""
+        if self.resize is not None:
+            return self.resize(module, structure)
+        assert self.rebuild is not None
+        return self.rebuild(module, example)
 
     def source_digest(self) -> str:
         """SHA-256 of the pass's source and all that it imports: changed code takes no old result from the cache."""
@@ -80,7 +90,7 @@ def register(entry: Pass[C]) -> Pass[C]:
     """
     if any(entry.config is other.config for other in _REGISTRY.registered()):
         raise ValueError(f"a pass with config {entry.config.__name__} is registered already")
-    if entry.yields == "module" and entry.rebuild is None:
+    if entry.yields in EAGER and entry.rebuild is None and entry.resize is None:
         raise ValueError(f"the pass {entry.name!r} yields modules: it must say how one is rebuilt (rebuild=…)")
     _REGISTRY.register(entry)
     return entry

@@ -24,6 +24,8 @@ from serve.config import Config
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+#: Weights this much smaller than the largest of their layer are far below what a sum in float32 can hold beside it.
+_NOTHING = 1e-20
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -102,10 +104,26 @@ def _identity(modules: dict[str, nn.Module], node: fx.Node) -> int:
 
 
 def _fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
+    folded: nn.Module
     if isinstance(layer, nn.Linear):
-        return fuse_linear_bn_eval(layer, norm)  # type: ignore[arg-type]
-    transposed = isinstance(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
-    return fuse_conv_bn_eval(layer, norm, transpose=transposed)  # type: ignore[arg-type, type-var]
+        folded = fuse_linear_bn_eval(layer, norm)  # type: ignore[arg-type]
+    else:
+        transposed = isinstance(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+        folded = fuse_conv_bn_eval(layer, norm, transpose=transposed)  # type: ignore[arg-type, type-var]
+    _flush(folded)
+    return folded
+
+
+def _flush(layer: nn.Module) -> None:
+    """Set to zero what cannot change an answer.
+
+    A channel that training has let die has tiny weights, and a tiny scale in its norm; their products are subnormal
+    numbers, which make a whole network 5 to 7 times slower on a CPU.
+    """
+    with torch.no_grad():
+        largest = max((float(tensor.abs().max()) for tensor in layer.parameters(recurse=False)), default=0.0)
+        for tensor in layer.parameters(recurse=False):
+            tensor[tensor.abs() < _NOTHING * largest] = 0.0
 
 
 def _same(folded: nn.Module, layer: nn.Module, norm: nn.Module, node: fx.Node) -> bool:

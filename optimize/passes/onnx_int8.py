@@ -22,6 +22,7 @@ from optimize.export.onnx import INPUT, run_onnx
 from optimize.export.pixels import INPUT_TYPES, TakesPixels, entered, graph_input
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES, Gate, check_answers
+from optimize.quantization.lowbit.words import of_graph
 from optimize.quantization.qdq import QdqSummary, lower
 from optimize.quantization.targets import TargetName, target_named
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
@@ -94,7 +95,7 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
     return Product(
         path.name,
         "onnx",
-        precision="int8",
+        precision=of_graph(parent.card.precision),
         device="cuda" if for_tensorrt else "cpu",
         input_dtype=INPUT_TYPES[config.input],
         target=target.name,
@@ -126,7 +127,7 @@ ONNX_INT8 = register(
         name="onnx-int8",
         summary="int8 QDQ ONNX graph with the integers of a ptq or qat artifact",
         config=OnnxInt8,
-        accepts=frozenset({"quantized"}),
+        accepts=frozenset({"quantized", "lowbit"}),
         yields="onnx-int8",
         apply=_apply,
         libraries=("torch", "onnx", "onnxscript"),

@@ -1,4 +1,4 @@
-"""``ptq``: post-training static quantization to int8, torch.ao FX graph mode, backend x86."""
+"""``ptq``: post-training static quantization to int8, by torch.ao's FX graph mode or torchao's PT2E."""
 
 from __future__ import annotations
 
@@ -12,118 +12,96 @@ from pydantic import Field
 from torch import fx, nn
 
 from optimize.context import Context
-from optimize.data.loading import Loader
 from optimize.passes.base import Pass, register
-from optimize.quantization.calibration import calibrate
-from optimize.quantization.choices import Choices, Chosen, check_choices, overrides_note, resolve
-from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
-from optimize.quantization.gate import IMAGES, check_quantized
-from optimize.quantization.ranges import MEANING, Observer
-from optimize.quantization.recovery import Recovery, choose_weights, recover
+from optimize.quantization.biases import round_biases
+from optimize.quantization.choices import Chosen, check_choices, resolve
+from optimize.quantization.convert import trace_calls, write_reference
+from optimize.quantization.pt2e import (
+    Watching,
+    installed,
+    left_in_float,
+    prepare_program,
+    program_form,
+    simulated_program,
+    watched_layers,
+    weighted_layers,
+)
+from optimize.quantization.ranges import Granularity, Observer, WeightObserver
+from optimize.quantization.static import FrontEnd, Static, fx_front_end, observing, quantize
 from optimize.quantization.targets import target_named
-from optimize.quantization.trying import best_observer
 from optimize.store.artifact import Artifact, Product
-from optimize.store.effects import write_effects
+from serve.runtime.errors import UserError
 
 
-class Ptq(Choices, Recovery):
+class Ptq(Static):
     """Settings of ``ptq``."""
 
-    observer: Observer | Literal["auto"] = Field(
-        default="histogram",
-        description=f"how activation ranges are found: {MEANING}; auto: the one of them with which the logits are "
-        "nearest to the float network's, tried on three of four of the calibration images and judged on the others",
+    front_end: Literal["fx", "pt2e"] = Field(
+        default="fx",
+        description="what puts quantizers into the network: fx (torch.ao's graph mode, which torch calls deprecated), "
+        "or pt2e (torchao's, its successor; needs the extra pt2e). The integers are the same; of pt2e there is no "
+        "program for torch's own kernels, no target tensorrt, no adaround and no bias_correction",
     )
-    images: int = Field(
-        default=256, ge=1, description="training images that the ranges are calibrated on, stratified by class"
-    )
-    seed: int | None = Field(default=None, ge=0, description="which images those are; by default the run's seed")
 
 
-def observing(
-    module: nn.Module, config: Ptq, chosen: Chosen, example: torch.Tensor
-) -> Callable[[Observer], fx.GraphModule]:
-    """What makes a network with observers, as its settings want it; a new one with each call.
+def _fx(module: nn.Module, config: Ptq, chosen: Chosen, example: torch.Tensor) -> FrontEnd:
+    return fx_front_end(config, observing(module, config, chosen, example), example)
 
-    Args:
-        module: the float network, in eval mode.
-        config: the settings, of which the observer is not read: it may be ``auto``.
-        chosen: what their patterns mean for the model.
-        example: ``float32 (N, C, H, W)``.
 
-    Returns:
-        Given the name of an observer of activations, the network, not calibrated.
-    """
+def _pt2e(module: nn.Module, config: Ptq, chosen: Chosen, example: torch.Tensor) -> FrontEnd:
     target, traced = target_named(config.target), trace_calls(module, example, chosen.in_float)
 
+    def weight(layer: str) -> tuple[WeightObserver, Granularity]:
+        return chosen.weight_observer(layer) or config.weight_observer, chosen.granularity(layer) or config.weights
+
     def observed(observer: Observer) -> fx.GraphModule:
-        mapping = choose(traced, target.post_training(observer), chosen, target.observing)
-        model = prepare(traced, mapping, example, target)
-        choose_weights(model, config)
-        return model
+        return prepare_program(traced, Watching(target.observer, observer, weight, chosen), example, target)
 
-    return observed
+    def write(prepared: fx.GraphModule, folder: Path) -> Product:
+        form = program_form(prepared, example)
+        round_biases(form)
+        product = write_reference(form, example, target, folder, "PT2E makes no program for torch's kernels")
+        return dataclasses.replace(product, notes=(*product.notes, *left_in_float(prepared)))
 
-
-def calibrating(config: Ptq, context: Context) -> Loader:
-    """The training images that ranges are calibrated on."""
-    seed = context.seed if config.seed is None else config.seed
-    return dataclasses.replace(context, seed=seed).calibration(config.images)
+    return FrontEnd(observed, simulated_program, watched_layers, weighted_layers, write)
 
 
-def observer_of(
-    config: Ptq,
-    observed: Callable[[Observer], fx.GraphModule],
-    module: nn.Module,
-    context: Context,
-    shown: Loader,
-) -> tuple[Observer, str]:
-    """Which observer the activations have: that of the settings, or what ``auto`` comes to.
+def check(build: Callable[[], nn.Module], config: Ptq) -> None:
+    """Refuse what this machine, the model or the front end does not have.
 
-    Args:
-        config: the settings.
-        observed: see `observing`.
-        module: the float network, in eval mode.
-        context: preprocessing and device.
-        shown: see `calibrating`.
-
-    Returns:
-        Its name, and a note of what ``auto`` tried, empty where it was not asked for.
+    Raises:
+        UserError: see `check_choices`; or ``front_end: pt2e`` with what it cannot do, or without torchao.
     """
-    if config.observer != "auto":
-        return config.observer, ""
-    return best_observer(observed, module, context, shown)
+    check_choices(build, config)
+    if config.front_end == "fx":
+        return
+    asked = {
+        "target: tensorrt": not target_named(config.target).packed,
+        "rounding: adaround": config.rounding == "adaround",
+        "bias_correction: true": config.bias_correction,
+    }
+    if wanted := [words for words, wants in asked.items() if wants]:
+        raise UserError(f"ptq.front_end: pt2e has no {' and no '.join(wanted)}; front_end: fx has")
+    if not installed():
+        raise UserError("ptq.front_end: pt2e needs torchao, which is not installed: install the extra pt2e")
 
 
 def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
-    target = target_named(config.target)
-    example = context.example()
     chosen = resolve(next(parent.line()).module, config)
-    observed = observing(parent.module(), config, chosen, example)
-    shown = calibrating(config, context)
-    observer, tried = observer_of(config, observed, parent.module(), context, shown)
-    prepared = observed(observer)
-    overridden = (tried, *overrides_note(prepared, chosen)) if tried else overrides_note(prepared, chosen)
-    prepared.to(context.device)
-    calibrate(prepared, context, shown)
-    write_effects(recover(prepared, context, shown, config), folder)
-    product = write_quantized(prepared.cpu(), example, target, folder)
-    images = context.example(IMAGES)
-    with torch.no_grad():
-        expected = parent.module()(images)
-    note = check_quantized(folder, product.file, images, expected, config)
-    return dataclasses.replace(product, notes=(*product.notes, *overridden, note))
+    front = (_fx if config.front_end == "fx" else _pt2e)(parent.module(), config, chosen, context.example())
+    return quantize(parent, config, chosen, context, folder, front=front)
 
 
 PTQ = register(
     Pass(
         name="ptq",
-        summary="torch.ao static quantization to int8, calibrated on training images",
+        summary="static quantization to int8, calibrated on training images",
         config=Ptq,
         accepts=frozenset({"module"}),
         yields="quantized",
         apply=_apply,
-        check=check_choices,
+        check=check,
+        libraries=("torch", "torchao"),
         data="calibration",
     )
 )

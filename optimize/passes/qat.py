@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from torch import nn
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats
 from torch.ao.quantization.observer import ObserverBase
@@ -19,14 +19,15 @@ from torch.ao.quantization.observer import ObserverBase
 from optimize.context import Context
 from optimize.passes.base import Pass, register
 from optimize.quantization.calibration import start_ranges
-from optimize.quantization.choices import Choices, check_choices, overrides_note, resolve
+from optimize.quantization.choices import Choices, Override, check_choices, of_activations, overrides_note, resolve
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, check_quantized
-from optimize.quantization.observers import activations, observe
+from optimize.quantization.observers import activations, observe, watched
 from optimize.quantization.ranges import Observer
 from optimize.quantization.targets import target_named
 from optimize.store.artifact import Artifact, Product
-from optimize.training.loop import TrainingConfig, train
+from optimize.training.config import TrainingConfig, by_optimizer
+from optimize.training.loop import train
 
 
 class Qat(TrainingConfig, Choices):
@@ -36,9 +37,10 @@ class Qat(TrainingConfig, Choices):
 
     epochs: int = Field(default=3, ge=1, description="passes over the training images")
     learning_rate: float = Field(
-        default=0.002,
+        default_factory=by_optimizer(sgd=0.002, adamw=2e-5),
         gt=0,
-        description="peak learning rate; fused networks, without norms, diverge at much higher ones",
+        description="peak learning rate; fused networks, without norms, diverge at much higher ones; by default 0.002 "
+        "for sgd and 0.00002 for adamw",
     )
     freeze_norms_at: int = Field(
         default_factory=lambda others: others.get("epochs", 3),
@@ -65,6 +67,12 @@ class Qat(TrainingConfig, Choices):
         description="steps that an activation's range looks back over; the past fades exponentially",
     )
 
+    @field_validator("overrides")
+    @classmethod
+    def _of_activations(cls, overrides: dict[str, Override]) -> dict[str, Override]:
+        of_activations(overrides, "qat trains with a scale for each output channel")
+        return overrides
+
     @model_validator(mode="after")
     def _freezes_in_time(self) -> Qat:
         if self.freeze_observers_at > self.epochs:
@@ -83,7 +91,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
     traced = trace_calls(parent.module(), example, chosen.in_float).train()
     mapping = choose(traced, target.quantization_aware(config.range_horizon), chosen)
     prepared = prepare(traced, mapping, example, target)
-    overridden = overrides_note(prepared, chosen)
+    overridden = overrides_note(watched(prepared).values(), chosen)
     prepared.to(context.device).eval()
 
     def observer_of(name: str) -> ObserverBase:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -12,13 +12,14 @@ from torch import fx
 
 from optimize.context import Context
 from optimize.measure.machine import versions
-from optimize.passes.ptq import Ptq, calibrating, observer_of, observing
+from optimize.passes.ptq import Ptq
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.calls import called_layer
-from optimize.quantization.choices import resolve
+from optimize.quantization.choices import Override, resolve
 from optimize.quantization.gate import sqnr
 from optimize.quantization.ranges import Observer
 from optimize.quantization.simulate import each_alone, weighted
+from optimize.quantization.static import calibrating, observer_of, observing
 from optimize.quantization.targets import x86_target
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
@@ -90,7 +91,7 @@ def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
     prepared = observed(observer).to(context.device)
     calibrate(prepared, context, shown)
     # What is cut of the weights of all layers would count for each.
-    whole = config.model_copy(update={"weight_observer": "minmax"})
+    whole = config.model_copy(update={"weight_observer": "minmax", "overrides": _whole(config.overrides)})
     plain = _observed(parent, whole, context)(observer).to(context.device)
     images = normalise(context.pixels(_JUDGED), context.preprocessing, context.device, torch.float32)
     own = _own_names(parent)
@@ -108,6 +109,11 @@ def _observed(parent: Artifact, config: Ptq, context: Context) -> Callable[[Obse
     """What makes the network with what watches its tensors, as ``ptq`` would."""
     chosen = resolve(next(parent.line()).module, config)
     return observing(parent.module(), config, chosen, context.example())
+
+
+def _whole(overrides: Mapping[str, Override]) -> dict[str, Override]:
+    """What was chosen for single layers, with the whole range of their weights."""
+    return {name: {**own, "weight_observer": "minmax"} for name, own in overrides.items()}
 
 
 def _own_names(parent: Artifact) -> frozenset[str]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from optimize.measure.rows import Difference, Judgement, Ratio, Record, RunBy, Skip
+from optimize.measure.figures import Difference, Ratio, Record
+from optimize.measure.rows import Judgement, RunBy, Skip
 from optimize.measure.timing import Timing
 from optimize.report.words import NONE, number, percent, points
 

@@ -17,9 +17,10 @@ from pydantic import Field, field_validator
 
 from optimize.errors import NotApplicableError
 from optimize.measure.bench import Bench, Candidate
+from optimize.measure.figures import Difference, Measured, Ratio
 from optimize.measure.latency import Speed, compare, level
 from optimize.measure.machine import machine
-from optimize.measure.rows import Difference, Judgement, Measured, Pair, Ratio, Row, Skip
+from optimize.measure.rows import Judgement, Pair, Row, Skip
 from optimize.measure.statistics import paired_difference
 from optimize.measure.timing import Timing
 from optimize.passes.fuse import Fuse

@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from optimize.measure.accuracy import Answers, parity
 from optimize.measure.bench import Bench, Candidate
+from optimize.measure.figures import Difference
 from optimize.measure.latency import Speed
 from optimize.measure.machine import machine
-from optimize.measure.rows import Difference, Skip
+from optimize.measure.rows import Skip
 from optimize.measure.statistics import paired_difference
 from optimize.measure.timing import Timing
 from optimize.passes.onnx import Onnx

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from optimize.measure.rows import Measured, Pair, Ratio, Row
+from optimize.measure.figures import Measured, Ratio
+from optimize.measure.rows import Pair, Row
 from optimize.precision.records import Found
 from optimize.report.words import number, points
 from optimize.run.drop import within

@@ -34,6 +34,7 @@ class Rounding:
         high: the largest.
         steps: of Adam.
         seed: of the order of images.
+        known: whether the scale stays, whatever the weights become; else their largest is what it is found by.
     """
 
     scale: torch.Tensor
@@ -41,6 +42,7 @@ class Rounding:
     high: int
     steps: int = 500
     seed: int = 0
+    known: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def learn_rounding(
     down = exact.floor()
     nearest = exact.round().clamp(rounding.low, rounding.high)
     # The largest weight of a range is its end: on another integer, the range would be found to be another.
-    fixed = nearest.abs() >= rounding.high
+    fixed = (nearest.abs() >= rounding.high) & (not rounding.known)
     images, targets = torch.cat(list(given)), torch.cat(list(expected))
     share = (exact - down - _GAMMA) / (_ZETA - _GAMMA)
     choice = torch.log(share / (1 - share)).requires_grad_()

@@ -6,7 +6,7 @@ of which neither is quantized would still be computed in integers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import fx, nn
 from torch.ao.nn.intrinsic.modules.fused import _FusedModule
@@ -34,16 +34,7 @@ def free_between(prepared: fx.GraphModule) -> int:
     quantized = {node: _is_quantized(prepared, node) for node in prepared.graph.nodes if _has_weights(prepared, node)}
     if all(quantized.values()):
         return 0
-    before = _nearest(prepared.graph.nodes, quantized, backwards=False)
-    behind = _nearest(reversed(prepared.graph.nodes), quantized, backwards=True)
-
-    def in_integers(node: fx.Node) -> bool:
-        if node.op in ("placeholder", "output", "get_attr"):
-            return False
-        if node in quantized:
-            return quantized[node]
-        return all(side is not False for side in (before[node], behind[node]))
-
+    in_integers = integers_at(prepared.graph, quantized)
     watchers = [node for node in prepared.graph.nodes if _is_watcher(prepared, node)]
     freed = 0
     for node in watchers:
@@ -61,8 +52,28 @@ def free_between(prepared: fx.GraphModule) -> int:
     return freed
 
 
+def integers_at(graph: fx.Graph, quantized: Mapping[fx.Node, bool]) -> Callable[[fx.Node], bool]:
+    """Whether a node is computed in integers, by what its nearest layers are; see `free_between`.
+
+    Args:
+        graph: of all of them.
+        quantized: whether each layer with weights is.
+    """
+    before = _nearest(graph.nodes, quantized, backwards=False)
+    behind = _nearest(reversed(graph.nodes), quantized, backwards=True)
+
+    def found(node: fx.Node) -> bool:
+        if node.op in ("placeholder", "output", "get_attr"):
+            return False
+        if node in quantized:
+            return quantized[node]
+        return all(side is not False for side in (before[node], behind[node]))
+
+    return found
+
+
 def _nearest(
-    nodes: Iterable[fx.Node], quantized: dict[fx.Node, bool], *, backwards: bool
+    nodes: Iterable[fx.Node], quantized: Mapping[fx.Node, bool], *, backwards: bool
 ) -> dict[fx.Node, bool | None]:
     """Whether one of the nearest layers on one side of each node is quantized; None where there is none.
 

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-from pydantic import Field
-from torch import fx, nn
+from pydantic import ConfigDict, Field, with_config
+from torch import nn
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
+from optimize.models.patterns import around, classes, matching, unmatched
 from optimize.quantization.calls import called_layer
 from optimize.quantization.gate import Gate
-from optimize.quantization.observers import watched
-from optimize.quantization.ranges import Observer
+from optimize.quantization.ranges import Granularity, Observer, WeightObserver
 from optimize.quantization.targets import TargetName, check_target
-from serve.runtime.errors import UserError, did_you_mean
+from serve.runtime.errors import UserError
+
+_T = TypeVar("_T")
+
+#: What has a weight of its own that is quantized.
+_WEIGHTED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+
+
+@with_config(ConfigDict(extra="forbid"))
+class Override(TypedDict, total=False):
+    """What holds for single layers, and not as for all."""
+
+    observer: Observer
+    weights: Granularity
+    weight_observer: WeightObserver
 
 
 class Choices(Gate):
@@ -37,18 +52,32 @@ class Choices(Gate):
         description="modules whose layers stay in float, as patterns of their names (layer4, features.*.conv) or of "
         "their classes (SqueezeExcitation); what lies beneath is covered",
     )
-    overrides: dict[str, dict[Literal["observer"], Observer]] = Field(
+    overrides: dict[str, Override] = Field(
         default={},
-        description="settings by pattern as in keep_float: {classifier: {observer: minmax}}; the last match holds",
+        description="settings by pattern as in keep_float: {classifier: {observer: minmax}}; of ptq also weights and "
+        "weight_observer: {stem: {weights: per-tensor}}; the last match holds",
     )
+
+    def patterns(self) -> Mapping[str, Iterable[str]]:
+        """The patterns of modules that were chosen, by setting."""
+        return {"keep_float": self.keep_float, "overrides": self.overrides}
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What choices mean for one model: names of modules in float, and observers by name of module."""
+    """What choices mean for one model: names of modules in float, and by name of module what it has of its own.
 
-    kept: frozenset[str]
-    observers: Mapping[str, Observer]
+    Attributes:
+        kept: modules in float.
+        observers: of what they give.
+        granularities: scales of their weights.
+        weight_observers: ranges of their weights.
+    """
+
+    kept: frozenset[str] = frozenset()
+    observers: Mapping[str, Observer] = field(default_factory=dict)
+    granularities: Mapping[str, Granularity] = field(default_factory=dict)
+    weight_observers: Mapping[str, WeightObserver] = field(default_factory=dict)
 
     def in_float(self, target: str) -> bool:
         """Whether the layer called ``target`` in a traced graph stays in float."""
@@ -56,66 +85,120 @@ class Chosen:
 
     def observer(self, target: str) -> Observer | None:
         """How the range of what the layer called ``target`` gives is found; None where nothing was chosen."""
-        return next((self.observers[name] for name in _owners(target) if name in self.observers), None)
+        return _nearest(self.observers, target)
+
+    def granularity(self, target: str) -> Granularity | None:
+        """How many scales its weight has; None where nothing was chosen."""
+        return _nearest(self.granularities, target)
+
+    def weight_observer(self, target: str) -> WeightObserver | None:
+        """How far the range of its weight reaches; None where nothing was chosen."""
+        return _nearest(self.weight_observers, target)
+
+
+def of_activations(overrides: Mapping[str, Override], why: str) -> None:
+    """Refuse overrides of weights, in the words of a validator.
+
+    Raises:
+        ValueError: there are some; ``why`` says what training does instead.
+    """
+    for pattern, own in overrides.items():
+        if others := sorted(own.keys() - {"observer"}):
+            raise ValueError(f"{pattern!r}: {' and '.join(others)}: a setting of ptq; {why}")
 
 
 def check_choices(build: Callable[[], nn.Module], choices: Choices) -> None:
-    """Refuse a target that this machine cannot build, and patterns that match nothing in the model.
+    """Refuse a target that this machine cannot build, and patterns that match nothing in the model or change nothing.
 
     Args:
         build: makes the model; not called where nothing was chosen.
         choices: what the user chose.
 
     Raises:
-        UserError: this CPU would saturate, or patterns match no module; a line for each, with the nearest names.
+        UserError: this CPU would saturate; patterns match no module (a line for each, with the nearest names); or an
+            override is of what has no weights, or of what stays in float.
     """
     check_target(choices.target)
-    if not choices.keep_float and not choices.overrides:
+    chosen = choices.patterns()
+    if not any(chosen.values()):
         return
-    modules = {name: type(layer).__name__ for name, layer in build().named_modules() if name}
-    unmatched = []
-    for field, patterns in (("keep_float", choices.keep_float), ("overrides", choices.overrides)):
-        for pattern in patterns:
-            if not _matching(modules, pattern):
-                near = did_you_mean(pattern, [*modules, *modules.values()])
-                unmatched.append(
-                    f"{type(choices).__name__.lower()}.{field}: the model has no module whose name or class is "
-                    f"{pattern!r}{near}"
-                )
-    if unmatched:
-        raise UserError("\n".join(unmatched))
+    model = build()
+    modules = classes(model)
+    title = re.sub(r"(?<!^)(?=[A-Z])", "-", type(choices).__name__).lower()
+    wrong = [line for field, patterns in chosen.items() for line in unmatched(modules, f"{title}.{field}", patterns)]
+    if faults := wrong or [f"{title}.overrides: {fault}" for fault in _idle(model, modules, choices)]:
+        raise UserError("\n".join(faults))
+
+
+def _idle(model: nn.Module, modules: Mapping[str, str], choices: Choices) -> Iterator[str]:
+    """Why overrides would change nothing."""
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, _WEIGHTED)]
+    kept = {name for pattern in choices.keep_float for name in matching(modules, pattern)}
+    for pattern, settings in choices.overrides.items():
+        names = set(matching(modules, pattern))
+        covered = [layer for layer in layers if names.intersection(_owners(layer))]
+        of_weights = sorted(settings.keys() & {"weights", "weight_observer"})
+        if of_weights and not covered:
+            yield f"{pattern!r} has no weights that are quantized, and so no {' and no '.join(of_weights)}"
+        elif covered and all(kept.intersection(_owners(layer)) for layer in covered):
+            yield f"{pattern!r} stays in float by keep_float: no setting of int8 holds there"
 
 
 def resolve(build: Callable[[], nn.Module], choices: Choices) -> Chosen:
     """What ``choices`` mean for the model that ``build`` makes: as its code has it, before any pass."""
     if not choices.keep_float and not choices.overrides:
-        return Chosen(frozenset(), {})
-    modules = {name: type(layer).__name__ for name, layer in build().named_modules() if name}
+        return Chosen()
+    modules = classes(build())
+    each = [(name, own) for pattern, own in choices.overrides.items() for name in matching(modules, pattern)]
     return Chosen(
-        kept=frozenset(name for pattern in choices.keep_float for name in _matching(modules, pattern)),
-        observers={
-            name: settings["observer"]
-            for pattern, settings in choices.overrides.items()
-            if "observer" in settings
-            for name in _matching(modules, pattern)
-        },
+        kept=frozenset(name for pattern in choices.keep_float for name in matching(modules, pattern)),
+        observers={name: own["observer"] for name, own in each if "observer" in own},
+        granularities={name: own["weights"] for name, own in each if "weights" in own},
+        weight_observers={name: own["weight_observer"] for name, own in each if "weight_observer" in own},
     )
 
 
-def overrides_note(prepared: fx.GraphModule, chosen: Chosen) -> tuple[str, ...]:
-    """A note of how many ranges are found in a way of their own, if that was chosen."""
+def named(build: Callable[[], nn.Module], patterns: Collection[str]) -> frozenset[str]:
+    """Names of the modules that patterns match in the model that ``build`` makes."""
+    modules = classes(build()) if patterns else {}
+    return frozenset(name for pattern in patterns for name in matching(modules, pattern))
+
+
+def covered(target: str, names: Collection[str]) -> bool:
+    """Whether the layer called ``target`` in a traced graph, or a module around it, is among ``names``."""
+    return any(name in names for name in _owners(target))
+
+
+def overrides_note(watched: Iterable[str], chosen: Chosen) -> tuple[str, ...]:
+    """A note of how many ranges are found in a way of their own, if that was chosen.
+
+    Args:
+        watched: for each range, the layer whose output has it.
+        chosen: what was.
+    """
     if not chosen.observers:
         return ()
-    found = Counter(chosen.observer(name) for name in watched(prepared).values())
+    found = Counter(chosen.observer(name) for name in watched)
     counts = [f"{name} on {found[name]}" for name in sorted(set(chosen.observers.values()))]
     return (f"observers chosen for single activations: {', '.join(counts)}",)
 
 
-def _matching(modules: Mapping[str, str], pattern: str) -> list[str]:
-    return [name for name, kind in modules.items() if fnmatchcase(name, pattern) or fnmatchcase(kind, pattern)]
+def weights_note(layers: Iterable[str], chosen: Chosen) -> tuple[str, ...]:
+    """A note of how many of these quantized layers have weights in a way of their own, if that was chosen."""
+    if not chosen.granularities and not chosen.weight_observers:
+        return ()
+    found: Counter[str] = Counter()
+    for layer in layers:
+        found.update(own for own in (chosen.granularity(layer), chosen.weight_observer(layer)) if own is not None)
+    counts = [f"{own} on {count}" for own, count in sorted(found.items())]
+    return (f"weights of single layers: {', '.join(counts) or 'none of those that are quantized'}",)
+
+
+def _nearest(chosen: Mapping[str, _T], target: str) -> _T | None:
+    """What was chosen for a layer, or the nearest module around it."""
+    return next((chosen[name] for name in _owners(target) if name in chosen), None)
 
 
 def _owners(target: str) -> Iterable[str]:
     """The module itself and those around it, from the inside; a second call of a layer counts as the layer."""
-    parts = called_layer(target).split(".")
-    return (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return around(called_layer(target))

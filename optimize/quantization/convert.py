@@ -154,7 +154,8 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     settle_weights(prepared, example)
     backend_config = target.backend_config()
     if not target.packed:
-        return _write_reference(prepared, example, target, folder)
+        form = reference_form(prepared, example, backend_config)
+        return write_reference(form, example, target, folder, "torch has no kernels for them")
     use_int8_kernels()
     converted = convert_fx(copy.deepcopy(prepared), backend_config=backend_config)
     layers = quantized_layers(converted)
@@ -180,8 +181,20 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     )
 
 
-def _write_reference(prepared: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path) -> Product:
-    program = reference_program(reference_form(prepared, example, target.backend_config()), example)
+def write_reference(form: fx.GraphModule, example: torch.Tensor, target: Target, folder: Path, why: str) -> Product:
+    """Write a reference form as the artifact itself, where there is no packed program.
+
+    Args:
+        form: see `optimize.quantization.qdq.explicit_form`.
+        example: ``float32 (N, C, H, W)``, N >= 2.
+        target: whose integers it has.
+        folder: where to write.
+        why: there is no packed program, for the card.
+
+    Raises:
+        NotApplicableError: nothing in it is quantized.
+    """
+    program = reference_program(form, example)
     layers = quantized_weights(program)
     if not layers:
         raise NotApplicableError(_NOTHING)
@@ -194,8 +207,8 @@ def _write_reference(prepared: fx.GraphModule, example: torch.Tensor, target: Ta
         target=target.name,
         notes=(
             f"{layers} quantized layers, activations {target.activation_min} to {target.activation_max} "
-            f"({target.name}); torch has no kernels for them: this program computes what they mean in float "
-            f"arithmetic, and its speed is not theirs",
+            f"({target.name}); {why}: this program computes what they mean in float arithmetic, and its speed is not "
+            "theirs",
         ),
     )
 

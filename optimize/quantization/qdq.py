@@ -40,7 +40,7 @@ from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
 _FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 
 #: What the linter calls each target.
-_LINTED: dict[str, LintTarget] = {VNNI_X86: "cpu", ANY_X86: "x86", TENSORRT: "tensorrt"}
+LINTED: dict[str, LintTarget] = {VNNI_X86: "cpu", ANY_X86: "x86", TENSORRT: "tensorrt"}
 
 #: Operators that give what they are given, in eval mode.
 _AS_IT_IS = (torch.ops.aten.dropout.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
@@ -86,7 +86,20 @@ def reference_form(prepared: fx.GraphModule, example: torch.Tensor, backend_conf
     from torch.ao.quantization.quantize_fx import _convert_to_reference_decomposed_fx
 
     reference = _convert_to_reference_decomposed_fx(copy.deepcopy(prepared), backend_config=backend_config)
-    module = _export(reference, example).module()
+    return explicit_form(reference, example)
+
+
+def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
+    """The reference form of a network that has explicit quantizers, whichever front end put them there.
+
+    Args:
+        module: with ``quantized_decomposed`` operators around float ones; weights are floats behind their quantizers.
+        example: an input ``(N, C, H, W)``; N becomes dynamic.
+
+    Returns:
+        Its program, with weights folded to int8, and without pairs that change no integer.
+    """
+    module = _export(module, example).module()
     assert isinstance(module, fx.GraphModule)
     _fold_weights(module)
     _drop_doubled(module)
@@ -126,7 +139,7 @@ def lower(
     export_onnx(entered(module), example, path, target.opset)
     return verify(
         onnx.load(path),
-        _LINTED[target.name],
+        LINTED[target.name],
         activations=expected["quantize_per_tensor"],
         weights=len(_distinct_weights(module)),
         clamps=clamps,

@@ -271,16 +271,25 @@ class WeightRange(PerChannelMinMaxObserver):
         return best
 
 
-def weight_observer(kind: WeightObserver, granularity: Granularity) -> Any:
-    """What makes observers of weights, symmetric in ``[−127, 127]``, for a `QConfig`."""
+def weight_observer(kind: WeightObserver, granularity: Granularity, low: int = -127, high: int = 127) -> Any:
+    """What makes observers of weights, symmetric in ``[low, high]``, for a `QConfig`."""
     return WeightRange.with_args(
         kind=kind,
         whole=granularity == "per-tensor",
         dtype=torch.qint8,
         qscheme=torch.per_channel_symmetric,
-        quant_min=-127,
-        quant_max=127,
+        quant_min=low,
+        quant_max=high,
     )
+
+
+def cut(weight: torch.Tensor, kind: WeightObserver, granularity: Granularity) -> torch.Tensor:
+    """A weight, channels first, without what lies beyond the range that an observer of this kind gives it."""
+    observer = weight_observer(kind, granularity)().to(weight.device)
+    observer(weight.detach())
+    scale, _ = observer.calculate_qparams()
+    ends = scale.view(-1, *[1] * (weight.ndim - 1))
+    return weight.clamp(observer.quant_min * ends, observer.quant_max * ends)
 
 
 #: The observer of each name.

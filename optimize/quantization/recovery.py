@@ -19,8 +19,10 @@ from torch.ao.quantization import QConfig
 from optimize.context import Context
 from optimize.quantization.adaround import Rounding, learn_rounding
 from optimize.quantization.calibration import Batches
+from optimize.quantization.choices import Chosen
+from optimize.quantization.fixed import is_fixed
 from optimize.quantization.gate import sqnr
-from optimize.quantization.ranges import Granularity, WeightObserver, weight_observer
+from optimize.quantization.ranges import Granularity, WeightObserver, cut, weight_observer
 from optimize.quantization.simulate import simulated, unwatched, weight_grid, weighted
 from optimize.store.effects import Effect
 from serve.config import Config
@@ -52,19 +54,25 @@ class Recovery(Config):
     )
 
 
-def choose_weights(prepared: fx.GraphModule, config: Recovery) -> None:
-    """Give the weights of a prepared model the scales that were chosen, in place; what lies beyond a range is cut."""
-    if config.weights == "per-channel" and config.weight_observer == "minmax":
-        return  # as its target has them
+def choose_weights(prepared: fx.GraphModule, config: Recovery, chosen: Chosen) -> None:
+    """Give the weights of a prepared model the scales that were chosen, in place; what lies beyond a range is cut.
+
+    Args:
+        prepared: with observers.
+        config: what holds for all layers.
+        chosen: what holds for single ones.
+    """
     for name in weighted(prepared):
-        _watch_weight(prepared, name, config.weight_observer, config.weights)
-        if config.weight_observer != "minmax":
+        granularity = chosen.granularity(name) or config.weights
+        observer = chosen.weight_observer(name) or config.weight_observer
+        if granularity == "per-channel" and observer == "minmax":
+            continue  # as its target has them
+        if observer != "minmax":
             # torch's packing writes -128 for what lies beyond (2.11 to 2.14), the reference form -127; and a range that
             # is cut is that of what is left.
-            scale, low, high = weight_grid(prepared, name)
             weight: torch.Tensor = weighted(prepared)[name].weight  # type: ignore[assignment]
-            weight.data = weight.data.clamp(low * scale, high * scale)
-            _watch_weight(prepared, name, "minmax", config.weights)
+            weight.data = cut(weight.data, observer, granularity)
+        _watch_weight(prepared, name, granularity)
 
 
 def recover(prepared: fx.GraphModule, context: Context, batches: Batches, config: Recovery) -> list[Effect]:
@@ -88,7 +96,8 @@ def recover(prepared: fx.GraphModule, context: Context, batches: Batches, config
     for done, seen in enumerate(_walk(prepared, images), start=1):
         own = layers[seen.name]
         if config.rounding == "adaround":
-            rounding = Rounding(*grids[seen.name], steps=config.rounding_steps, seed=context.seed)
+            known = is_fixed(prepared, seen.name)
+            rounding = Rounding(*grids[seen.name], steps=config.rounding_steps, seed=context.seed, known=known)
             learned = learn_rounding(own, seen.given, seen.expected, rounding)
             for layer in (own, seen.layer):
                 layer.weight.data = learned.weight.clone()
@@ -208,7 +217,7 @@ def _channel_means(batches: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     return (total / sum(len(row) for row in rows)).float()
 
 
-def _watch_weight(prepared: fx.GraphModule, name: str, observer: WeightObserver, granularity: Granularity) -> None:
+def _watch_weight(prepared: fx.GraphModule, name: str, granularity: Granularity) -> None:
     called = prepared.get_submodule(name)
     qconfig: QConfig = called.qconfig  # type: ignore[assignment]
-    called.qconfig = QConfig(qconfig.activation, weight_observer(observer, granularity))  # type: ignore[assignment, no-untyped-call]
+    called.qconfig = QConfig(qconfig.activation, weight_observer("minmax", granularity))  # type: ignore[assignment, no-untyped-call]

@@ -8,6 +8,7 @@ explicit quantizers.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,6 +72,12 @@ class Target:
             dtype=torch.qint8, qscheme=torch.per_channel_symmetric, quant_min=-127, quant_max=127
         )
         return QConfig(activation=OBSERVERS[observer].with_args(**self._range), weight=weight)  # type: ignore[no-untyped-call]
+
+    def fewer(self, bits: int) -> Target:
+        """The same with activations of so many bits, all of them used."""
+        signed = self.activation_min < 0
+        low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+        return dataclasses.replace(self, activation_min=low, activation_max=high)
 
     def observer(self, name: Observer) -> ObserverBase:
         """A new observer of activations."""

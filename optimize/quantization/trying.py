@@ -20,7 +20,11 @@ _BATCH = 32
 
 
 def best_observer(
-    prepared: Callable[[Observer], fx.GraphModule], module: nn.Module, context: Context, batches: Batches
+    prepared: Callable[[Observer], fx.GraphModule],
+    module: nn.Module,
+    context: Context,
+    batches: Batches,
+    simulate: Callable[[fx.GraphModule], fx.GraphModule] = simulated,
 ) -> tuple[Observer, str]:
     """The observer with which the quantized model's logits are nearest to the float one's.
 
@@ -29,6 +33,7 @@ def best_observer(
         module: the float model, in eval mode.
         context: preprocessing and device.
         batches: of calibration images, of which each fourth judges and is not calibrated on.
+        simulate: gives of a calibrated model one that rounds as its integers will.
 
     Returns:
         Its name, and a note of the figures of all.
@@ -46,7 +51,7 @@ def best_observer(
     for name in OBSERVERS:
         candidate = prepared(name).to(context.device)
         calibrate(candidate, context, shown)
-        found[name] = sqnr(expected, _answers(simulated(candidate), judges))
+        found[name] = sqnr(expected, _answers(simulate(candidate), judges))
     chosen = max(found, key=lambda name: found[name])
     return chosen, _note(chosen, found, int(judging.sum()))
 

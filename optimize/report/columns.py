@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from optimize.measure.rows import Measured, Ratio, Results, Timed
+from optimize.measure.figures import Measured, Ratio, Timed
+from optimize.measure.rows import Results
 from optimize.report.lines import Line, lines
 from optimize.report.words import (
     NONE,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optimize.measure.rows import Pair, Reference, Results, Row, Skip, Timed
+from optimize.measure.figures import Timed
+from optimize.measure.rows import Pair, Reference, Results, Row, Skip
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from optimize.report.columns import COLUMNS, Column, family_of
 from optimize.report.lineage import layout
 from optimize.report.lines import Line, lines, others, references, shown
 from optimize.report.sentences import facts, method, notes, verdict, yardsticks
-from optimize.report.words import count, day, moment, number, percent, plain, plural, seconds
+from optimize.report.words import count, day, figure, moment, number, percent, plain, plural, seconds
 from optimize.store.files import write_atomically
 
 if TYPE_CHECKING:
@@ -105,7 +105,12 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"family": family_of, "percent": percent, "number": number, "settings": _settings}
-    environment.filters |= {"parity": parities.cells, "of": parities.explained, "missing": parities.missing}
+    environment.filters |= {
+        "figure": figure,
+        "parity": parities.cells,
+        "of": parities.explained,
+        "missing": parities.missing,
+    }
     return environment
 
 

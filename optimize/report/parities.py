@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from optimize.measure.rows import Results
+from optimize.measure.rows import Results, Row
 from optimize.report.words import NONE, count, number, percent, points, signed, small
 from serve.runtime.certificate import LEAST_AGREEMENT, Agreement, Certificate
 
@@ -46,7 +46,7 @@ def parity_lines(results: Results) -> Iterator[str]:
     for row in results.rows:
         if row.certificate is None:
             continue
-        packed = f" (on {row.parent})" if _is_of_graph(row.certificate) else ""
+        packed = f" (on {_program(row, results)})" if _is_of_graph(row.certificate) else ""
         said = [
             f"{entry.execution}{packed if _is_torchs(entry.execution) else ''} {percent(entry.top1_agreement)} % same "
             f"top-1, SQNR {_sqnr(entry)} dB, at most {_apart(entry)} apart, {points(entry.delta)} points"
@@ -54,6 +54,15 @@ def parity_lines(results: Results) -> Iterator[str]:
             for entry in row.certificate.agreements
         ]
         yield f"{row.name} against what its integers mean, on {count(row.certificate.images)} images: {'; '.join(said)}"
+
+
+def _program(graph: Row, results: Results) -> str | None:
+    """The artifact whose packed program a graph was made from: its parent, or that of the graph that its parent is."""
+    rows = {row.name: row for row in results.rows}
+    found = rows.get(graph.parent or "")
+    while found is not None and found.certificate is not None and _is_of_graph(found.certificate):
+        graph, found = found, rows.get(found.parent or "")
+    return graph.parent
 
 
 def _is_of_graph(certificate: Certificate) -> bool:

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from optimize.measure.rows import Accuracy, Measured, Results
+from optimize.measure.figures import Accuracy, Measured
+from optimize.measure.rows import Results
 from optimize.report.columns import family_of
 from optimize.report.drawing import PAGE, PAPER, SETTINGS, Palette, canvas, inline, render
 from optimize.report.labels import End, Label, label_ends, place_labels

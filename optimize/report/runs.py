@@ -13,7 +13,7 @@ from optimize.measure.rows import SCHEMA, Report
 from optimize.report.words import NONE, moment, percent, times
 from serve import layout
 from serve.hints import command
-from serve.runtime.card import CARD_FILE, load_card, sha256_file
+from serve.runtime.card import CARD_FILE, Card, load_card, sha256_file
 from serve.runtime.errors import CardError, UserError, did_you_mean
 
 #: What stands above `RunSummary.cells`.
@@ -165,3 +165,15 @@ def artifact_folder(store: Path, run: str, artifact: str) -> Path:
         near = did_you_mean(artifact, names)
         raise UserError(f"run {run!r} has no artifact {artifact!r}{near}; it has {', '.join(names)}")
     return layout.artifact_folder(store, run, artifact)
+
+
+def line_of(store: Path, run: str, artifact: str) -> Iterator[tuple[Path, Card]]:
+    """Folder and card of what an artifact was made from, as far as its run still has it, and its own, the last."""
+    own = load_card(layout.artifact_folder(store, run, artifact))
+    for ancestor in own.lineage:
+        folder = layout.artifact_folder(store, run, ancestor.name)
+        if not (folder / CARD_FILE).is_file():
+            continue
+        card = load_card(folder)
+        if card.lineage and card.lineage[-1].key == ancestor.key:
+            yield folder, card

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from optimize.measure.rows import Accuracy, Data, Judgement, Measured, Measurement, Pair, Report, Results, Row
+from optimize.measure.figures import Accuracy, Measured
+from optimize.measure.rows import Data, Judgement, Measurement, Pair, Report, Results, Row
 from optimize.report.lines import lines
-from optimize.report.words import NONE, count, moment, number, percent, plain, plural, points, seconds, size, times
+from optimize.report.words import (
+    NONE,
+    count,
+    figure,
+    moment,
+    number,
+    percent,
+    plain,
+    plural,
+    points,
+    seconds,
+    size,
+    times,
+)
+from optimize.store.effects import WHOLE
 
 Fact = tuple[str, str]
 
@@ -154,6 +169,16 @@ def _taken(measurement: Measurement) -> str:
 def notes(report: Report) -> list[str]:
     """What each artifact's making left to say."""
     return [f"{row.name}: {note}" for row in report.rows for note in row.notes]
+
+
+def changes(results: Results) -> list[str]:
+    """What passes changed of whole networks: before and after."""
+    return [
+        f"{row.name}: {effect.figure} {figure(effect.before)} → {figure(effect.after)}"
+        for row in results.rows
+        for effect in row.effects
+        if effect.layer == WHOLE
+    ]
 
 
 def facts(report: Report) -> list[tuple[str, list[Fact]]]:

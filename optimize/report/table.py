@@ -15,7 +15,7 @@ from optimize.report.columns import COLUMNS, SLOWER, Column, parent_of
 from optimize.report.console import UNBOUNDED, output
 from optimize.report.lines import Line, lines
 from optimize.report.parities import parity_lines
-from optimize.report.sentences import tail, verdict, yardsticks
+from optimize.report.sentences import changes, tail, verdict, yardsticks
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -105,5 +105,5 @@ def _caption(results: Results, found: Sequence[Line], more: Sequence[str]) -> Te
             if line.first and (cell := column.cell(line, results)).alarm:
                 words = f"{line.id}: {cell.text} the speed of {parent_of(line)}, {SLOWER}"
                 lines.append(Text(words, style="red"))
-    lines += map(Text, more)
+    lines += map(Text, (*changes(results), *more))
     return Text("\n").join(lines)

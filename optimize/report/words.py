@@ -30,6 +30,13 @@ def small(x: float | None) -> str:
     return NONE if x is None else f"{x:.2g}".replace("-", "−")
 
 
+def figure(x: float) -> str:
+    """A figure of a layer, of whatever it is: a count as it is, others with about three digits."""
+    if float(x).is_integer():
+        return f"{x:,.0f}".replace("-", "−")
+    return number(x) if abs(x) >= 0.1 else f"{x:.3g}".replace("-", "−")
+
+
 def percent(x: float | None) -> str:
     """A fraction as per cent with two decimals, without the sign."""
     return NONE if x is None else f"{100 * x:.2f}"

@@ -47,9 +47,13 @@ def subject(store: Path, name: str) -> Subject:
         )
     if own:
         return Subject(run, folder, card, folder / _REFERENCE_FILE, card.files[_REFERENCE_FILE])
-    parent = card.lineage[-2]
-    made_from = artifact_folder(store, run, parent.name)
-    origin = load_card(made_from)
-    if origin.lineage[-1].key != parent.key or _REFERENCE_FILE not in origin.files:
-        raise UserError(f"{run}/{parent.name} is not what {name} was made from any more; run the model again")
-    return Subject(run, folder, card, made_from / _REFERENCE_FILE, origin.files[_REFERENCE_FILE])
+    for parent in reversed(card.lineage[:-1]):  # a packed graph's is the graph, and that one's has the integers
+        made_from = artifact_folder(store, run, parent.name)
+        origin = load_card(made_from)
+        if origin.lineage[-1].key != parent.key:
+            break
+        if _REFERENCE_FILE in origin.files:
+            return Subject(run, folder, card, made_from / _REFERENCE_FILE, origin.files[_REFERENCE_FILE])
+        if origin.format != "onnx":
+            break
+    raise UserError(f"{run}/{parent.name} is not what {name} was made from any more; run the model again")

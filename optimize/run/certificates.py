@@ -100,9 +100,7 @@ def certify(
                 continue
             try:
                 reference = _reference(origin, own)
-                compared = _compared(
-                    [origin, artifact] if origin is not artifact else [artifact], pairs, answers, skips, own
-                )
+                compared = _compared(_computing(origin, artifact), pairs, answers, skips, own)
                 if not compared.answers:
                     continue
                 meant = own.answers(Candidate(reference, Execution("exported")))
@@ -123,10 +121,18 @@ def certify(
 
 def reference_origin(artifact: Artifact) -> Artifact | None:
     """The artifact that holds the reference program of this one's integers; None if a CPU computes none of them."""
-    origin = artifact.parent if artifact.kind == "onnx-int8" else artifact
+    origin: Artifact | None = artifact
+    while origin is not None and origin.kind == "onnx-int8":  # one that was packed was made from one that was not
+        origin = origin.parent
     if origin is None or REFERENCE_FILE not in origin.card.files or artifact.card.target in (None, TENSORRT):
         return None
-    return origin
+    return origin if _computing(origin, artifact) else None
+
+
+def _computing(origin: Artifact, artifact: Artifact) -> list[Artifact]:
+    """Of an artifact and what holds its reference, those that compute the integers: the reference itself does not."""
+    parties = [artifact] if origin is artifact else [origin, artifact]
+    return [party for party in parties if party.card.file != REFERENCE_FILE]
 
 
 def _reference(origin: Artifact, bench: Bench) -> Artifact:

@@ -17,10 +17,11 @@ import torch
 
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, load_answers
+from optimize.measure.figures import Measured
 from optimize.measure.latency import Turn, compare, measure_speed
 from optimize.measure.machine import machine
 from optimize.measure.pool import Loaded, Pool
-from optimize.measure.rows import Machine, Measured, Measurement, Pair, Report, Results, Row, Skip
+from optimize.measure.rows import Machine, Measurement, Pair, Report, Results, Row, Skip
 from optimize.measure.timing import Timing
 from optimize.report.runs import report_of
 from optimize.run.recommendation import Recommend, recommend

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from optimize.measure.rows import Accuracy, Difference, Judgement
+from optimize.measure.figures import Accuracy, Difference
+from optimize.measure.rows import Judgement
 from optimize.measure.statistics import PairedDifference, images_needed, paired_difference, paired_interval
 
 #: Whether each evaluation image is answered correctly, ``bool (n,)``, by pair's id.

@@ -80,6 +80,9 @@ class Job(Config):
     )
     trust_checkpoint: bool = Field(default=False, description="let the checkpoint's pickle run code")
     seed: int = Field(default=0, description="of every random choice")
+    processes: int = Field(
+        default=1, ge=1, description="how many processes of this machine train together; on GPUs each has one"
+    )
     remeasure: bool = Field(default=False, description="time everything anew, even if the same set was timed before")
     recommend: Mapping[str, object] = Field(
         default_factory=dict, description="what differs from the recipe's rule of the recommendation"
@@ -155,7 +158,14 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     preprocessing = chosen.preprocessing
     store = Store(job.store)
     context = Context(
-        data, preprocessing, device, job.seed, listener, skip_unreadable=job.skip_unreadable, scratch=store.scratch
+        data,
+        preprocessing,
+        device,
+        job.seed,
+        listener,
+        skip_unreadable=job.skip_unreadable,
+        scratch=store.scratch,
+        processes=job.processes,
     )
     listener.said(
         f"{source.name} on {data.name}: {len(data.classes)} classes, {len(data.train)} training and "

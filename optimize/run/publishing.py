@@ -10,7 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from optimize.measure.rows import Archive, Machine, Measured, Pair, Row
+from optimize.measure.figures import Measured
+from optimize.measure.rows import Archive, Machine, Pair, Row
 from optimize.measure.statistics import wilson_interval
 from optimize.store.artifact import Artifact
 from optimize.store.files import TEMPORARY, write_atomically, write_json

@@ -26,7 +26,7 @@ from optimize.models.preprocessing import PreprocessingConfig
 from optimize.passes.base import Pass, find_pass, passes
 from optimize.run.recommendation import Recommend
 from optimize.run.session import BASELINE
-from optimize.training.loop import TrainingConfig
+from optimize.training.config import TrainingConfig
 from serve.config import Config, faults
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError, did_you_mean, one_line
@@ -275,6 +275,10 @@ def _config(kind: type[Any], node: _Node | None, what: str, found: _Faults, line
     assert issubclass(kind, BaseModel)
     fields = node.mapping(f"the config of {what}", tuple(kind.model_fields), found) if node is not None else {}
     values = {name: entry.plain() for name, entry in fields.items()}
+    for name, entry in fields.items():
+        within = kind.model_fields[name].annotation
+        if isinstance(within, type) and issubclass(within, BaseModel) and isinstance(entry.value, dict):
+            values[name] = _config(within, entry, f"{what}.{name}", found, entry.line)
     for name in list(values):
         # YAML 1.1 reads yes and on as true, which pydantic would take for 1.
         value = values[name]

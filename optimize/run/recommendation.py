@@ -9,8 +9,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from optimize.measure.figures import Measured
 from optimize.measure.latency import LEVEL, Speed, level
-from optimize.measure.rows import Measured, Pair, Recommendation, Row
+from optimize.measure.rows import Pair, Recommendation, Row
 from optimize.measure.statistics import (
     PairedDifference,
     images_needed,

@@ -10,8 +10,9 @@ from typing import TypeVar
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
+from optimize.measure.figures import Measured
 from optimize.measure.latency import compare
-from optimize.measure.rows import Measured, Measurement, ModelFile, Pair, Reference, Row, Skip
+from optimize.measure.rows import Measurement, ModelFile, Pair, Reference, Row, Skip
 from optimize.run.certificates import UNCERTIFIED, certify, reference_origin
 from optimize.run.floats import float_references
 from optimize.run.halves import Right

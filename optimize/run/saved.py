@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import nn
 
 from optimize.passes.base import find_pass
-from optimize.run.session import BASELINE, Planned, Session, Step, first_module, rebuilt
-from optimize.store.artifact import Artifact, Kind, Made, Product, write_product
+from optimize.run.session import BASELINE, Planned, Session, Step, first_module
+from optimize.store.artifact import EAGER, Artifact, Kind, Made, Product, write_product
 from optimize.store.keys import TakenKey, opening
 from optimize.store.objects import StoredObject
 from serve.runtime.card import Ancestor, Card, load_card
@@ -56,7 +56,7 @@ def _found_again(session: Session, card: Card) -> Step | None:
         made = session.store.open(ancestor.key)
         if made is None:
             return None
-        step = session.named(_planned(ancestor), made, parent, _builder(session, ancestor, parent))
+        step = session.named(_planned(ancestor), made, parent)
         parent = step.artifact
     # A key only says what an object was made from: another machine's training gives other weights.
     return step if step is not None and dict(step.artifact.card.files) == dict(card.files) else None
@@ -65,7 +65,10 @@ def _found_again(session: Session, card: Card) -> Step | None:
 def _copied(session: Session, card: Card, folder: Path) -> Step:
     own = card.lineage[-1]
     key = TakenKey(artifact=opening(card)).digest
-    product = Product(card.file, card.format, card.precision, card.device, card.input_dtype, card.target, card.notes)
+    product = Product(
+        *(card.file, card.format, card.precision, card.device, card.input_dtype, card.target, card.notes),
+        structure=own.structure,
+    )
 
     def copy(target: Path) -> None:
         for name in card.files:
@@ -74,7 +77,7 @@ def _copied(session: Session, card: Card, folder: Path) -> Step:
 
     made: StoredObject = session.store.obtain(key, copy, about=f"{card.model} on {card.data.get('name')}: {card.name}")
     kind = _kind(own)
-    build = functools.partial(_structure, session, card.lineage) if kind == "module" else None
+    build = functools.partial(_structure, session, card.lineage) if kind in EAGER else None
     planned = Planned(card.name, kind, own.operation, own.config, key, card.lineage[:-1])
     return session.named(planned, made, None, build)
 
@@ -87,17 +90,10 @@ def _planned(ancestor: Ancestor) -> Planned:
     return Planned(ancestor.name, _kind(ancestor), ancestor.operation, ancestor.config, ancestor.key)
 
 
-def _builder(session: Session, ancestor: Ancestor, parent: Artifact | None) -> functools.partial[nn.Module] | None:
-    if parent is None:
-        return functools.partial(first_module, session)
-    return functools.partial(rebuilt, session, ancestor.operation, parent) if _kind(ancestor) == "module" else None
-
-
 def _structure(session: Session, lineage: tuple[Ancestor, ...]) -> nn.Module:
     """A module of the structure that the lineage gives to the session's model, with any weights."""
     module = first_module(session).eval()
     for ancestor in lineage[1:]:
-        rebuild = find_pass(ancestor.operation).rebuild
-        assert rebuild is not None
-        module = rebuild(module, session.context.example()).eval()
+        step = find_pass(ancestor.operation)
+        module = step.rebuilt(module, session.context.example(), ancestor.structure).eval()
     return module

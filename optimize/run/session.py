@@ -17,19 +17,19 @@ import torch
 
 from optimize.context import Context
 from optimize.data.augment import IN_WORDS
-from optimize.measure.machine import machine, versions
+from optimize.measure.machine import installed_version, machine, versions
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.preprocessing import ChosenPreprocessing
 from optimize.models.source import ModelSource
 from optimize.passes.base import Pass, find_pass, pass_of
 from optimize.quantization.targets import x86_target
-from optimize.store.artifact import PRODUCT_FILE, Artifact, Kind, Made, Product, read_product, write_product
-from optimize.store.keys import BaselineKey, NamedKey, StageKey, content
+from optimize.store.artifact import EAGER, PRODUCT_FILE, Artifact, Kind, Made, Product, read_product, write_product
+from optimize.store.keys import BaselineKey, Key, NamedKey, StageKey, content
 from optimize.store.locks import Hold
 from optimize.store.objects import Store, StoredObject
 from optimize.store.sources import code_of
 from optimize.training.baseline import make_baseline, new_module
-from optimize.training.loop import TrainingConfig
+from optimize.training.config import TrainingConfig, trains
 from serve.config import Config
 from serve.runtime.card import Ancestor, Card, read_card, write_card
 from serve.runtime.described import Described
@@ -150,19 +150,19 @@ class Session(Described):
             architecture=(self.source.fingerprint, self.source.name),
             weights=(checkpoint.sha256, checkpoint.place) if checkpoint else None,
             training=training,
+            processes=1 if checkpoint else self.context.processes,
             libraries=_versions(("torch", "torchvision")),
             code=code_of(make_baseline),
             **self.surroundings(),
         )
 
         def write(folder: Path) -> Product:
-            return make_baseline(self.source, self.context, checkpoint or config, folder, origin=origin)
+            return make_baseline(self.source, self._keeping(key), checkpoint or config, folder, origin=origin)
 
         settings: dict[str, Any] = config.model_dump(mode="json")
         if checkpoint is not None:
             settings = {"checkpoint": checkpoint.sha256, "place": checkpoint.place}
-        build_module = functools.partial(first_module, self)
-        return self._obtain(Planned(BASELINE, "module", BASELINE, settings, key.digest), write, None, build_module)
+        return self._obtain(Planned(BASELINE, "module", BASELINE, settings, key.digest), write, None)
 
     def check(self, config: Config) -> None:
         """Find out whether a pass's settings fit the model, without making anything.
@@ -203,6 +203,7 @@ class Session(Described):
             ancestors=tuple(content(artifact.card) for artifact in parent.line()),
             target=x86_target().name,
             device=self.context.device.type if step.reads_device else None,
+            processes=self.context.processes if trains(config) else 1,
             libraries=_versions(step.libraries),
             code=step.source_digest(),
             **self.surroundings(),
@@ -210,12 +211,15 @@ class Session(Described):
 
         def write(folder: Path) -> Product:
             torch.manual_seed(self.context.seed)
-            product: Product = step.apply(parent, config, self.context, folder)
+            product: Product = step.apply(parent, config, self._keeping(key), folder)
             return product
 
-        build_module = functools.partial(rebuilt, self, step.name, parent) if step.rebuild is not None else None
         planned = Planned(name or step.name, step.yields, step.name, settings, key.digest)
-        return self._obtain(planned, write, parent, build_module)
+        return self._obtain(planned, write, parent)
+
+    def _keeping(self, key: Key) -> Context:
+        """The context of making what has this key: it goes on where it was interrupted."""
+        return dataclasses.replace(self.context, unfinished=self.store.unfinished(key.digest))
 
     def surroundings(self) -> dict[str, Any]:
         """The inputs that the keys of all that is made of the model and its data have in common; see `Making`."""
@@ -228,13 +232,7 @@ class Session(Described):
             "seed": self.context.seed,
         }
 
-    def _obtain(
-        self,
-        planned: Planned,
-        write: Callable[[Path], Product],
-        parent: Artifact | None,
-        build_module: BuildModule | None,
-    ) -> Step:
+    def _obtain(self, planned: Planned, write: Callable[[Path], Product], parent: Artifact | None) -> Step:
         """What is planned, made or found, under its name."""
 
         def make(folder: Path) -> None:
@@ -242,10 +240,14 @@ class Session(Described):
 
         about = self._about(planned.name)
         made = self.store.obtain(planned.key, make, lambda: self.waiting(planned.name), about=about)
-        return self.named(planned, made, parent, build_module)
+        return self.named(planned, made, parent)
 
     def named(
-        self, planned: Planned, made: StoredObject, parent: Artifact | None, build_module: BuildModule | None
+        self,
+        planned: Planned,
+        made: StoredObject,
+        parent: Artifact | None,
+        build_module: BuildModule | None = None,
     ) -> Step:
         """What was made as planned, under its name: a folder that shares its files, with a card.
 
@@ -253,7 +255,7 @@ class Session(Described):
             planned: its name, and what it was made by.
             made: the object that is stored under the planned key.
             parent: what it was made from, if that is known.
-            build_module: makes an eager module of its structure.
+            build_module: makes an eager module of its structure; by default the parent's, rebuilt.
         """
         card = self._card(planned, made, parent)
 
@@ -264,6 +266,11 @@ class Session(Described):
 
         key = NamedKey(made=planned.key, card=dataclasses.asdict(card)).digest
         found = self.store.obtain(key, name_it, about=self._about(planned.name), shared=made)
+        own = card.lineage[-1]
+        if build_module is None and own.operation == BASELINE:
+            build_module = functools.partial(first_module, self)
+        elif build_module is None and parent is not None and planned.kind in EAGER:
+            build_module = functools.partial(rebuilt, self, own, parent)
         artifact = Artifact(
             planned.name,
             planned.kind,
@@ -296,7 +303,7 @@ class Session(Described):
             files={name: digest for name, digest in stored.files.items() if name != PRODUCT_FILE},
             lineage=(
                 *(parent.card.lineage if parent else planned.ancestors),
-                Ancestor(planned.name, planned.operation, planned.settings, planned.key),
+                Ancestor(planned.name, planned.operation, planned.settings, planned.key, product.structure),
             ),
             data={
                 "name": data.name,
@@ -312,7 +319,7 @@ class Session(Described):
 
 def _versions(libraries: tuple[str, ...]) -> dict[str, str | None]:
     known = versions()
-    return {name: known.get(name) for name in (*libraries, "optimize")}
+    return {name: known.get(name) or installed_version(name) for name in (*libraries, "optimize")}
 
 
 def first_module(session: Session) -> torch.nn.Module:
@@ -320,8 +327,6 @@ def first_module(session: Session) -> torch.nn.Module:
     return new_module(session.source, session.context)
 
 
-def rebuilt(session: Session, name: str, parent: Artifact) -> torch.nn.Module:
-    """A module of the structure that the pass called ``name`` gives to ``parent``'s."""
-    rebuild = find_pass(name).rebuild
-    assert rebuild is not None
-    return rebuild(parent.module(), session.context.example())
+def rebuilt(session: Session, step: Ancestor, parent: Artifact) -> torch.nn.Module:
+    """A module of the structure that a pass gave to ``parent``'s."""
+    return find_pass(step.operation).rebuilt(parent.module(), session.context.example(), step.structure)

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from optimize.measure.figures import Timed
 from optimize.measure.latency import Speed
-from optimize.measure.rows import Timed
 
 #: The reference that is the model as PyTorch runs it, with nothing done to it.
 EAGER: Final = "eager"

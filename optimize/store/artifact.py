@@ -20,7 +20,7 @@ from serve.runtime.described import Described
 from serve.runtime.errors import CardError, UserError
 
 #: What an artifact is, as far as the passes that may follow it care.
-Kind = Literal["module", "half", "dynamic", "quantized", "onnx", "onnx-half", "onnx-int8"]
+Kind = Literal["module", "half", "dynamic", "quantized", "lowbit", "onnx", "onnx-half", "onnx-int8"]
 
 
 #: Name of each kind in messages.
@@ -29,11 +29,15 @@ KIND_NAMES: dict[Kind, str] = {
     "half": "a reduced-precision program",
     "dynamic": "a dynamically quantized program",
     "quantized": "a quantized (int8) module",
+    "lowbit": "a module trained with fewer bits",
     "onnx": "a float ONNX graph",
     "onnx-half": "an FP16 ONNX graph",
     "onnx-int8": "an int8 ONNX graph",
 }
 
+
+#: Those that have an eager float module, whose weights lie beside the program.
+EAGER: frozenset[Kind] = frozenset({"module", "lowbit"})
 
 WEIGHTS_FILE = "weights.safetensors"
 REFERENCE_FILE = "reference.pt2"
@@ -42,7 +46,10 @@ PRODUCT_FILE = "product.json"
 
 @dataclass(frozen=True)
 class Product:
-    """What a step wrote into its folder: the model file and the facts of it that the card states."""
+    """What a step wrote into its folder: the model file and the facts of it that the card states.
+
+    ``structure`` is what the pass's ``resize`` needs to give a parent's module this one's shapes, as JSON values.
+    """
 
     file: str
     format: Format
@@ -51,6 +58,7 @@ class Product:
     input_dtype: InputType = "float32"
     target: str | None = None
     notes: tuple[str, ...] = ()
+    structure: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

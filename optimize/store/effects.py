@@ -12,6 +12,8 @@ from optimize.store.files import write_json
 from serve.runtime.described import Described
 
 EFFECTS_FILE = "layers.json"
+#: In a layer's place, for a figure of all of them.
+WHOLE = "whole network"
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Effect(Described):
     """One figure of one layer.
 
     Attributes:
-        layer: its name in the graph.
+        layer: its name in the graph; or `WHOLE`.
         figure: what was measured, with its unit in words.
         before: without the pass, or before it did its work.
         after: with it.

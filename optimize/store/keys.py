@@ -87,12 +87,15 @@ class BaselineKey(Making):
         architecture: the model's fingerprint, and which factory of that source builds it.
         weights: SHA-256 of the checkpoint, and which of its state dicts; None if the baseline is trained.
         training: how it is trained; None if it has a checkpoint.
+        processes: how many train together; 1 where nothing is trained. Dropout draws in each, and some norms see the
+            images of their own process alone.
     """
 
     kind = "baseline"
     architecture: tuple[str, str]
     weights: tuple[str, str] | None
     training: Mapping[str, Any] | None
+    processes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,7 @@ class StageKey(Making):
         ancestors: `content` of each ancestor, the baseline first: a pass may read more than its parent.
         target: which integers the machine's kernels speak.
         device: the run's, for a pass whose result depends on it; None for others.
+        processes: see `BaselineKey`.
     """
 
     kind = "stage"
@@ -113,6 +117,7 @@ class StageKey(Making):
     ancestors: tuple[str, ...]
     target: str
     device: str | None
+    processes: int
 
 
 @dataclass(frozen=True, kw_only=True)

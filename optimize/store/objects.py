@@ -66,6 +66,7 @@ class Store(Described):
         self.root = root
         self._objects = root / ".store" / "objects"
         self._temporary = root / ".store" / "tmp"
+        self._unfinished = root / ".store" / "unfinished"
         self._locks = root / layout.LOCKS
         #: Folder for files without a name.
         self.scratch = self._temporary
@@ -97,6 +98,17 @@ class Store(Described):
     def objects(self) -> Path:
         """Where the objects' folders are."""
         return self._objects
+
+    def unfinished(self, key: str) -> Path:
+        """A folder for what the making of ``key`` wants to find again after it was interrupted.
+
+        It need not be there, outlives the process, and is removed when the object is whole.
+        """
+        return self._unfinished / key
+
+    def unfinished_work(self) -> list[Path]:
+        """The folders of what was begun and is not whole."""
+        return sorted(self._unfinished.iterdir()) if self._unfinished.is_dir() else []
 
     def lock_files(self) -> list[Path]:
         """The exclusive locks that have ever been taken."""
@@ -156,6 +168,7 @@ class Store(Described):
                         raise UserError(no_space(self.root)) from error
                     raise
                 content.rename(self._objects / key)
+            shutil.rmtree(self.unfinished(key), ignore_errors=True)
         return _stored(self._objects / key, manifest, cached=False)
 
     def _found(self, key: str, shared: StoredObject | None) -> StoredObject | None:

@@ -1,4 +1,4 @@
-"""What a store no longer needs: objects that no run names, no server serves and no program uses."""
+"""What a store no longer needs: objects that no run names, no server serves and no program uses; unfinished work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Prunable:
     """Objects that nothing needs.
 
     Attributes:
-        objects: folders of the objects, and what each is, as far as is known.
+        objects: folders of the objects and of unfinished work, and what each is, as far as is known.
         size: bytes that their removal frees: a file that a run still shows frees nothing.
         kept: why objects are kept that no run names, in a line each.
     """
@@ -90,6 +90,7 @@ def _prunable(store: Store, *, alone: bool) -> Prunable:
     found = {folder for folder in sorted(store.objects.iterdir()) if folder.name not in wanted}
     kept = {folder for folder in found if any((folder / name).is_file() for name in archives)}
     objects = {folder: _about(folder) for folder in sorted(found - kept)}
+    objects |= dict.fromkeys(store.unfinished_work(), "unfinished: training that was interrupted")
     runs = ", ".join(served.runs) if served else ""
     reason = (f"{len(kept)} archives stay: a server is serving them (run {runs})",) if kept else ()
     return Prunable(objects, _freed(objects), reason)

@@ -13,7 +13,8 @@ from optimize.models.checkpoint import Checkpoint
 from optimize.models.fitting import load_into
 from optimize.models.source import ModelSource
 from optimize.store.artifact import Product
-from optimize.training.loop import TrainingConfig, train
+from optimize.training.config import TrainingConfig
+from optimize.training.loop import train
 from serve.runtime.errors import UserError, one_line
 
 _SEEN = (

@@ -1,98 +1,47 @@
 """The one training loop: for the baseline and for quantization-aware training.
 
 The best epoch is chosen on images held out of the training split, never on those that accuracy is
-reported on: choosing on them would flatter the result.
+reported on: choosing on them would flatter the result. A run that was interrupted goes on where its last checkpoint
+was written, and ends with the weights that it would have had.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
-from pydantic import ConfigDict, Field, field_validator
 from torch import nn
 
 from optimize.context import Context
 from optimize.data.augment import augment
-from optimize.data.loading import Loader, loader
-from optimize.data.records import Augmentation, ImageData
-from optimize.data.splits import hold_out
+from optimize.data.draws import Draws
+from optimize.data.loading import Loader, Placed, loader
+from optimize.data.records import Split
+from optimize.data.splits import hold_out, part
+from optimize.data.transforms import transform
 from optimize.errors import PassError
-from serve.config import Config
+from optimize.training import group
+from optimize.training.averaging import Average
+from optimize.training.checkpoints import Checkpoints, fingerprint, load_state
+from optimize.training.config import TrainingConfig
+from optimize.training.determinism import deterministic
+from optimize.training.joining import joined
+from optimize.training.mixup import mixed
+from optimize.training.optimizers import clip, make_optimizer
+from optimize.training.precision import Precision
+from optimize.training.randomness import random_states, restore_random_states
+from optimize.training.records import Epoch, Progress, TrainingResult
+from optimize.training.schedule import peak_rate, rate
+from optimize.training.together import train_together
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 
-
-class TrainingConfig(Config):
-    """Settings of a training run: SGD with Nesterov momentum, warm-up then cosine (one cycle)."""
-
-    model_config = ConfigDict(title="Training")  # as users know it
-
-    epochs: int = Field(default=8, ge=1, description="passes over the training images")
-    batch_size: int = Field(default=64, ge=2, description="images per step")
-    learning_rate: float = Field(default=0.05, gt=0, description="peak learning rate, reached after the warm-up")
-    warm_up: float = Field(default=0.2, ge=0, lt=1, description="share of all steps in which the rate rises")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="of SGD")
-    weight_decay: float = Field(default=5e-4, ge=0, description="of weights; norms and biases have none")
-    augment: Literal["data", "none", "shift", "shift+flip"] | bool = Field(
-        default="data", description="random changes of the training images; data: what suits the data set"
-    )
-    skip_unreadable: float = Field(
-        default=0.01, ge=0, le=1, description="share of the training images that may be unreadable, and are left out"
-    )
-    holdout: float = Field(
-        default=0.1, gt=0, lt=0.5, description="share of the training images that the best epoch is chosen on"
-    )
-
-    @field_validator("augment", mode="before")
-    @classmethod
-    def _in_words(cls, value: object) -> object:
-        """A truth value as a word, so that what means the same is the same."""
-        return {True: "data", False: "none"}[value] if isinstance(value, bool) else value
-
-    def augmentation(self, data: ImageData) -> Augmentation:
-        """What is done to the training images of ``data``."""
-        return data.augment if self.augment == "data" or isinstance(self.augment, bool) else self.augment
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch: mean training loss (nats) and top-1 on the held-out images (fraction)."""
-
-    loss: float
-    held_out_top1: float
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """What a training run did; the module is left with the weights of epoch ``best``.
-
-    Attributes:
-        epochs: one after the other.
-        best: number of the kept one, from 0; None: no epoch was better than the module as it came, and that is kept.
-        held_out_top1: of what is kept, on the held-out images (fraction).
-        held_out_images: how many there are.
-        notes: the images that could not be read.
-    """
-
-    epochs: tuple[Epoch, ...]
-    best: int | None
-    held_out_top1: float
-    held_out_images: int
-    notes: tuple[str, ...] = ()
-
-    @property
-    def kept(self) -> str:
-        """Which epoch was kept and how good it is, as a note."""
-        which = "best of {} epochs: {}" if self.best is not None else "no better after any of {} epochs, kept {}"
-        number = str(self.best + 1) if self.best is not None else "as it was before them"
-        return (
-            f"{which.format(len(self.epochs), number)}, "
-            f"top-1 {self.held_out_top1:.4f} on {self.held_out_images} held-out images"
-        )
+SetMode = Callable[[nn.Module, int, bool], None]
 
 
 def train(
@@ -100,14 +49,14 @@ def train(
     context: Context,
     config: TrainingConfig,
     *,
-    set_mode: Callable[[nn.Module, int, bool], None] | None = None,
+    set_mode: SetMode | None = None,
     from_start: bool = False,
 ) -> TrainingResult:
     """Train ``module`` in place on ``context.device`` and leave it there in eval mode, at its best epoch.
 
     Args:
         module: maps ``float32 (N, C, H, W)`` to logits ``(N, classes)``.
-        context: data, device and seed.
+        context: data, device and seed; where the run keeps how far it has come.
         config: see `TrainingConfig`.
         set_mode: called after the module was put into training mode (True) or eval mode (False), with the
             epoch's number from 0, for modules with more modes than those two.
@@ -117,111 +66,211 @@ def train(
         PassError: the loss became NaN or infinite.
         UserError: no class has two training images.
     """
-    device = context.device
-    module.to(device)
-    fit, held = hold_out(context.data.train, config.holdout, context.seed)
-    if not len(held):
-        raise UserError(
-            f"{context.data.name}: has one training image a class, so that none can be held out to choose the best "
-            "epoch on; training needs a class with at least two"
+    if context.processes > 1 and not group.together():
+        return train_together(module, context, config, set_mode, from_start=from_start)
+    with deterministic(config.deterministic):
+        return _Run(module, context, config, set_mode).carried_out(from_start=from_start)
+
+
+class _Run:
+    """One training run: what it works with, and how far it has come."""
+
+    def __init__(self, module: nn.Module, context: Context, config: TrainingConfig, set_mode: SetMode | None) -> None:
+        self.module, self.context, self.config, self.set_mode = module, context, config, set_mode
+        self.device = context.device
+        module.to(self.device)
+        fit, self.held = hold_out(context.data.train, config.holdout, context.seed)
+        if not len(self.held):
+            raise UserError(
+                f"{context.data.name}: has one training image a class, so that none can be held out to choose the "
+                "best epoch on; training needs a class with at least two"
+            )
+        self.batches, self.validation = _loaders(fit, self.held, context, config)
+        self.augmentation = config.augmentation(context.data)
+        start = fingerprint(module, config) if context.unfinished is not None else ""
+        self.checkpoints = Checkpoints(context.unfinished, start, context.checkpoint_seconds, context.listener)
+        self.precision = Precision(config, self.device)
+        self.precision.prepare(module)
+        self.forward = joined(module, self.device)
+        self.optimizer = make_optimizer(module, config)
+        self.average = Average(module, config.ema) if config.ema is not None else None
+        planned = config.epochs * len(self.batches)
+        self.steps = min(planned, config.max_steps or planned)
+        self.progress = Progress(torch.zeros((), device=self.device))
+
+    def carried_out(self, *, from_start: bool) -> TrainingResult:
+        """All epochs that are left, and the best of them kept."""
+        saved = self.checkpoints.load()
+        random = self._go_on(saved) if saved is not None else None
+        if saved is None and from_start:
+            self._judge(None)
+        for number in range(self.progress.epoch, math.ceil(self.steps / len(self.batches))):
+            self._epoch(number, random)
+            random = None
+        load_state(self.module, self.progress.kept)
+        self.module.eval()
+        notes = tuple(
+            f"of the {title} images, {note}"
+            for title, read in (("training", self.batches), ("held-out", self.validation))
+            for note in group.gathered(read.note() if read.left_out else None)
+            if note is not None
         )
-    unreadable: dict[str, Any] = {
-        "skip_unreadable": config.skip_unreadable,
-        "remedy": f"at most {config.skip_unreadable:.2%} may be, to be left out of training (skip_unreadable)",
-        "said": context.listener.said,
-    }
-    batches = loader(
-        fit,
-        context.preprocessing,
-        batch_size=config.batch_size,
-        device=device,
-        shuffle=True,
-        seed=context.seed,
-        **unreadable,
-    )
-    validation = loader(
-        held, context.preprocessing, batch_size=256, device=device, scratch=context.scratch, **unreadable
-    )
-    kind = config.augmentation(context.data)
-    optimizer = torch.optim.SGD(
-        _groups(module, config.weight_decay),
-        lr=config.learning_rate,
-        momentum=config.momentum,
-        nesterov=config.momentum > 0,
-    )
-    steps = config.epochs * len(batches)
-    # A rise of exactly one step is divided by its length of 0 in OneCycleLR (torch 2.11 to 2.14).
-    warm_up = config.warm_up if config.warm_up * (steps + 1) != 1 else 0.0
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.learning_rate, total_steps=steps + 1, pct_start=warm_up, cycle_momentum=False
-    )
-    generator = torch.Generator().manual_seed(context.seed)
-    history: list[Epoch] = []
-    best_state: dict[str, torch.Tensor] = {}
-    best, reached = None, -1.0
+        progress = self.progress
+        return TrainingResult(
+            tuple(progress.epochs), progress.best, progress.reached, len(self.held), tuple(dict.fromkeys(notes))
+        )
 
-    def held_out(number: int) -> float:
-        module.eval()
-        if set_mode is not None:
-            set_mode(module, number, False)
-        return top1(module, validation, context)
-
-    if from_start:
-        reached, best_state = held_out(0), copy.deepcopy(module.state_dict())
-    for number in range(config.epochs):
-        module.train()
-        if set_mode is not None:
-            set_mode(module, number, True)
-        total = torch.zeros((), device=device)
-        count = 0
-        for step, (pixels, labels) in enumerate(batches.epoch(number), start=1):
-            images = pixels.to(device, non_blocking=True)
-            images = augment(images, kind, generator)
-            inputs = normalise(images, context.preprocessing, device, torch.float32)
-            loss = nn.functional.cross_entropy(module(inputs), labels.to(device, non_blocking=True))
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-            total += loss.detach() * len(labels)
-            count += len(labels)
-            context.listener.progressed((number * len(batches) + step) / steps, f"epoch {number + 1}/{config.epochs}")
-        mean = (total / count).item()
-        if not torch.isfinite(torch.tensor(mean)):
+    def _epoch(self, number: int, random: dict[str, Any] | None) -> None:
+        """The rest of an epoch, and its judgement."""
+        self._set_mode(number, training=True)
+        progress, said = self.progress, f"epoch {number + 1}/{self.config.epochs}"
+        if random is not None:  # from here on random numbers are drawn
+            restore_random_states(random, self.device)
+        for batch in self.batches.placed(number, progress.place):
+            step = number * len(self.batches) + batch.place
+            if step >= self.steps:
+                break
+            # What all must know of all: how many images each has, and whether the first wants a checkpoint now.
+            known = group.numbers(len(batch.rows), self.checkpoints.due, device=self.device)
+            counts = [images for images, _ in known]
+            if min(counts):  # or a process has no image of this batch that can be read
+                self._step(step, batch, Draws(self.context.seed, number, batch.rows), counts)
+            progress.place = batch.place + 1
+            self.context.listener.progressed((step + 1) / self.steps, said)
+            if known[0][1]:
+                self._save()
+        if not progress.images:
+            raise PassError(f"no batch of epoch {number + 1} has an image in each process that can be read")
+        total = group.summed(torch.stack((progress.loss.double(), progress.loss.new_tensor(progress.images).double())))
+        mean = (total[0] / total[1]).float().item()
+        if not math.isfinite(mean):
+            self.checkpoints.forget()
             raise PassError(
                 f"training diverged: the loss is {mean} in epoch {number + 1}; "
-                f"lower learning_rate (it is {config.learning_rate:g})"
+                f"lower learning_rate (it is {self.config.learning_rate:g})"
             )
-        history.append(Epoch(mean, held_out(number)))
-        # The later of two equal epochs has seen more; what was trained already is left only for something better.
-        if history[-1].held_out_top1 > reached or (best is not None and history[-1].held_out_top1 == reached):
-            best, reached = number, history[-1].held_out_top1
-            best_state = copy.deepcopy(module.state_dict())
-    module.load_state_dict(best_state)
-    module.eval()
-    notes = tuple(
-        f"of the {title} images, {part.note()}"
-        for title, part in (("training", batches), ("held-out", validation))
-        if part.left_out
-    )
-    return TrainingResult(tuple(history), best, reached, len(held), notes)
+        progress.epochs.append(Epoch(mean, self._judge(number)))
+        progress.epoch, progress.place = number + 1, 0
+        progress.loss, progress.images = torch.zeros((), device=self.device), 0.0
+
+    def _step(self, step: int, batch: Placed, draws: Draws, counts: list[int]) -> None:
+        """One step of the optimizer, on a part of a batch; ``counts`` are the images in each process's."""
+        config, device = self.config, self.device
+        images = augment(batch.images.to(device, non_blocking=True), self.augmentation, draws)
+        images = transform(images, draws, crop_scale=config.crop_scale, trivial=config.trivial_augment)
+        targets = batch.labels.to(device, non_blocking=True)
+        inputs = normalise(images, self.context.preprocessing, device, torch.float32)
+        if config.mixup is not None:
+            inputs, targets = mixed(inputs, targets, len(self.context.data.classes), config.mixup, draws)
+        self.optimizer.zero_grad(set_to_none=True)
+        # Two images at least, for norms in training; and as many pieces in each process.
+        pieces = max(1, min(config.accumulate, min(counts) // 2))
+        divided = zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True)
+        for piece, (some, wanted) in enumerate(divided, start=1):
+            with self.forward.unsynchronised(piece < pieces, batch.copies):
+                logits = self.precision.forward(self.forward.module, some)
+                loss = nn.functional.cross_entropy(logits, wanted, label_smoothing=config.label_smoothing)
+                # Of the whole batch's mean, which is the mean of the processes' gradients.
+                weight = len(wanted) * len(counts) / sum(counts)
+                self.precision.backward(loss if weight == 1 else loss * weight)
+            self.progress.loss += loss.detach() * (len(wanted) / batch.copies)
+        self.progress.images += len(targets) / batch.copies
+        self.precision.unscale(self.optimizer)
+        clip(self.optimizer, config.clip_norm)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = rate(step, self.steps, peak_rate(config), config.warm_up)
+        self.precision.step(self.optimizer)
+        if self.average is not None:
+            self.average.update(step)
+
+    def _judge(self, number: int | None) -> float:
+        """Top-1 on the held-out images after an epoch, or before the first (None); what is best is kept."""
+        progress = self.progress
+        with self.average.applied() if self.average is not None else contextlib.nullcontext():
+            self._set_mode(number or 0, training=False)
+            score = top1(self.module, self.validation, self.context)
+            # The later of two equal epochs has seen more; what was trained already is left only for something better.
+            if score > progress.reached or (progress.best is not None and score == progress.reached):
+                progress.best, progress.reached = number, score
+                progress.kept = copy.deepcopy(self.module.state_dict())
+        return score
+
+    def _set_mode(self, number: int, *, training: bool) -> None:
+        self.module.train(training)
+        if self.set_mode is not None:
+            self.set_mode(self.module, number, training)
+
+    def _save(self) -> None:
+        """Keep all that it takes to go on from here; what each process has of its own comes to the first."""
+        own = {
+            "random": random_states(self.device),
+            "left_out": [self.batches.left_out, self.validation.left_out],
+            "loss": [self.progress.loss.cpu(), self.progress.images],
+        }
+        every = group.gathered(own)
+        if group.rank() == 0:
+            state = {
+                "progress": self.progress.state(),
+                "module": self.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "average": self.average.state() if self.average is not None else None,
+                "precision": self.precision.state(),
+                "processes": every,
+            }
+            self.checkpoints.save(state)
+
+    def _go_on(self, saved: dict[str, Any]) -> dict[str, Any] | None:
+        """Be where `_save` was.
+
+        Returns:
+            The random states, for when nothing that follows here draws from them any more; None where other
+            processes have trained, which had other parts of the batches.
+        """
+        self.progress = Progress.of_state(saved["progress"], self.device)
+        load_state(self.module, saved["module"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.average is not None:
+            self.average.load(saved["average"])
+        self.precision.load(saved["precision"])
+        done, every = self.progress, saved["processes"]
+        self.context.listener.said(f"training goes on in epoch {done.epoch + 1}, after {done.place} of its steps")
+        if len(every) != group.world():
+            first = group.rank() == 0
+            done.loss = sum((own["loss"][0] for own in every), torch.zeros(())).to(self.device) * first
+            done.images = sum(own["loss"][1] for own in every) * first
+            return None
+        own: dict[str, Any] = every[group.rank()]
+        done.loss, done.images = own["loss"][0].to(self.device), own["loss"][1]
+        self.batches.left_out, self.validation.left_out = own["left_out"]
+        random: dict[str, Any] = own["random"]
+        return random
 
 
 def top1(module: nn.Module, batches: Loader, context: Context) -> float:
-    """Share of images that ``module``, in eval mode, classifies right."""
+    """Share of images that ``module``, in eval mode, classifies right; over the batches of all processes."""
     right = count = 0
     with torch.no_grad():
         for images, labels in batches:
             logits = module(normalise(images, context.preprocessing, context.device, torch.float32))
             right += int((logits.argmax(1).cpu() == labels).sum())
             count += len(labels)
+    right, count = map(sum, zip(*group.numbers(right, count, device=context.device), strict=True))
     return right / count
 
 
-def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Weights with decay; vectors (norms, biases) without."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
-    ]
+def _loaders(fit: Split, held: Split, context: Context, config: TrainingConfig) -> tuple[Loader, Loader]:
+    """What is trained on, in another order each epoch, and what the best epoch is chosen on."""
+    unreadable: dict[str, Any] = {
+        "device": context.device,
+        "skip_unreadable": config.skip_unreadable,
+        "remedy": f"at most {config.skip_unreadable:.2%} may be, to be left out of training (skip_unreadable)",
+        "said": context.listener.said,
+    }
+    preprocessing = context.preprocessing
+    share = group.rank(), group.world()
+    batches = loader(
+        fit, preprocessing, batch_size=config.batch_size, shuffle=True, seed=context.seed, share=share, **unreadable
+    )
+    # Every so many-th, and none twice: the counts of right answers are added up.
+    mine = part(held, np.arange(len(held))[share[0] :: share[1]]) if group.together() else held
+    return batches, loader(mine, preprocessing, batch_size=256, scratch=context.scratch, **unreadable)

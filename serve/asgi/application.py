@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from serve.asgi.asking import ClientGoneError
 from serve.asgi.call import Call, Held, Limits
-from serve.asgi.messages import Receive, RefusedError, Response, Scope, Send, refusal_response
+from serve.asgi.messages import Headers, Receive, RefusedError, Response, Scope, Send, refusal_response
 from serve.asgi.models import Models
 from serve.asgi.observing import Observation, Observer
 from serve.asgi.router import Router
@@ -70,7 +70,8 @@ class Application:
         try:
             response = await self._answer(call, scope)
             observation.status = response.status
-            await send(self._head(call, response))
+            head = self.headers(response, observation, call.arrived)
+            await send({"type": "http.response.start", "status": response.status, "headers": head})
             await send({"type": "http.response.body", "body": response.body})
         except ClientGoneError:
             observation.status = CLIENT_GONE
@@ -93,6 +94,28 @@ class Application:
         for observer in self.observers:
             observer(observation)
 
+    def headers(self, response: Response, observation: Observation, arrived: float) -> Headers:
+        """All headers of an answer, but for those that the HTTP server adds to each.
+
+        Args:
+            response: the answer.
+            observation: what is known of its request.
+            arrived: when that came, in seconds of `time.monotonic`.
+        """
+        headers = [
+            (b"content-type", response.content_type.encode()),
+            (b"content-length", str(len(response.body)).encode()),
+            (b"x-request-id", observation.request_id.encode()),
+        ]
+        if observation.version is not None:
+            headers.append((b"x-model-version", observation.version.encode()))
+        if observation.stages is not None:
+            headers.append((b"server-timing", server_timing(observation, time.monotonic() - arrived)))
+        if self.draining:
+            headers.append((b"connection", b"close"))
+        headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in response.headers]
+        return headers
+
     async def _answer(self, call: Call, scope: Scope) -> Response:
         try:
             route, call.parameters = self.router.find(call.method, scope["raw_path"].decode("latin-1"))
@@ -111,22 +134,6 @@ class Application:
             return refusal_response(
                 RefusedError(500, f"the server failed; its log has the reason under {call.request_id}", "fault")
             )
-
-    def _head(self, call: Call, response: Response) -> dict[str, object]:
-        headers = [
-            (b"content-type", response.content_type.encode()),
-            (b"content-length", str(len(response.body)).encode()),
-            (b"x-request-id", call.request_id.encode()),
-        ]
-        observation = call.observation
-        if observation.version is not None:
-            headers.append((b"x-model-version", observation.version.encode()))
-        if observation.stages is not None:
-            headers.append((b"server-timing", server_timing(observation, time.monotonic() - call.arrived)))
-        if self.draining:
-            headers.append((b"connection", b"close"))
-        headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in response.headers]
-        return {"type": "http.response.start", "status": response.status, "headers": headers}
 
 
 def server_timing(observation: Observation, seconds: float) -> bytes:

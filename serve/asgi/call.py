@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,14 +14,12 @@ from urllib.parse import parse_qsl
 
 from serve.asgi.asking import Asking, ClientGoneError
 from serve.asgi.messages import Receive, RefusedError, Scope, queue_full, try_again
-from serve.asgi.observing import Observation
+from serve.asgi.observing import Observation, request_id
 
 if TYPE_CHECKING:
     from serve.asgi.models import Models, Served
     from serve.runtime.protocol import Request
     from serve.runtime.work import Answered
-
-_ID = re.compile(r"[!-~]{1,128}")
 
 # An answer takes a few milliseconds; whether its client has gone is looked at from then on only: the task for it would
 # hold Python's lock in the very moment in which the engine's thread wakes up for the request.
@@ -92,8 +89,7 @@ class Call:
         }
         self.parameters: dict[str, str] = {}
         self.models = models
-        given = self.headers.get("x-request-id", "")
-        self.request_id = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        self.request_id = request_id(self.headers.get("x-request-id", ""))
         self.observation = Observation(self.request_id)
         self._query: bytes = scope["query_string"]
         self._receive = receive

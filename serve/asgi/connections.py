@@ -1,18 +1,24 @@
 """A connection that a client cannot keep for nothing: uvicorn's, with limits until a request is whole.
 
-uvicorn 0.54 waits for ever for the first byte and for the end of the headers, takes headers of any size, and reads a
-body of any length behind an answer that was given early.
+uvicorn 0.54 waits for ever for the first byte and for the end of the headers, takes headers of any size, reads a
+body of any length behind an answer that was given early, lets a connection lie idle for ever after that, and copies
+each body twice.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serve.asgi.call import Limits
-from serve.asgi.messages import RETRY_AFTER_S
+from serve.asgi.messages import RETRY_AFTER_S, Headers, Response
+
+#: Answers a request by its method, URL and headers alone, or leaves it to the application.
+EarlyAnswer = Callable[[bytes, bytes, Sequence[tuple[bytes, bytes]]], tuple[Response, Headers] | None]
 
 # For what a client still sends when it has its answer (413, 401): closed at once, the answer would be lost with it.
 _LINGER_S = 5.0
@@ -26,15 +32,19 @@ class GuardedConnection(HttpToolsProtocol):
 
     Args:
         limits: what a client may cost.
+        early: asked for each request that nothing is before on the connection.
         settings: uvicorn's own.
     """
 
-    def __init__(self, limits: Limits, **settings: Any) -> None:
+    def __init__(self, limits: Limits, early: EarlyAnswer, **settings: Any) -> None:
         super().__init__(**settings)
         self._limits = limits
+        self._early = early
         self._head_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._in_body = False
+        self._answered_early = False  # by `early`: of this request there is no cycle
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, or turn the client away where there are too many."""
@@ -47,6 +57,7 @@ class GuardedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         self._head_is_there()
+        self._body_is_there()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -57,6 +68,8 @@ class GuardedConnection(HttpToolsProtocol):
             self._await_head()
             self._head_bytes += len(data)
         super().data_received(data)
+        if self._answered_early and self._in_body:
+            self._linger()
         if not self._in_body and self._head_bytes > self._limits.head_bytes and not self.transport.is_closing():
             self._end(b"431 Request Header Fields Too Large", b"the headers are too large")
 
@@ -69,18 +82,50 @@ class GuardedConnection(HttpToolsProtocol):
         """Its headers are there."""
         self._head_is_there()
         self._in_body = True
-        super().on_headers_complete()
+        found = self._early(self.parser.get_method(), self.url, self.headers) if self._is_plain() else None
+        self._answered_early = found is not None
+        if found is None:
+            super().on_headers_complete()
+            return
+        response, headers = found
+        lines = [b"%s: %s\r\n" % pair for pair in (*self.server_state.default_headers, *headers)]
+        self.transport.write(b"".join((STATUS_LINE[response.status], *lines, b"\r\n", response.body)))
+        super().on_response_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of its body is there."""
+        if self._answered_early:
+            return
+        cycle = self.cycle
+        before = cast("bytes | bytearray", cycle.body)
+        if before or cycle.response_complete:
+            if isinstance(before, bytes):
+                cycle.body = bytearray(before)
+            super().on_body(body)
+            return
+        # Most bodies come in one part: the application gets the very bytes.
+        cycle.body = body  # type: ignore[assignment]
+        if len(body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         """Its body is there."""
         self._in_body = False
-        super().on_message_complete()
+        self._body_is_there()
+        if not self._answered_early:
+            super().on_message_complete()
+        idle = self.timeout_keep_alive_task is None and not self.pipeline and not self.transport.is_closing()
+        if idle and (self._answered_early or self.cycle.response_complete):
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         """Its answer is sent, perhaps before its body was there."""
         super().on_response_complete()
         if self._in_body:
-            self.loop.call_later(_LINGER_S, self._end_lingering, self.cycle)
+            self._linger()
 
     def shutdown(self) -> None:
         """The server ends: answer the request that is coming or on its way, and close.
@@ -91,6 +136,16 @@ class GuardedConnection(HttpToolsProtocol):
             self.loop.call_later(_ON_ITS_WAY_S, self._end_idle)
         else:
             super().shutdown()
+
+    def _is_plain(self) -> bool:
+        """Whether nothing is before this request, and nothing ends after it."""
+        return (
+            (self.cycle is None or self.cycle.response_complete)
+            and not self.flow.write_paused
+            and self.parser.should_keep_alive()
+            and not self.parser.should_upgrade()
+            and self.parser.get_http_version() == "1.1"
+        )
 
     def _await_head(self) -> None:
         if self._head_timer is None:
@@ -113,8 +168,17 @@ class GuardedConnection(HttpToolsProtocol):
         if idle and not self._head_bytes and not self.transport.is_closing():
             self.transport.close()  # half a head is ended by its timer
 
-    def _end_lingering(self, cycle: object) -> None:
-        if self.cycle is cycle and self._in_body and not self.transport.is_closing():
+    def _linger(self) -> None:
+        if self._linger_timer is None:
+            self._linger_timer = self.loop.call_later(_LINGER_S, self._end_lingering)
+
+    def _body_is_there(self) -> None:
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+
+    def _end_lingering(self) -> None:
+        if not self.transport.is_closing():
             self.transport.close()
 
     def _end(self, status: bytes, reason: bytes, *, retry: bool = False) -> None:

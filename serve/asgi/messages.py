@@ -15,6 +15,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
 
 #: Seconds after which who was refused for want of room may try again.
 RETRY_AFTER_S: Final = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -43,6 +43,7 @@ REQUEST_BUCKETS: Final = (
 BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _MODEL = ("model", "version")
+_Metric = TypeVar("_Metric", Counter, Histogram)
 _LONGEST = 200  # of a reason, as a label
 
 
@@ -61,6 +62,7 @@ class Metrics:
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         self.registry.register(_Now(application))
+        self._children: dict[tuple[object, ...], Any] = {}
         self._requests = self._counter("serve_requests", "Requests that are over", "route", *_MODEL, "status")
         self._images = self._counter("serve_images", "Images of requests that are over", *_MODEL)
         self._refusals = self._counter("serve_refusals", "Refusals, of requests and of images", *_MODEL, "kind")
@@ -78,23 +80,30 @@ class Metrics:
 
     def observe(self, observation: Observation) -> None:
         """Count a request that is over."""
-        model = (observation.model or "", observation.version or "")
-        self._requests.labels(observation.route, *model, str(observation.status)).inc()
-        self._seconds.labels(observation.route, *model).observe(observation.seconds)
+        route, model, version = observation.route, observation.model or "", observation.version or ""
+        self._child(self._requests, route, model, version, str(observation.status)).inc()
+        self._child(self._seconds, route, model, version).observe(observation.seconds)
         for kind in observation.refusals:
-            self._refusals.labels(*model, kind).inc()
+            self._child(self._refusals, model, version, kind).inc()
         if observation.images:
-            self._images.labels(*model).inc(observation.images)
+            self._child(self._images, model, version).inc(observation.images)
         if observation.stages is not None:
             for stage in STAGES:
-                self._stages.labels(*model, stage).observe(getattr(observation.stages, stage) / 1e3)
+                self._child(self._stages, model, version, stage).observe(getattr(observation.stages, stage) / 1e3)
             if observation.batch_size:
-                self._batches.labels(*model).observe(observation.batch_size)
+                self._child(self._batches, model, version).observe(observation.batch_size)
 
     async def answer(self, call: Call) -> Response:
         """Everything, in the exposition format that the scraper asks for."""
         encode, content_type = choose_encoder(call.headers.get("accept", ""))
         return Response(200, encode(self.registry), content_type)
+
+    def _child(self, metric: _Metric, *values: str) -> _Metric:
+        """The series of some labels, looked up once: that is most of what counting costs."""
+        child = self._children.get((metric, *values))
+        if child is None:
+            child = self._children[metric, *values] = metric.labels(*values)
+        return child
 
     def _counter(self, name: str, description: str, *labels: str) -> Counter:
         return Counter(name, description, labels, registry=self.registry)

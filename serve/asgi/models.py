@@ -123,6 +123,13 @@ class Models:
             )
         return versions[version]
 
+    def only(self, name: str, version: str | None = None) -> Served | None:
+        """The version that any such request goes to; None: there is none, or several take turns."""
+        versions = self._versions.get(name, {})
+        if version is not None:
+            return versions.get(version)
+        return next(iter(versions.values())) if len(versions) == 1 else None
+
     def replace(self, served: Mapping[str, Sequence[Served]]) -> list[Served]:
         """Serve these versions by the models' names, and no others, from the next request on.
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.runtime.errors import Refusal
 from serve.runtime.stages import Stages
 from serve.runtime.work import Answered
+
+_ID = re.compile(r"[!-~]{1,128}")
+
+
+def request_id(given: str) -> str:
+    """The client's word for its request where that is one (visible ASCII, at most 128 of it), or a new one."""
+    return given if _ID.fullmatch(given) else secrets.token_hex(8)
 
 
 @dataclass(slots=True)

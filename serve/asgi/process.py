@@ -30,6 +30,7 @@ from serve.asgi.application import Application
 from serve.asgi.call import Limits
 from serve.asgi.changing import Changing
 from serve.asgi.connections import GuardedConnection
+from serve.asgi.early import Early
 from serve.asgi.extensions import extend
 from serve.asgi.listening import Listening
 from serve.asgi.loading import Wanted
@@ -318,7 +319,7 @@ def _uvicorn_config(application: Application, settings: Settings) -> uvicorn.Con
     listening = settings.listening
     config = uvicorn.Config(
         application,
-        http=functools.partial(GuardedConnection, settings.limits),  # type: ignore[arg-type]
+        http=functools.partial(GuardedConnection, settings.limits, Early(application)),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         interface="asgi3",

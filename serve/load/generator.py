@@ -56,7 +56,7 @@ class _Run:
         self._latency, self._rejection = Histogram(), Histogram()
         self._told: dict[str, list[float]] = {}
         self._faults: list[str] = []
-        self._from = self._until = self._next = self._looked = 0.0
+        self._from = self._until = self._next = self._looked = self._late = 0.0
 
     def run(self) -> Result:
         plan = self._plan
@@ -74,6 +74,8 @@ class _Run:
             if now >= self._until:
                 break
             if plan.rate is not None:
+                if self._next <= now:
+                    self._late = max(self._late, now - self._next)
                 while self._next <= now:
                     self._waiting.append(self._next)
                     self._next += self._random.expovariate(plan.rate)
@@ -96,6 +98,7 @@ class _Run:
             stages={name: total / count for name, (total, count) in self._told.items()},
             faults=tuple(self._faults),
             gave_up=gave_up,
+            late_ms=self._late * 1e3,
         )
 
     def _oldest(self, now: float) -> float:

@@ -83,6 +83,8 @@ class Result:
         stages: mean ms by name, as the server's ``Server-Timing`` headers told.
         faults: some of what was wrong, failed or lost, in words.
         gave_up: whether a request waited longer than the plan allows.
+        late_ms: open loop: the most that the generator itself was late with a request for which it had a connection. As
+            long was it kept from the processor, and what was due meanwhile came at once.
     """
 
     seconds: float
@@ -93,6 +95,7 @@ class Result:
     stages: Mapping[str, float] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     gave_up: bool = False
+    late_ms: float = 0.0
 
     @property
     def good(self) -> int:
@@ -148,4 +151,5 @@ def together(results: list[Result]) -> Result:
         stages={name: sum(values) / len(values) for name, values in told.items()},
         faults=tuple(fault for result in results for fault in result.faults)[:8],
         gave_up=any(result.gave_up for result in results),
+        late_ms=max((result.late_ms for result in results), default=0.0),
     )

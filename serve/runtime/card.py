@@ -82,17 +82,23 @@ class Preprocessing(Described):
 
 @dataclass(frozen=True)
 class Ancestor(Described):
-    """One step of an artifact's history: what was done, with which settings, and the key it was stored by."""
+    """One step of an artifact's history: what was done, with which settings, and the key it was stored by.
+
+    ``structure`` is what the step found out of the network's shapes, and what only it can tell: after channels were
+    pruned, how many each layer has.
+    """
 
     name: str
     operation: str
     config: Mapping[str, Any]
     key: str
+    structure: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("name", "operation", "key"):
             fields.text(f"card: lineage: {name}", getattr(self, name))
         fields.json_object("card: lineage: config", self.config)
+        fields.json_object("card: lineage: structure", self.structure)
 
 
 @dataclass(frozen=True, repr=False)

@@ -209,7 +209,8 @@ class Waiting:
                 if left <= 0 or not self._to_infer.wait(left):
                     break
             batch = [self.ready.popleft() for _ in range(min(self._most, len(self.ready)))]
-            self._to_decode.notify(len(batch))
+            if self.works:  # who was woken for nothing would take a core from the batch
+                self._to_decode.notify(len(batch))
             return batch
 
     def _is_lone(self, work: Work) -> bool:

@@ -142,7 +142,12 @@ def metrics_yaml() -> str:
     ours = ["ModelName", "Level", "Provider", "Execution"]
     config["model_metrics"]["gauge"] += [
         {"name": "BatchSize", "unit": "count", "dimensions": [*ours]},
-        {"name": "PassedOver", "unit": "count", "dimensions": ["ModelName", "Level", "Execution", "Reason"]},
+        # Of versions that are gone ``Models.groovy`` takes it back.
+        {
+            "name": "PassedOver",
+            "unit": "count",
+            "dimensions": ["ModelName", "ModelVersion", "Level", "Execution", "Reason"],
+        },
     ]
     # TorchServe 0.12 gives every histogram the buckets of Prometheus' Java client, 0.005 to 10, whatever the unit is:
     # of milliseconds they tell apart what a stage takes; longer ones are in the sum, and above the last bucket.

@@ -203,13 +203,17 @@ class ImageClassifierHandler:
                 self._emit(self._context, batches)
 
     def _tell_passed_over(self, context: Any) -> None:
-        """Write what would be preferred and does not work here, once: a gauge stands until TorchServe ends."""
+        """Write what would be preferred and does not work here, once: a gauge stands until its version is taken away.
+
+        A stock TorchServe 0.12 would keep it until it ends; see ``Models.groovy``.
+        """
         from ts.metrics.dimension import Dimension
         from ts.metrics.metric_type_enum import MetricTypes
 
         for entry in self._opened().predictor.passed_over:
             dimensions = [
                 Dimension("ModelName", context.model_name),
+                Dimension("ModelVersion", context.manifest["model"]["modelVersion"]),
                 Dimension("Level", "Model"),
                 Dimension("Execution", _label(entry.execution)),
                 Dimension("Reason", _label(entry.reason)),

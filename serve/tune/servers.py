@@ -71,11 +71,16 @@ class Live:
 
     def memory_bytes(self) -> int:
         """What its processes hold in memory together (resident set size)."""
-        total = 0
+        return sum(self.memory_by_program().values())
+
+    def memory_by_program(self) -> dict[str, int]:
+        """The same by program: ``java`` is TorchServe's frontend, ``python`` its workers, or our own server."""
+        found: dict[str, int] = {}
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
-        return total
+                program = "java" if process.name() == "java" else "python"
+                found[program] = found.get(program, 0) + process.memory_info().rss
+        return found
 
 
 def pack(artifact: Path, serving: Serving, scratch: Path, model: str) -> Path:

@@ -15,7 +15,7 @@ from optimize.passes.base import find_pass
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.objects import Store
-from optimize.training.loop import TrainingConfig
+from optimize.training.config import TrainingConfig
 
 from .runs_fixtures import references, shared_folder
 from .workbench import CPU, GREY16, TINY_NET

@@ -20,8 +20,9 @@ import pytest
 import yaml
 from filelock import FileLock
 
+from optimize.measure.figures import Measured
 from optimize.measure.references import REFERENCES
-from optimize.measure.rows import Measured, ModelFile, Report, Row
+from optimize.measure.rows import ModelFile, Report, Row
 from optimize.run import floats
 from optimize.run.job import Job
 from optimize.run.pipeline import Outcome, run
@@ -30,6 +31,12 @@ ROOT = Path(__file__).parents[2]
 COMPILED = REFERENCES["torch.compile"]
 #: Environment of commands whose measurement leaves `torch.compile` out.
 UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
+#: And of those that compute with one thread: two tests at a time fill two cores.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+#: Python that makes no float graph to measure beside what a command is asked for; see `references`.
+NO_GRAPHS = "from optimize.run import floats; floats._ENGINES = {}"
+#: ``python -m optimize`` so.
+LEAN = f"{NO_GRAPHS}; from optimize.cli import main; main()"
 TINY = f"{ROOT / 'examples' / 'tiny_cnn.py'}:tiny"
 
 RECIPE: dict[str, Any] = {
@@ -123,19 +130,26 @@ def run_recipe(
         return run(job, heard), heard
 
 
-def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "optimize", *map(str, words)]
+def command(*words: object, graphs: bool = True) -> list[str]:
+    """A user's command; ``graphs`` as in `references`."""
+    begin = ["-m", "optimize"] if graphs else ["-c", LEAN]
+    return [sys.executable, *begin, *map(str, words)]
 
 
-def start_run(store: Path, recipe: Path, *words: object, compiled: bool = False) -> subprocess.Popen[str]:
-    """Run in another process, as a user does; ``compiled`` as in `references`."""
+def start_run(store: Path, recipe: Path, *words: object, as_shared: bool = False) -> subprocess.Popen[str]:
+    """Run in another process, as a user does, without `torch.compile`.
+
+    ``as_shared``: with every float graph and all threads, as the run that all tests share, so that it is found in the
+    store.
+    """
+    options = ("--name", "tiny", "--recipe", recipe, "--store", store, "--device", "cpu", *words)
     return subprocess.Popen(
-        command("run", TINY, "--name", "tiny", "--recipe", recipe, "--store", store, "--device", "cpu", *words),
+        command("run", TINY, *options, graphs=as_shared),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, **({} if compiled else UNCOMPILED), "COLUMNS": "200"},
+        env={**os.environ, **UNCOMPILED, **({} if as_shared else ONE_THREAD), "COLUMNS": "200"},
     )
 
 

@@ -20,12 +20,14 @@ from pydantic import BaseModel
 from rich.console import Console
 from torch import nn
 from torch.utils.data import Dataset
+from typing_extensions import is_typeddict
 
 import optimize as opt
 from optimize.api import Searched
 from optimize.data.pixels import decoded
 from optimize.data.records import ImageData, Split
-from optimize.measure.rows import Difference, Recommendation, Reference, Row, Skip
+from optimize.measure.figures import Difference
+from optimize.measure.rows import Recommendation, Reference, Row, Skip
 from optimize.precision.records import Budget, Figure, Found, Layer, Sensitivity
 from optimize.report.columns import COLUMNS
 from serve.archive_file import check_archive
@@ -273,7 +275,7 @@ def public_types() -> set[type]:
         elif not isinstance(entry, type) or get_args(entry):
             waiting += get_args(entry)
         elif entry.__module__.split(".")[0] in ("optimize", "serve") and entry not in found:
-            if issubclass(entry, BaseException) or getattr(entry, "_is_protocol", False):
+            if issubclass(entry, BaseException) or getattr(entry, "_is_protocol", False) or is_typeddict(entry):
                 continue
             found.add(entry)
             # An alias of `optimize.data.sources` names these in a string.

@@ -278,6 +278,10 @@ def test_the_page_and_the_terminal_show_it(tiny_run: TinyRun) -> None:
     assert packed == [0, 0, 1, 1], "a program of its own is not another artifact's"
     assert "torchscript (on ptq)" in lines[2]
     assert "torchscript (on qat)" in lines[3]
+    graph = next(row for row in tiny_run.report.rows if row.name == "onnx-int8")
+    smaller = graph.model_copy(update={"name": "onnx-packed", "parent": "onnx-int8"})
+    later = tiny_run.report.model_copy(update={"rows": (*tiny_run.report.rows, smaller)})
+    assert "torchscript (on ptq)" in list(parity_lines(later))[-1], "a graph of a graph has its program"
 
 
 def certify(store: Path, *words: object) -> str:
@@ -334,7 +338,8 @@ def test_the_command_shows_layers_and_the_whole(tiny_run: TinyRun, copied_store:
     assert said["certificate"] == json.loads(json.dumps(certificate(tiny_run, "onnx-int8").to_json()))
     assert sorted(engine["execution"] for engine in said["layers"]) == list(GRAPH[:3])
     assert all(engine["layers"] and engine["reason"] is None for engine in said["layers"])
-    shown = certify(copied_store, "tiny/onnx-int8", "--layers", "--images", "4")
+    words = ["certify", "tiny/onnx-int8", "--layers", "--images", "4", "--store", str(copied_store)]
+    shown = CliRunner().invoke(cli.app, words, catch_exceptions=False).stdout
     assert "openvino, layer by layer" in shown
     assert "tiny/onnx-int8, end to end" in shown
     assert "openvino: all " in shown or "is the first that diverges" in shown

@@ -24,7 +24,7 @@ from optimize.run.pipeline import run as run_recipe
 from serve.runtime.errors import UserError
 
 from .tiny_net import tiny
-from .workbench import TINY_NET, noise_context, parent_of, png, quantizers
+from .workbench import TINY_NET, noise_context, packed_in_torchscript, parent_of, png, quantizers
 
 SHORT_QAT = {"epochs": 1, "freeze_observers_at": 0, "images": 64, "augment": False}
 
@@ -215,3 +215,48 @@ def test_a_recipe_that_names_a_layer_wrongly_is_refused_before_anything_is_built
     assert second.startswith(f"{recipe}:7: qat.keep_float: ")
     assert "'stm' (did you mean stem" in second
     assert not list((tmp_path / "store").rglob("card.json"))
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (
+            Ptq(overrides={"dropout": {"weights": "per-tensor", "weight_observer": "mse"}}),
+            "ptq.overrides: 'dropout' has no weights that are quantized, and so no weight_observer and no weights",
+        ),
+        (
+            Ptq(keep_float=("stem", "head"), overrides={"Linear": {"observer": "minmax"}}),
+            "ptq.overrides: 'Linear' stays in float by keep_float: no setting of int8 holds there",
+        ),
+    ],
+)
+def test_an_override_that_would_change_nothing_is_refused(config: Ptq, complaint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_choices(tiny, config)
+    assert str(caught.value) == complaint
+
+
+def test_an_override_of_which_a_part_stays_in_float_holds_for_the_rest() -> None:
+    check_choices(tiny, Ptq(keep_float=("stem",), overrides={"Conv2d": {"weights": "per-tensor"}}))
+    check_choices(tiny, Ptq(overrides={"pool": {"observer": "minmax"}}))
+
+
+def test_weights_of_single_layers_are_no_setting_of_qat() -> None:
+    with pytest.raises(UserError, match="overrides: 'head': weights: a setting of ptq; qat trains with a scale"):
+        Qat(overrides={"head": {"weights": "per-tensor"}})
+
+
+def test_single_layers_have_one_scale_or_a_shorter_range_and_the_others_do_not(session, trained) -> None:
+    fused = session.apply(trained, Fuse()).artifact
+    overrides = {"residual": {"weights": "per-tensor"}, "Linear": {"weight_observer": "mse"}}
+    plain, chosen = (session.apply(fused, Ptq(overrides=own)).artifact for own in ({}, overrides))
+    assert "weights of single layers: mse on 1, per-tensor on 1" in chosen.card.notes
+    pairs = zip(packed_in_torchscript(plain.path), packed_in_torchscript(chosen.path), strict=True)
+    same, scales = [], []
+    for (one, one_scales), (other, other_scales) in pairs:
+        same.append(torch.equal(one, other) and torch.equal(one_scales, other_scales))
+        scales.append(other_scales)
+    assert same == [True, True, True, False, False], "stem, depthwise, expand; residual, head"
+    assert len(scales[3]) == 32
+    assert len(scales[3].unique()) == 1
+    assert len(scales[4].unique()) > 1

@@ -307,7 +307,7 @@ def test_json_is_all_of_standard_output_and_nothing_of_torch_reaches_the_termina
 ) -> None:
     """A model that prints must not spoil it, and everything but the speed is in the cache."""
     recipe = write_recipe(tmp_path, {**RECIPE, "measure": {"rounds": 1, "batch_sizes": [1], "seconds": 0.001}})
-    process = start_run(copied_store, recipe, "--json", compiled=True)  # as all that is in the cache was measured
+    process = start_run(copied_store, recipe, "--json", as_shared=True)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     report = json.loads(out)

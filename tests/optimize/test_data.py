@@ -16,6 +16,7 @@ from PIL import Image
 
 from optimize.data import pixels as data_module
 from optimize.data.augment import augment
+from optimize.data.draws import Draws
 from optimize.data.formats.base import open_data
 from optimize.data.loading import loader
 from optimize.data.pixels import decoded
@@ -210,7 +211,7 @@ def shifted(image: np.ndarray, dy: int, dx: int, mode: str) -> np.ndarray:
 def test_each_image_is_one_of_the_allowed_shifts_and_all_kinds_occur(kind, mode):
     batch = torch.randint(1, 256, (64, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     original = batch.clone()
-    result = augment(batch, kind, torch.Generator().manual_seed(1))
+    result = augment(batch, kind, Draws(1, 0, torch.arange(64)))
     assert torch.equal(batch, original)
     assert (result.shape, result.dtype) == (batch.shape, torch.uint8)
     seen = set()
@@ -230,9 +231,32 @@ def test_each_image_is_one_of_the_allowed_shifts_and_all_kinds_occur(kind, mode)
 
 def test_no_augmentation_changes_nothing_and_a_seed_repeats_itself():
     batch = torch.randint(0, 256, (8, 1, 9, 5), dtype=torch.uint8)
-    assert augment(batch, "none", torch.Generator()) is batch
-    one, two = (augment(batch, "shift+flip", torch.Generator().manual_seed(5)) for _ in range(2))
+    assert augment(batch, "none", Draws(5, 0, torch.arange(8))) is batch
+    one, two = (augment(batch, "shift+flip", Draws(5, 0, torch.arange(8))) for _ in range(2))
     assert torch.equal(one, two)
+
+
+def test_what_happens_to_an_image_is_its_own_whatever_batch_it_comes_in():
+    batch = torch.randint(0, 256, (64, 3, 16, 16), dtype=torch.uint8)
+    rows = torch.randperm(1000)[:64]
+    whole = augment(batch, "shift+flip", Draws(7, 3, rows))
+    for some in (torch.tensor([5]), torch.tensor([60, 2, 33])):
+        assert torch.equal(augment(batch[some], "shift+flip", Draws(7, 3, rows[some])), whole[some])
+    for other in (Draws(8, 3, rows), Draws(7, 4, rows), Draws(7, 3, rows + 1)):
+        same = (augment(batch, "shift+flip", other) == whole).flatten(1).all(1)
+        assert same.float().mean() < 0.2, "each image has one chance in 50 to be moved as before"
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 1 << 40])
+def test_draws_are_spread_evenly_and_independent_of_each_other(seed):
+    draws = [Draws(seed, epoch, torch.arange(20_000)).uniform(what) for epoch in (0, 1) for what in (0, 1)]
+    for numbers in draws:
+        counts = np.histogram(numbers, 20, (0.0, 1.0))[0]
+        assert ((counts - 1000) ** 2 / 1000).sum() < 50, "chi-squared of 19 degrees: 43.8 is exceeded once in 1000"
+        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.03
+    correlations = np.corrcoef(np.stack(draws)) - np.eye(4)
+    assert abs(correlations).max() < 0.03
+    assert set(Draws(seed, 0, torch.arange(500)).below(5, 0)) == {0, 1, 2, 3, 4}
 
 
 def data_of(name: str, native: tuple[int, int] | None) -> ImageData:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from optimize.listener import Silent
 from optimize.run.job import Job, Opened, open_job
 from serve.runtime.errors import UserError
 
-from .runs_fixtures import UNCOMPILED
+from .runs_fixtures import ONE_THREAD, UNCOMPILED, command
 from .workbench import TINY_NET
 
 ROOT = Path(__file__).parents[2]
@@ -202,14 +201,15 @@ def foreign(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stripes-data\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[optimize.data_formats]\nstripes = stripes_data\n")
     path = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, **UNCOMPILED, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "400"}
+    environment = {**os.environ, **UNCOMPILED, **ONE_THREAD, "PYTHONPATH": path, "COLUMNS": "400"}
+    return environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 @pytest.mark.slow
 def test_a_format_from_outside_in_one_file_is_listed_opened_and_run(foreign, tmp_path):
-    def optimize(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "optimize", *arguments]
-        return subprocess.run(command, env=foreign, cwd=tmp_path, capture_output=True, text=True, check=False)
+    def optimize(*arguments: str, graphs: bool = True) -> subprocess.CompletedProcess[str]:
+        words = command(*arguments, graphs=graphs)
+        return subprocess.run(words, env=foreign, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert "stripes:COUNTxSIDE" in optimize("run", "--help").stdout
     recipe = tmp_path / "recipe.yaml"
@@ -218,7 +218,7 @@ def test_a_format_from_outside_in_one_file_is_listed_opened_and_run(foreign, tmp
         "measure: {rounds: 2, batch_sizes: [1], seconds: 0.05}\n"
     )
     model = [f"{TINY_NET}:tiny", "--mean", "0.5", "--std", "0.25", "--device", "cpu"]
-    done = optimize("run", *model, "--data", "stripes:64x16", "--recipe", str(recipe))
+    done = optimize("run", *model, "--data", "stripes:64x16", "--recipe", str(recipe), graphs=False)
     assert done.returncode == 0, done.stderr
     assert "on stripes: 2 classes, 64 training and 64 validation images" in done.stderr
     assert list((tmp_path / "model_store").glob("*/report.json"))

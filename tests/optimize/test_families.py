@@ -28,10 +28,11 @@ from optimize.data.splits import subset
 from optimize.models.resolve import resolve_model
 from optimize.passes.fuse import fuse_module
 from optimize.passes.onnx_int8 import OnnxInt8
-from optimize.passes.ptq import Ptq, calibrating, observing
+from optimize.passes.ptq import Ptq
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import resolve
 from optimize.quantization.observers import settle_weights
+from optimize.quantization.static import calibrating, observing
 from optimize.quantization.targets import target_named
 from optimize.run.session import Session
 from optimize.store.objects import Store

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from optimize.errors import PassError
 from optimize.passes.fuse import FUSE, Fuse, fuse_module
+from tests.narrow import layer
 
 from .foreign_layers import (
     BranchingNorm,
@@ -310,3 +311,32 @@ def test_timms_networks_are_fused(name, norms):
     with torch.no_grad():
         expected = module(batch)
         assert (fused(batch) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_a_dead_channel_leaves_no_subnormal_numbers():
+    """As weight decay leaves one: small weights, and a small scale in its norm."""
+    torch.manual_seed(0)
+    module = with_running_statistics(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4))
+    )
+    dead = torch.tensor([1, 6])
+    convolution, norm = layer(module, 0, nn.Conv2d), layer(module, 1, nn.BatchNorm2d)
+    assert convolution.bias is not None
+    assert norm.running_mean is not None
+    with torch.no_grad():
+        convolution.weight[dead] *= 1e-25
+        convolution.bias[dead] = 0
+        norm.weight[dead] *= 1e-15
+        norm.bias[dead] = 1e-39
+        norm.running_mean[dead] = 0
+    batch = torch.randn(2, 3, 8, 8)
+    tiniest = torch.finfo(torch.float32).tiny
+    scaled = (convolution.weight * norm.weight.view(-1, 1, 1, 1)).abs()
+    assert bool(((scaled > 0) & (scaled < tiniest)).any())  # what folding multiplies
+    fused = fuse_module(module, batch)
+    for name, tensor in fused.state_dict().items():
+        assert not bool(((tensor != 0) & (tensor.abs() < tiniest)).any()), name
+    weight = fused.get_parameter("0.weight")
+    assert not weight[dead].any()
+    assert bool((weight[[0, 2, 3, 4, 5, 7]] != 0).all())
+    assert_same_function(fused, module, 2, 3, 8, 8)

@@ -80,7 +80,8 @@ def test_small_random_networks_are_healthy(seed: int, tmp_path: Path) -> None:
 
 def test_a_stage_whose_int8_lost_the_network_fails(session, trained, monkeypatch) -> None:
     monkeypatch.setattr(
-        "optimize.passes.ptq.calibrate", lambda prepared, context, images: prepared(torch.full((2, 1, 16, 16), 1e-3))
+        "optimize.quantization.static.calibrate",
+        lambda prepared, context, images: prepared(torch.full((2, 1, 16, 16), 1e-3)),
     )
     with pytest.raises(PassError, match=r"int8 against float arithmetic: .* this is broken"):
         session.apply(trained, Ptq(images=33))

@@ -20,7 +20,7 @@ from optimize.quantization.targets import x86_target
 from optimize.run.session import Session
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from optimize.store.objects import Store
-from optimize.training.loop import TrainingConfig
+from optimize.training.config import TrainingConfig
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.images import normalise
 

@@ -130,7 +130,8 @@ def _written(entry: Any, config: Any, parent: Artifact, root: Path) -> Artifact:
 
     context = noise_context(train=noise(64, 1, 100, 140))
     product, folder = entry.apply(parent, config, context, root / entry.name), root / entry.name
-    facts = {field.name: getattr(product, field.name) for field in dataclasses.fields(product)}
+    known = {field.name for field in dataclasses.fields(parent.card)}
+    facts = {field.name: getattr(product, field.name) for field in dataclasses.fields(product) if field.name in known}
     files = {path.name: sha256_file(path) for path in folder.iterdir()}
     card = dataclasses.replace(parent.card, name=entry.name, files=files, **facts)
     write_card(folder, card)

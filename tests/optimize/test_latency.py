@@ -13,8 +13,8 @@ import torch
 
 from optimize.listener import Silent
 from optimize.measure import latency
+from optimize.measure.figures import Timed
 from optimize.measure.latency import Speed, Turn, clock_of, compare, measure_speed, take_turn
-from optimize.measure.rows import Timed
 from optimize.measure.timing import Timing
 from serve.runtime.errors import PipelineError, UserError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import subprocess
 import sys
 import textwrap
@@ -143,20 +144,37 @@ class Net(nn.Module):
 """
 
 
-def of_notebook(**parts: object) -> str:
-    """The fingerprint of a class that has no file: as in a cell, in a process of its own."""
-    text = NOTEBOOK.format(**{"factor": 2, "remark": "", "call": "act"} | parts)
-    program = f"exec({text!r})\nfrom optimize.models.module import module_source as of\nprint(of(Net())[0].fingerprint)"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+OF_NOTEBOOKS = """
+import json, os, sys
+from torch import nn
+from optimize.models.module import module_source
+module_source(nn.Linear(2, 2))  # which imports what it needs
+for text in json.loads(sys.argv[1]):
+    if child := os.fork():  # a process for each, that need not import torch again
+        assert os.waitpid(child, 0)[1] == 0, text
+        continue
+    exec(text)
+    print(module_source(Net())[0].fingerprint)
+    sys.exit()
+"""
 
 
-@pytest.mark.slow
+def of_notebooks(*changes: dict[str, object]) -> list[str]:
+    """The fingerprint of a class that has no file: as in a cell, each in a process of its own."""
+    usual = {"factor": 2, "remark": "", "call": "act"}
+    texts = json.dumps([NOTEBOOK.format(**usual | change) for change in changes])
+    words = [sys.executable, "-c", OF_NOTEBOOKS, texts]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+
+
 def test_a_class_of_a_notebook_is_told_by_its_code_and_what_that_refers_to():
-    first = of_notebook()
-    assert len(first.strip()) == 64
-    assert of_notebook(remark="only a remark") == first
-    assert of_notebook(factor=3) != first
-    assert of_notebook(call="abs") != first
+    first, remarked, other_factor, other_call = of_notebooks(
+        {}, {"remark": "only a remark"}, {"factor": 3}, {"call": "abs"}
+    )
+    assert len(first) == 64
+    assert remarked == first
+    assert other_factor != first
+    assert other_call != first
 
 
 def test_a_class_of_a_file_is_told_by_the_file_and_its_neighbours(tmp_path, monkeypatch):

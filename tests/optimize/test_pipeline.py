@@ -22,7 +22,8 @@ from torchvision.transforms.v2 import functional
 
 from optimize.data.formats.base import open_data
 from optimize.measure.bench import Bench, Candidate
-from optimize.measure.rows import Archive, Measured, ModelFile, Report, Row, Skip
+from optimize.measure.figures import Measured
+from optimize.measure.rows import Archive, ModelFile, Report, Row, Skip
 from optimize.passes import onnx as onnx_pass
 from optimize.report.runs import faults_of
 from optimize.run.pipeline import Outcome
@@ -441,7 +442,7 @@ def test_damage_is_noticed_and_repaired(tiny_run: TinyRun, copied_store: Path) -
     (folder / "sample.jpg").write_text("of other data")
     _, faults = faults_of(copied_store, "tiny")
     assert len(faults) == 4  # the object in the store is not the run's copy here
-    outcome, heard = run_recipe(copied_store, RECIPE)
+    outcome, heard = run_recipe(copied_store, RECIPE, compiled=False)
     assert "ptq" in heard.made()
     # A rebuilt TorchScript file may differ in its mangled names, and then its child is made again too.
     assert heard.made() - MEASUREMENTS <= {"ptq", "onnx-int8", "certificates"}
@@ -541,7 +542,9 @@ def test_a_model_that_cannot_be_trained_ends_in_one_line(tmp_path: Path, monkeyp
 
 # --- what is interrupted, and what runs beside it
 
-ENDLESS = with_stages(FUSE, {"pass": "qat", "from": "baseline", "config": {"epochs": 5000}})
+#: Where it matters that there is a baseline, and not how good it is.
+BRIEF = {"baseline": {**RECIPE["baseline"], "epochs": 1}}
+ENDLESS = with_stages(FUSE, {"pass": "qat", "from": "baseline", "config": {"epochs": 5000}}, **BRIEF)
 
 
 def interrupt_in_training(store: Path, folder: Path, number: signal.Signals) -> tuple[int, list[str]]:
@@ -565,7 +568,7 @@ def test_ctrl_c_ends_in_one_line_and_the_next_run_goes_on(tmp_path: Path) -> Non
     assert code == 130
     assert last == ["interrupted; what was finished is kept, the same command goes on from there"]
     assert list((store / ".store" / "tmp").iterdir()) == []
-    _, heard = run_recipe(store, with_stages(FUSE))
+    _, heard = run_recipe(store, with_stages(FUSE, **BRIEF))
     assert heard.made() == MEASUREMENTS
 
 
@@ -576,13 +579,13 @@ def test_after_sigkill_nothing_half_written_is_used_and_the_next_run_goes_on(tmp
     whole = list((store / ".store" / "objects").iterdir())
     assert len(whole) == 4  # two steps, each with its name
     assert [fault(folder) for folder in whole] == [None] * 4
-    _, heard = run_recipe(store, with_stages(FUSE))
+    _, heard = run_recipe(store, with_stages(FUSE, **BRIEF))
     assert heard.made() == MEASUREMENTS
     assert faults_of(store, "tiny")[1] == []
 
 
 def test_two_runs_at_once_share_one_store_and_build_each_object_once(tmp_path: Path) -> None:
-    store, recipe = tmp_path / "store", write_recipe(tmp_path, with_stages(FUSE))
+    store, recipe = tmp_path / "store", write_recipe(tmp_path, with_stages(FUSE, **BRIEF))
     processes = [start_run(store, recipe, "--json") for _ in range(2)]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs

@@ -14,7 +14,7 @@ from rich.console import Console
 from optimize.report.terminal import Display
 from serve.progress import ProgressBar, TerminalSurface, duration, here, surface
 
-from .runs_fixtures import UNCOMPILED
+from .runs_fixtures import NO_GRAPHS, ONE_THREAD, UNCOMPILED
 
 TINY = f"{Path(__file__).parents[2] / 'examples' / 'tiny_cnn.py'}:tiny"
 
@@ -174,9 +174,10 @@ def test_a_notebook_shows_the_bar_the_variant_and_none_of_torchs_deprecations(
     import nbformat
     from nbclient import NotebookClient
 
-    for name, value in UNCOMPILED.items():
+    for name, value in {**UNCOMPILED, **ONE_THREAD}.items():
         monkeypatch.setenv(name, value)
     cells = [
+        f"{NO_GRAPHS}\n"
         "import optimize as opt, serve.progress\n"
         "serve.progress.SHOWN_AFTER_S = 0.1\n"  # the tiny network is not trained for two seconds
         f"base = opt.load({TINY!r}, store={str(tmp_path / 'store')!r}, device='cpu', training=opt.Training(epochs=3))",

@@ -21,7 +21,8 @@ from optimize.passes import qat as qat_module
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.targets import x86_target
-from optimize.training.loop import TrainingConfig, train
+from optimize.training.config import TrainingConfig
+from optimize.training.loop import train
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from optimize.context import Context
 from optimize.models.resolve import resolve_model
-from optimize.passes.ptq import PTQ, Ptq, calibrating, observing
+from optimize.passes.ptq import PTQ, Ptq
 from optimize.precision import layers
 from optimize.precision.layers import ranks
 from optimize.quantization import trying
@@ -19,6 +19,7 @@ from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import resolve
 from optimize.quantization.ranges import OBSERVERS
 from optimize.quantization.simulate import each_alone, weighted
+from optimize.quantization.static import calibrating, observing
 from optimize.quantization.targets import Target
 from optimize.run.session import Session
 from optimize.store.objects import Store

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from optimize.measure.timing import Timing
 from optimize.run.recipe import DEFAULT_RECIPE, Recipe, load_recipe
-from optimize.training.loop import TrainingConfig
+from optimize.training.config import TrainingConfig
 from serve.options import ServingOptions
 from serve.runtime.budget import SERVING
 from serve.runtime.errors import UserError
@@ -141,7 +141,11 @@ ILLEGAL = {
         3,
         "fuse cannot follow ptq: fuse takes a float module",
     ),
-    "int8 graph of a float": ("stages:\n  - pass: onnx-int8\n", 2, "takes a quantized"),
+    "int8 graph of a float": (
+        "stages:\n  - pass: onnx-int8\n",
+        2,
+        r"takes .* a quantized \(int8\) module, not a float",
+    ),
     "illegal name": ("stages:\n  - pass: fuse\n    name: ../up\n", 3, "name '../up' must be of a-z"),
     "long name": (f"stages:\n  - pass: fuse\n    name: {'a' * 65}\n", 3, "at most 64"),
     "value out of range": ("stages:\n  - pass: ptq\n    config:\n      images: 0\n", 4, "ptq.images: .*(it is 0)"),
@@ -317,3 +321,22 @@ stages:
     assert [line.partition(":")[0] for line in said] == [str(line) for line, _ in expected]
     for line, words in expected:
         assert any(found.startswith(f"{line}: {words}") for found in said), (line, words)
+
+
+def test_settings_within_settings_are_checked_with_their_lines(tmp_path: Path) -> None:
+    text = """
+stages:
+  - pass: prune-channels
+    config:
+      macs: 0.6
+      train:
+        epochs: yes
+        epoch: 3
+        learning_rate: .inf
+"""
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text)
+    first, second, third = str(caught.value).splitlines()
+    assert ":7: prune-channels.train.epochs: must not be a truth value" in first
+    assert ":8: unknown field 'epoch' in the config of prune-channels.train (did you mean epochs?)" in second
+    assert ":9: prune-channels.train.learning_rate: must be a finite number" in third

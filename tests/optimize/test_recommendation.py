@@ -12,18 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from optimize.measure.figures import Accuracy, Difference, Footprint, Measured
 from optimize.measure.latency import Speed
-from optimize.measure.rows import (
-    Accuracy,
-    Difference,
-    Footprint,
-    Measured,
-    ModelFile,
-    Pair,
-    Recommendation,
-    Row,
-    Skip,
-)
+from optimize.measure.rows import ModelFile, Pair, Recommendation, Row, Skip
 from optimize.measure.statistics import paired_difference, paired_interval
 from optimize.run.halves import halves, images_to_split
 from optimize.run.recommendation import Recommend, recommend

@@ -25,6 +25,7 @@ from optimize.report.plots import marks, pareto_front
 from optimize.report.sentences import method, verdict
 from optimize.report.table import print_table, table
 from optimize.report.words import times
+from optimize.store.effects import Effect
 from optimize.store.files import write_json
 from optimize.store.objects import Store
 
@@ -562,3 +563,18 @@ def test_where_half_of_the_images_chose_the_verdict_has_the_accuracy_of_the_othe
         "top-1 90.44 % (+0.10 points, 95 % interval −0.90 to +1.10, on the 1,111 images that had no part in the choice)"
         in verdict(Report.from_json(made))
     )
+
+
+def test_what_a_pass_changed_of_the_whole_network_is_said_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
+    report = synthetic()
+    effects = (
+        Effect("whole network", "multiply-accumulates of one image (millions)", 1814.25, 902.25),
+        Effect("layer4.1.conv2", "output channels", 512, 248),
+    )
+    first, second, *others = report.rows
+    report = report.model_copy(update={"rows": (first, second.model_copy(update={"effects": effects}), *others)})
+    said = f"{second.name}: multiply-accumulates of one image (millions) 1,814 → 902"
+    assert said in rendered(report, 400)
+    assert "output channels" not in rendered(report, 400)
+    _, cells = page_of(report, tmp_path).row("layer4.1.conv2")
+    assert cells[1:] == ["output channels", "512", "248"]

@@ -25,9 +25,10 @@ import optimize as opt
 from optimize import api, cli
 from optimize.listener import SILENT
 from optimize.measure import bench as measuring
+from optimize.measure.figures import Accuracy, Difference, Footprint, Measured
 from optimize.measure.latency import Speed
 from optimize.measure.processes import Worker
-from optimize.measure.rows import Accuracy, Difference, Footprint, Judgement, Measured, ModelFile, Pair, Row, Skip
+from optimize.measure.rows import Judgement, ModelFile, Pair, Row, Skip
 from optimize.models.checkpoint import read_checkpoint
 from optimize.models.preprocessing import Wish
 from optimize.models.resolve import resolve_model

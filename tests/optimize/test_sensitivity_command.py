@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from optimize import cli
 from optimize.listener import SILENT
-from optimize.measure.rows import Difference, Skip
+from optimize.measure.figures import Difference
+from optimize.measure.rows import Skip
 from optimize.measure.timing import Timing
 from optimize.precision.chart import sensitivity_svg
 from optimize.precision.layers import layers_of

@@ -16,17 +16,19 @@ from optimize.models.resolve import resolve_model
 from optimize.passes import fuse as fuse_file
 from optimize.passes.base import Pass, find_pass, pass_of, passes
 from optimize.passes.dynamic import Dynamic
+from optimize.passes.expand import Expand
 from optimize.passes.fuse import Fuse
 from optimize.passes.half import Half
 from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
+from optimize.passes.qat import Qat
 from optimize.run import session as session_file
 from optimize.run.session import Session
 from optimize.store import objects as objects_file
 from optimize.store.artifact import REFERENCE_FILE
 from optimize.store.objects import Store
-from optimize.training.loop import TrainingConfig
+from optimize.training.config import TrainingConfig, trains
 from serve.config import Config
 from serve.runtime.card import Preprocessing, load_card, sha256_file
 from serve.runtime.errors import UserError
@@ -285,6 +287,26 @@ def test_the_device_that_trained_and_the_classes_labels_make_no_other_weights(qu
     assert load_card(base.artifact.folder).classes == ("a", "b", "c", "d")
 
 
+def test_how_many_processes_train_is_part_of_what_is_trained_and_of_nothing_else(quick, checkpoint):
+    short = TrainingConfig(epochs=1, batch_size=16)
+    alone = quick()
+    alone.baseline(short)
+    alone.apply(alone.baseline(checkpoint=checkpoint).artifact, Fuse())
+    many = quick(dataclasses.replace(noise_context(), processes=9))
+    base = many.baseline(checkpoint=checkpoint)
+    assert base.cached
+    assert many.apply(base.artifact, Fuse()).cached
+    for trained in (lambda: many.baseline(short), lambda: many.apply(base.artifact, Qat(epochs=1, batch_size=16))):
+        with pytest.raises(UserError, match="processes: 9 cannot share steps of 16"):  # not taken from the store
+            trained()
+
+
+def test_the_passes_that_train_are_known_by_their_settings():
+    training = {name for name, step in passes().items() if trains(step.config())}
+    assert training == {"qat", "qat-lowbit", "prune-channels", "prune-magnitude", "prune-nm"}
+    assert trains(Expand(train=TrainingConfig()))
+
+
 def test_a_pass_that_reads_the_device_is_made_for_each(quick, checkpoint, monkeypatch):
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
     session = quick()
@@ -329,7 +351,8 @@ def test_a_step_knows_when_it_was_made_and_not_when_it_was_looked_up(quick, chec
 def test_a_pass_after_one_that_it_cannot_follow_is_refused(made, session):
     with pytest.raises(UserError, match=r"ptq takes a float module, not a float ONNX graph"):
         session.apply(made("onnx"), Ptq())
-    with pytest.raises(UserError, match=r"onnx-int8 takes a quantized \(int8\) module, not a float module"):
+    integers = r"onnx-int8 takes a module trained with fewer bits or a quantized \(int8\) module, not a float module"
+    with pytest.raises(UserError, match=integers):
         session.apply(made(), OnnxInt8())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from optimize.store.sources import closure, code_of, source_digest, without_comments
-from optimize.training.loop import train
+from optimize.training.schedule import rate
 
 #: A package outside the project: ``a`` imports ``b``, which imports ``c`` in a function, which imports ``d``.
 CHAIN = {
@@ -137,8 +137,8 @@ def test_a_pass_depends_on_what_it_calls_and_not_on_other_passes() -> None:
 
 
 def test_the_modules_of_the_makers_are_found_from_the_makers() -> None:
-    assert code_of(train) == source_digest("optimize.training.loop")
-    assert code_of(train) != code_of(train, source_digest)
+    assert code_of(rate) == source_digest("optimize.training.schedule")
+    assert code_of(rate) != code_of(rate, source_digest)
 
 
 def test_reading_what_a_module_imports_imports_none_of_it() -> None:

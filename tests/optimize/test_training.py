@@ -16,7 +16,8 @@ from optimize.data.splits import hold_out
 from optimize.errors import PassError
 from optimize.listener import Silent
 from optimize.training import loop as training
-from optimize.training.loop import TrainingConfig, top1, train
+from optimize.training.config import TrainingConfig
+from optimize.training.loop import top1, train
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 
@@ -167,7 +168,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_does_not():
 )
 def test_the_augmentation_is_a_setting_and_by_default_what_suits_the_data(setting, expected, monkeypatch):
     kinds: list[str] = []
-    monkeypatch.setattr(training, "augment", noting(kinds, augment, lambda batch, kind, generator: kind))
+    monkeypatch.setattr(training, "augment", noting(kinds, augment, lambda batch, kind, draws: kind))
     context = brightness()
     assert context.data.augment == "shift"
     train(network(), context, TrainingConfig(epochs=1, batch_size=16, augment=setting))

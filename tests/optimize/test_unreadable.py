@@ -21,7 +21,8 @@ from optimize.listener import Silent
 from optimize.measure.accuracy import accuracy, answer, load_answers, save_answers
 from optimize.run.session import Session
 from optimize.store.objects import Store
-from optimize.training.loop import TrainingConfig, train
+from optimize.training.config import TrainingConfig
+from optimize.training.loop import train
 from serve.runtime import images
 from serve.runtime.errors import UserError
 from serve.runtime.predictor import Predictor

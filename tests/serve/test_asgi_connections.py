@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import os
 import signal
@@ -25,6 +26,7 @@ from serve.asgi.call import Limits
 from serve.asgi.listening import Listening
 from serve.asgi.loading import Wanted
 from serve.asgi.models import Models, Served
+from serve.asgi.observing import Observation
 from serve.asgi.process import Settings
 from serve.runtime.errors import EngineError
 from serve.runtime.execution import Execution
@@ -43,8 +45,10 @@ class Stuck:
 
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []
+        self.requests: list[Any] = []
 
     def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
+        self.requests.append(request)
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -57,6 +61,12 @@ class Stuck:
 
     def close(self) -> None:
         pass
+
+
+class Full(Stuck):
+    """A service that takes nothing more."""
+
+    full = "256 requests wait already: try again later"
 
 
 def stuck_model(service: Any) -> Served:
@@ -104,9 +114,6 @@ async def read(reader: asyncio.StreamReader, timeout_s: float = 5) -> bytes:
 
 
 def test_a_full_queue_is_told_before_the_body_is_sent_and_the_connection_goes_on() -> None:
-    class Full(Stuck):
-        full = "256 requests wait already: try again later"
-
     async def ask() -> tuple[bytes, bytes]:
         async with listening(settings(), stuck_model(Full())) as (connect, _):
             reader, writer = await connect()
@@ -122,6 +129,109 @@ def test_a_full_queue_is_told_before_the_body_is_sent_and_the_connection_goes_on
     assert b"retry-after: 1" in refused
     assert b"stuck: 256 requests wait already" in refused
     assert after.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("path", ["/predictions/stuck", "/predictions/stuck/1.0"])
+def test_that_a_queue_is_full_is_told_and_counted_as_the_routes_tell_it(path: str) -> None:
+    seen: list[Observation] = []
+
+    async def ask() -> list[bytes]:
+        async with listening(settings(), stuck_model(Full())) as (connect, application):
+            application.observers.append(seen.append)
+            reader, writer = await connect()
+            answers = []
+            # A name with a percent sign is the router's.
+            for asked in (path, path.replace("stuck", "%73tuck")):
+                writer.write(f"PUT {asked} HTTP/1.1\r\nHost: x\r\nX-Request-ID: mine\r\n".encode())
+                writer.write(b"Content-Length: 3\r\n\r\nabc")
+                answers.append(await asyncio.wait_for(reader.readuntil(b'later"}'), 5))
+            writer.close()
+        return [b"\n".join(line for line in answer.split(b"\n") if not line.startswith(b"date")) for answer in answers]
+
+    early, routed = asyncio.run(ask())
+    assert early == routed
+    assert b"x-request-id: mine\r\nx-model-version: 1.0\r\n" in early
+    early_told, routed_told = (dataclasses.replace(told, seconds=0.0) for told in seen)
+    assert early_told == routed_told
+    assert (early_told.status, early_told.refusals) == (503, ("queue-full",))
+
+
+def test_nobody_is_told_of_a_queue_without_a_token(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("t" * 16)
+    path.chmod(0o600)
+
+    async def ask() -> list[bytes]:
+        told = Settings(listening=Listening(port=0), token_file=path)
+        async with listening(told, stuck_model(Full())) as (connect, _):
+            answers = []
+            for token in (b"no", b"t" * 16):
+                reader, writer = await connect()
+                head = b"POST /predictions/stuck HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % token
+                writer.write(head + b"Content-Length: 9\r\n\r\n")
+                answers.append(await asyncio.wait_for(reader.readline(), 5))
+                writer.close()
+        return answers
+
+    assert [answer[9:12] for answer in asyncio.run(ask())] == [b"401", b"503"]
+
+
+def test_who_sends_all_before_it_reads_that_the_queue_is_full_reads_it() -> None:
+    body = bytes(8_000_000)
+
+    async def ask() -> bytes:
+        async with listening(settings(), stuck_model(Full())) as (connect, _):
+            reader, writer = await connect()
+            writer.write(b"POST /predictions/stuck HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+            for start in range(0, len(body), 1_000_000):
+                writer.write(body[start : start + 1_000_000])
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            answer = await asyncio.wait_for(reader.readuntil(b'later"}'), 5)
+            writer.close()
+        return answer
+
+    assert asyncio.run(ask()).startswith(b"HTTP/1.1 503 ")
+
+
+@pytest.mark.parametrize("path", [b"/predictions/stuck", b"/predictions/%73tuck"])
+def test_a_connection_is_not_kept_for_ever_after_an_answer_that_came_before_the_body(path: bytes) -> None:
+    async def ask() -> bytes:
+        async with listening(settings(keep_alive_s=1), stuck_model(Full())) as (connect, _):
+            reader, writer = await connect()
+            writer.write(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b'later"}'), 5)
+            writer.write(b"abc")
+            rest = await read(reader)
+            writer.close()
+        return answer + rest
+
+    assert asyncio.run(ask()).endswith(b'later"}')
+
+
+def test_a_body_in_any_number_of_parts_is_what_was_sent() -> None:
+    body = os.urandom(200_000)
+    service = Stuck()
+
+    async def ask() -> None:
+        async with listening(settings(), stuck_model(service)) as (connect, _):
+            for number, parts in enumerate((1, 2, 5), 1):
+                _, writer = await connect()
+                writer.write(b"POST /predictions/stuck HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\n")
+                writer.write(b"Content-Length: %d\r\n\r\n" % len(body))
+                step = -(-len(body) // parts)
+                for start in range(0, len(body), step):
+                    writer.write(body[start : start + step])
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+                for _ in range(200):
+                    if len(service.requests) == number:
+                        break
+                    await asyncio.sleep(0.01)
+                writer.close()
+
+    asyncio.run(ask())
+    assert [request.images == (body,) for request in service.requests] == [True, True, True]
 
 
 @pytest.mark.parametrize(

@@ -255,8 +255,8 @@ torch.set_num_threads(1)
 from serve.runtime.predictor import Predictor
 from tests.serve.artifacts import encoded, jpeg
 predictor = Predictor(Path(sys.argv[1]))
-large = [encoded(Image.new("RGB", (6000, 6000)), kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "BMP")]
-deep = encoded(Image.new("I;16", (6000, 6000)), "PNG")
+large = [encoded(Image.new("RGB", (5000, 5000)), kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "BMP")]
+deep = encoded(Image.new("I;16", (5000, 5000)), "PNG")
 items = [*large, deep, jpeg(1)]
 print([type(outcome).__name__ for outcome in predictor.predict(items)])
 used = psutil.Process().memory_info().vms

@@ -203,6 +203,8 @@ def test_any_change_of_a_card_gives_an_equal_card_or_a_card_error(data: st.DataO
         "packed": {},
         "certificate": None,
     }
+    if isinstance(body.get("lineage"), list):
+        body["lineage"] = [{"structure": {}, **ancestor} for ancestor in body["lineage"]]
     if isinstance(certificate := body.get("certificate"), dict):
         body["certificate"] = {"absent": {}, "cpu": "", "versions": {}, "key": "", **certificate}
     optional = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bilinear"}

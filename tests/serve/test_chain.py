@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE
+from typing import Any, Protocol
 
 import pytest
 
@@ -22,6 +25,7 @@ from tests.test_extension import install
 SERVE_UNPACKED = """
 import json, logging, os, sys
 folder, missing = sys.argv[1], sys.argv[2].split(",")
+assert not {name.partition(".")[0] for name in sys.modules} & {"serve", *missing}
 
 class Hiding:
     def __init__(self, finder):
@@ -50,26 +54,80 @@ print(json.dumps(served.describe_handle() | {"answer": answer, "torch_threads": 
 """
 
 
-def opened(archive: Path, missing: str, code: int = 0) -> tuple[dict[str, Any], str]:
-    """What a process says of an unpacked archive, and its log."""
-    folder = archive.with_suffix("")
-    with zipfile.ZipFile(archive) as packed:
-        packed.extractall(folder / "x")
-    image = folder / "image.jpg"
-    image.write_bytes(artifacts.jpeg(1))
+#: What the processes below are forked from: it has imported what it is told, and no more.
+BEGUN = """
+import importlib, json, os, sys, traceback
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for line in sys.stdin:
+    code, words, folder = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.chdir(folder)
+    for name, number in (("out", 1), ("err", 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = ["-c", *words]
+    status = 1
+    try:
+        exec(code, {"__name__": "__main__"})
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+"""
+
+
+@contextmanager
+def begun(*libraries: str) -> Iterator[subprocess.Popen[str]]:
     environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", *ENVIRONMENT}}
     # -I: neither the folder that it is started in, nor this project.
-    ended = subprocess.run(
-        [sys.executable, "-I", "-c", SERVE_UNPACKED, str(folder / "x"), missing, str(image)],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == code, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1]) if code == 0 else {}, ended.stderr
+    words = [sys.executable, "-I", "-c", BEGUN, *libraries]
+    with subprocess.Popen(words, env=environment, stdin=PIPE, stdout=PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+class Opening(Protocol):
+    """What a process says of an unpacked archive, and its log; ``code`` is the one that it ends with."""
+
+    def __call__(self, archive: Path, missing: str, code: int = 0) -> tuple[dict[str, Any], str]: ...
+
+
+def opening(begun: subprocess.Popen[str]) -> Opening:
+    def opened(archive: Path, missing: str, code: int = 0) -> tuple[dict[str, Any], str]:
+        assert begun.stdin is not None
+        assert begun.stdout is not None
+        folder = archive.with_suffix("")
+        with zipfile.ZipFile(archive) as packed:
+            packed.extractall(folder / "x")
+        image = folder / "image.jpg"
+        image.write_bytes(artifacts.jpeg(1))
+        words = [str(folder / "x"), missing, str(image)]
+        begun.stdin.write(json.dumps([SERVE_UNPACKED, words, str(folder)]) + "\n")
+        begun.stdin.flush()
+        ended, out, log = int(begun.stdout.readline()), *((folder / name).read_text() for name in ("out", "err"))
+        assert ended == code, log
+        return json.loads(out.splitlines()[-1]) if code == 0 else {}, log
+
+    return opened
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Opening]:
+    """By a process that was forked from one with torch in it: its import is most of what a process takes to begin."""
+    with begun("torch") as process:
+        yield opening(process)
+
+
+@pytest.fixture
+def opened_afresh() -> Iterator[Opening]:
+    """By a process that imports everything itself: torch has the threads that it finds when it is imported."""
+    with begun() as process:
+        yield opening(process)
 
 
 def archived(tmp_path: Path, **options: Any) -> Path:
@@ -77,7 +135,9 @@ def archived(tmp_path: Path, **options: Any) -> Path:
     return build_archive(folder, tmp_path / "x.mar", model_name="x", options=ServingOptions(**options))
 
 
-def test_where_the_first_engine_is_not_installed_the_next_one_answers_the_same_and_says_why(tmp_path: Path) -> None:
+def test_where_the_first_engine_is_not_installed_the_next_one_answers_the_same_and_says_why(
+    opened: Opening, tmp_path: Path
+) -> None:
     archive = archived(tmp_path)
     usual, log = opened(archive, "")
     assert (usual["execution"], usual["passed_over"]) == ("openvino", [])
@@ -92,7 +152,9 @@ def test_where_the_first_engine_is_not_installed_the_next_one_answers_the_same_a
     assert told["answer"] == pytest.approx(usual["answer"], abs=1e-4)
 
 
-def test_a_strict_archive_fails_at_load_where_its_first_engine_is_not_installed(tmp_path: Path) -> None:
+def test_a_strict_archive_fails_at_load_where_its_first_engine_is_not_installed(
+    opened: Opening, tmp_path: Path
+) -> None:
     archive = archived(tmp_path, strict=True)
     assert opened(archive, "")[0]["execution"] == "openvino"
     _, log = opened(archive, "openvino", code=1)
@@ -102,14 +164,16 @@ def test_a_strict_archive_fails_at_load_where_its_first_engine_is_not_installed(
     assert "openvino does not run here: ModuleNotFoundError: No module named 'openvino'" in last
 
 
-def test_where_none_works_each_is_named_with_its_reason(tmp_path: Path) -> None:
+def test_where_none_works_each_is_named_with_its_reason(opened: Opening, tmp_path: Path) -> None:
     _, log = opened(archived(tmp_path), "openvino,onnxruntime", code=1)
     last = log.strip().splitlines()[-1]
     assert "openvino: openvino does not run here" in last
     assert "onnxruntime: onnxruntime does not run here: ModuleNotFoundError: No module named 'onnxruntime'" in last
 
 
-def test_an_engine_that_is_installed_and_does_not_run_is_passed_over_like_one_that_is_not(tmp_path: Path) -> None:
+def test_an_engine_that_is_installed_and_does_not_run_is_passed_over_like_one_that_is_not(
+    opened: Opening, tmp_path: Path
+) -> None:
     told, _ = opened(archived(tmp_path, options={"openvino": {"precision": "f33"}}), "")
     assert told["execution"] == "onnxruntime"
     (passed,) = told["passed_over"]
@@ -117,14 +181,14 @@ def test_an_engine_that_is_installed_and_does_not_run_is_passed_over_like_one_th
     assert "Wrong value f33 for property key INFERENCE_PRECISION_HINT" in passed["reason"]
 
 
-def test_torchs_threads_are_those_of_the_engine_that_was_opened(tmp_path: Path) -> None:
+def test_torchs_threads_are_those_of_the_engine_that_was_opened(opened_afresh: Opening, tmp_path: Path) -> None:
     folder = artifacts.torchscript(tmp_path / "artifact", device="cpu")
     archive = build_archive(folder, tmp_path / "x.mar", model_name="x", options=ServingOptions(threads=3))
-    told, log = opened(archive, "")
+    told, log = opened_afresh(archive, "")
     assert (told["execution"], told["threads"], told["torch_threads"]) == ("torchscript[threads=3]", 3, 3)
     # As a stock TorchServe starts it; see `unset`.
     assert "script: speeds are measured with GOMP_SPINCOUNT=10000, which is not set here" in log
-    on_openvino, log = opened(archived(tmp_path / "onnx", threads=2), "")
+    on_openvino, log = opened_afresh(archived(tmp_path / "onnx", threads=2), "")
     assert (on_openvino["threads"], on_openvino["torch_threads"]) == (2, 1)
     assert "GOMP_SPINCOUNT" not in log
 
@@ -144,7 +208,7 @@ register(EngineType("special", formats=("torchscript",), open=_open, probe=lambd
 """
 
 
-def test_an_engine_from_outside_whose_library_is_not_installed_is_passed_over(tmp_path: Path) -> None:
+def test_an_engine_from_outside_whose_library_is_not_installed_is_passed_over(opened: Opening, tmp_path: Path) -> None:
     artifact = artifacts.torchscript(tmp_path / "artifact", device="cpu")
     there = install(tmp_path, "special_engine", "serve.engines", SPECIAL_ENGINE)
     (tmp_path / "special_library.py").write_text("")

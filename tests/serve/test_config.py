@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import nn
 
 import optimize as opt
-from optimize import api
+from optimize.arguments import step_name
 from optimize.passes.base import passes
 from serve.config import Config
 from serve.options import ServingOptions
@@ -45,10 +45,13 @@ def test_help_shows_each_setting_with_its_meaning_in_a_screenful(kind: type[Conf
     text = pydoc.render_doc(kind, renderer=pydoc.plaintext)  # type: ignore[attr-defined]  # typeshed has not got it
     assert len(text.splitlines()) <= 60
     squeezed = " ".join(text.replace("|", " ").split())
+    usual_training = {name: field.description for name, field in opt.Training.model_fields.items()}
     for name, field in kind.model_fields.items():
         assert f"{name}: " in text
         assert field.description, f"{kind.__name__}.{name} has no description"
-        assert " ".join(field.description.replace("|", " ").split()) in squeezed
+        told = " ".join(field.description.replace("|", " ").split()) in squeezed
+        inherited = kind is not opt.Training and field.description == usual_training.get(name)
+        assert told or (inherited and "as opt.Training has them, which describes them" in squeezed)
         assert f" = {getattr(kind(), name)!r}".replace("|", " ") in squeezed
 
 
@@ -80,7 +83,7 @@ def test_what_is_no_model_is_refused_in_one_line_with_what_would_be(value: objec
 
 @pytest.mark.parametrize("given", [("Conv2d",), ("features.*.conv", "Linear"), ("layer4.*",) * 20])
 def test_a_variants_name_can_be_a_stages(given: tuple[str, ...]) -> None:
-    name = api._name(opt.Ptq(keep_float=given, bias_correction=True))
+    name = step_name(opt.Ptq(keep_float=given, bias_correction=True))
     assert re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,63}", name)
     assert name.startswith("ptq-")
     assert "keepfloat" in name

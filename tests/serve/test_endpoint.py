@@ -370,7 +370,7 @@ def test_an_engine_that_was_passed_over_is_told_by_describe_and_the_workers_log(
     families = text_string_to_metric_families(served.client.metrics())
     (passed,) = (sample for family in families for sample in family.samples if sample.name == "PassedOver")
     assert passed.value == 1
-    assert passed.labels["ModelName"] == name_of("fallback")
+    assert (passed.labels["ModelName"], passed.labels["ModelVersion"]) == (name_of("fallback"), "1.0")
     assert passed.labels["Execution"] == "openvino[precision=f33]"
     words = reason.replace(",", " ").replace(":", " ").replace("|", " ").split()
     assert passed.labels["Reason"] == " ".join(words)[:200].strip()

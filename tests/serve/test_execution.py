@@ -91,7 +91,7 @@ def test_an_engine_with_a_pool_of_its_own_has_as_many_threads_as_its_execution_s
     folder = artifacts.onnx(tmp_path / "artifact")
     card = load_card(folder)
     on_openvino: Any = open_engine(folder, card, Execution("openvino", threads=threads))
-    assert on_openvino._request.get_compiled_model().get_property("INFERENCE_NUM_THREADS") == threads
+    assert on_openvino.request.get_compiled_model().get_property("INFERENCE_NUM_THREADS") == threads
     on_onnxruntime: Any = open_engine(folder, card, Execution("onnxruntime", threads=threads))
     assert on_onnxruntime._session.get_session_options().intra_op_num_threads == threads
 

@@ -35,7 +35,8 @@ def context_of(artifact: Path, tmp_path: Path, gpu: int | None, **options: Any) 
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(folder)
     config = yaml.safe_load((folder / "model-config.yaml").read_text())
-    return Context("x", str(folder), {}, config["batchSize"], gpu, "0.12.0", True, None, config)
+    manifest = json.loads((folder / "MAR-INF" / "MANIFEST.json").read_text())
+    return Context("x", str(folder), manifest, config["batchSize"], gpu, "0.12.0", True, None, config)
 
 
 class Metrics:
@@ -129,7 +130,7 @@ def test_no_label_of_a_metric_has_what_torchserve_parts_a_line_at(tmp_path: Path
     context.metrics = told = Told()
     handler = opened(context)
     (passed,) = told.labels["PassedOver"]
-    assert list(passed) == ["ModelName", "Level", "Execution", "Reason"]  # in the order of metrics.yaml
+    assert list(passed) == ["ModelName", "ModelVersion", "Level", "Execution", "Reason"]  # in the order of metrics.yaml
     assert passed["Execution"] == "openvino[threads=1 buckets=1+2 precision=f33]"
     assert "Wrong value f33" in passed["Reason"]
     handler._emit(context, [([], ["request-400"])])

@@ -26,8 +26,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache of the module's own: the user's may hold what another version of the test compiled."""
-    with pytest.MonkeyPatch.context() as patch:
+    """A cache of the module's own: the user's may hold what another version of the test compiled.
+
+    What calls the kernels is compiled without optimising, which takes the compiler less time, and the kernels as ever.
+    """
+    from torch._inductor import config
+
+    hurried = config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
+    with pytest.MonkeyPatch.context() as patch, hurried:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder

@@ -12,10 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from serve import layout
 from serve.archive_file import with_version
@@ -35,11 +37,11 @@ pytestmark = pytest.mark.slow
 SENDERS = 3
 
 
-def packed(store: Path, run: str, name: str, workers: int) -> Path:
+def packed(store: Path, run: str, name: str, **options: Any) -> Path:
     """A run's artifact with its archive."""
     folder = artifacts.torchscript(layout.artifact_folder(store, run, name), name)
     path = layout.archive_path(store, run, name)
-    return build_archive(folder, path, model_name=path.stem, options=ServingOptions(batch_size=2, workers=workers))
+    return build_archive(folder, path, model_name=path.stem, options=ServingOptions(batch_size=2, **options))
 
 
 class Senders:
@@ -76,7 +78,7 @@ class Senders:
                         self.bodies.add(json.dumps(answer.json()))
                     else:
                         self.errors.append(answer.text)
-                    time.sleep(0.01)  # or nothing else would get these cores
+                    time.sleep(0.03)  # or nothing else would get these cores
                 except httpx.HTTPError as error:
                     self.statuses[type(error).__name__] += 1
 
@@ -85,7 +87,7 @@ class Senders:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A store with two runs, and a server that was asked for three models of the first, of which one can be loaded."""
     store = tmp_path_factory.mktemp("fleet")
-    first = packed(store, "one", "script", workers=2)
+    first = packed(store, "one", "script", workers=2, decoder="nvimgcodec")  # without a GPU: passed over
     packed(store, "two", "script", workers=1)
     left_out = {}
     for name, make in (("broken", broken_script), ("cuda", onnx_for_cuda)):
@@ -107,6 +109,14 @@ def the(store: Path) -> RunningServer:
     running = server.running(store)
     assert running is not None
     return running
+
+
+def passed_over(store: Path) -> set[tuple[str, str]]:
+    """Models and versions that TorchServe's metrics say something was passed over for."""
+    with the(store).client(store) as client:
+        families = text_string_to_metric_families(client.metrics())
+    samples = (sample for family in families for sample in family.samples if sample.name == "PassedOver")
+    return {(sample.labels["ModelName"], sample.labels["ModelVersion"]) for sample in samples}
 
 
 def children_of(running: RunningServer, expected: int) -> set[int]:
@@ -136,6 +146,7 @@ def test_a_model_that_cannot_be_loaded_is_left_out_and_named_and_the_others_are_
 
 def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_on(store: Path) -> None:
     before = the(store)
+    assert passed_over(store) == {("one-script", "1.0")}
     with Senders(store, before, "one-script") as senders:
         added = command("add", "second=two/script", "--store", store)
         assert added.returncode == 0, added.stderr
@@ -143,9 +154,11 @@ def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_
         replaced = command("replace", "one-script", "two/script", "--k", "2", "--store", store)
         assert replaced.returncode == 0, replaced.stderr
         assert replaced.stdout == "replaced: one-script is two/script, version 2.0\n"
+        assert passed_over(store) == set(), "of the version that is gone"
         live.replace(store, "one-script", layout.archive_path(store, "one", "script"))
     assert set(senders.statuses) == {200}, (senders.statuses, senders.errors[:3])
     assert {len(json.loads(body)) for body in senders.bodies} == {2, 5}, "both of them have answered"
+    assert passed_over(store) == {("one-script", "3.0")}
     running = the(store)
     assert running.pid == before.pid
     assert [(m.name, m.run, m.artifact, m.version) for m in running.served] == [

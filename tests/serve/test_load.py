@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.load.checking import Checker
+from serve.load.checking import Checker, Verdict
 from serve.load.generator import generate
 from serve.load.histogram import Histogram, merged
-from serve.load.plan import Plan, Target
+from serve.load.plan import Plan, Result, Target
 from serve.load.running import measure
 from serve.load.wire import stages
 from serve.load.workload import Item, Known, Workload, instances, tell_apart
@@ -137,6 +137,23 @@ def test_requests_that_wait_for_a_connection_are_late_too() -> None:
         found = generate(Plan(target, 1, rate=100, seconds=0.5, warm_s=0, timeout_s=10), WORKLOAD)
     assert found.good == pytest.approx(50, abs=28)
     assert found.latency.percentile(100) > 500  # the last of 50 or so at 20 a second
+
+
+def test_a_generator_that_is_kept_from_sending_tells_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Checker):
+        asked = 0
+
+        def check(self, item: Item, status: int, body: bytes) -> tuple[Verdict, str]:
+            Slow.asked += 1
+            if Slow.asked == 20:
+                time.sleep(0.4)
+            return super().check(item, status, body)
+
+    monkeypatch.setattr("serve.load.generator.Checker", Slow)
+    with server(right) as target:
+        found = generate(Plan(target, 4, rate=100, seconds=1, warm_s=0), WORKLOAD)
+    assert 300 < found.late_ms < 900
+    assert Result.from_json(json.loads(json.dumps(found.to_json()))).late_ms == found.late_ms
 
 
 def test_it_gives_up_when_a_request_has_waited_too_long() -> None:

@@ -224,6 +224,20 @@ def test_a_lone_small_image_is_decoded_where_it_is_run_and_a_large_one_is_not(
         assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
 
 
+def test_a_lone_small_image_wakes_no_decode_thread_which_would_take_a_core_from_it(artifact: Path) -> None:
+    with service_of(artifact) as service:
+
+        def asleep() -> list[object]:
+            # A thread that was woken, and has found nothing to do, waits by another lock.
+            return list(service._waiting._to_decode._waiters)  # type: ignore[attr-defined]
+
+        until(lambda: service._waiting._idle and len(asleep()) == service.decode_threads)
+        before = asleep()
+        assert statuses(service.submit(one(jpeg(1))).result(30).outcomes) == [200]
+        until(lambda: service._waiting._idle)
+        assert asleep() == before
+
+
 def test_what_comes_while_the_engine_is_busy_goes_through_it_together(gate: tuple[Service, Gate]) -> None:
     service, engine = gate
     first = shut(service, engine)

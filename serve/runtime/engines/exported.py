@@ -15,7 +15,7 @@ from .base import Engine, EngineType, register
 
 
 class ExportedProgramEngine:
-    """See `Engine`."""
+    """See `Engine`; ``module`` is the graph that it runs, for what looks into it."""
 
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
         self.device = torch.device(execution.device)
@@ -23,11 +23,11 @@ class ExportedProgramEngine:
         if card.target is not None:
             # Registers the operators quantized_decomposed (torch 2.11 to 2.14).
             importlib.import_module("torch.ao.quantization.fx._decomposed")
-        self._module = program_on(folder / card.file, self.device).module()
+        self.module = program_on(folder / card.file, self.device).module()
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
         """Logits ``(N, classes)`` of a batch."""
-        logits: torch.Tensor = self._module(batch)
+        logits: torch.Tensor = self.module(batch)
         return logits
 
 

@@ -20,7 +20,7 @@ _WEIGHTS = ".bin"
 
 
 class OpenVinoEngine:
-    """See `Engine`."""
+    """See `Engine`; ``request`` is the one that it infers with, for what looks into it."""
 
     def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
         path = folder / card.file
@@ -28,11 +28,11 @@ class OpenVinoEngine:
             check_graph(path, card)
         self.device = torch.device("cpu")
         settings = OPENVINO.settings(execution.options)
-        core = _core()
+        library = core()
         weights = (str(path.with_name(f"{path.name}{_WEIGHTS}")),) if card.format == "openvino" else ()
         try:
-            model = core.read_model(str(path), *weights)
-            compiled = core.compile_model(model, "CPU", _properties(execution.cores, settings["precision"]))
+            model = library.read_model(str(path), *weights)
+            compiled = library.compile_model(model, "CPU", _properties(execution.cores, settings["precision"]))
         except RuntimeError as error:  # its cause stands last, below the places in OpenVINO's own sources (2026.4)
             said = [line for line in str(error).splitlines() if line.strip()]
             raise EngineError(f"{card.name}: OpenVINO cannot compile it: {said[-1][:300]}") from error
@@ -41,16 +41,16 @@ class OpenVinoEngine:
         self.provider = f"openvino/{compiled.get_property('EXECUTION_DEVICES')[0]}"
         if precision != "f32":
             self.provider += f"/{precision}"
-        self._request = compiled.create_infer_request()
+        self.request = compiled.create_infer_request()
 
     def run(self, batch: torch.Tensor) -> torch.Tensor:
         """Logits ``(N, classes)`` of a batch."""
-        answers = self._request.infer({0: batch.contiguous().numpy()}, share_inputs=True)
+        answers = self.request.infer({0: batch.contiguous().numpy()}, share_inputs=True)
         return torch.from_numpy(answers[0])
 
 
 @functools.cache
-def _core() -> Any:
+def core() -> Any:
     """One for the process, which keeps it to its end.
 
     OpenVINO's CPU plugin (2026.4.1, openvinotoolkit/openvino pull request 11894) gives the thread that loads it an
@@ -64,8 +64,8 @@ def _core() -> Any:
 
 def compile_bytes(graph: bytes, threads: int) -> Any:
     """A compiled model of an ONNX graph's bytes, with the settings of this engine: for what looks into a graph."""
-    core = _core()
-    return core.compile_model(core.read_model(graph), "CPU", _properties(threads, "f32"))
+    library = core()
+    return library.compile_model(library.read_model(graph), "CPU", _properties(threads, "f32"))
 
 
 def _properties(threads: int, precision: str) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def _open(folder: Path, card: Card, execution: Execution) -> Engine:
 
 
 def _probe(device: torch.device) -> object:
-    core = _core()
-    compiled = core.compile_model(core.read_model(TINY_GRAPH), "CPU", _properties(1, "f32"))
+    library = core()
+    compiled = library.compile_model(library.read_model(TINY_GRAPH), "CPU", _properties(1, "f32"))
     return compiled(torch.ones(1).numpy())
 
 

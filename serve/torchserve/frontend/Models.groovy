@@ -1,9 +1,11 @@
 import groovy.transform.CompileDynamic
 import groovy.transform.CompileStatic
+import io.prometheus.client.Gauge
 import java.util.concurrent.ConcurrentHashMap
 import java.util.concurrent.LinkedBlockingDeque
 import java.util.concurrent.TimeUnit
 import org.pytorch.serve.job.Job
+import org.pytorch.serve.metrics.MetricCache
 import org.pytorch.serve.wlm.BatchAggregator
 import org.pytorch.serve.wlm.Model
 import org.pytorch.serve.wlm.ModelManager
@@ -71,9 +73,26 @@ class Models {
             // A request may be on its way to a version that has just gone.
             if (present.contains(model)) {
                 GONE.remove(model)
-            } else if (now - GONE.computeIfAbsent(model) { now } > TimeUnit.MILLISECONDS.toNanos(GONE_MS)) {
+            } else if (GONE.putIfAbsent(model, now) == null) {
+                forgetGauge(model)
+            } else if (now - GONE.get(model) > TimeUnit.MILLISECONDS.toNanos(GONE_MS)) {
                 QUEUES.remove(model)
                 GONE.remove(model)
+                forgetGauge(model)  // its worker's last lines may have been read since
+            }
+        }
+    }
+
+    /** Take back what a version's workers passed over: TorchServe (0.12) would tell it for as long as it runs. */
+    @CompileDynamic
+    private static void forgetGauge(Model model) {
+        Gauge gauge = MetricCache.getInstance().getMetricBackend('PassedOver').@gauge
+        gauge.collect().each { family ->
+            family.samples.each { sample ->
+                Map labels = [sample.labelNames, sample.labelValues].transpose().collectEntries()
+                if (labels.ModelName == model.getModelName() && labels.ModelVersion == model.getVersion()) {
+                    gauge.remove(sample.labelValues as String[])
+                }
             }
         }
     }

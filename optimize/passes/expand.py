@@ -1,0 +1,184 @@
+"""``expand``: plain 3x3 convolutions with parallel branches beside them, to train with; ``merge`` folds them again.
+
+It computes what its parent does: the norm of each new branch begins with a weight of 0 (as the last norm of a residual
+branch does in Goyal et al. 2017, arXiv:1706.02677, section 5.1), which training moves.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import fx, nn
+
+from optimize.context import Context
+from optimize.errors import NotApplicableError, PassError
+from optimize.export.branches import blocks
+from optimize.export.program import write_program, write_weights
+from optimize.export.trace import trace
+from optimize.passes.base import Pass, register
+from optimize.store.artifact import Artifact, Product
+from optimize.training.config import TrainingConfig
+from optimize.training.loop import train
+from serve.config import Config
+
+Kind = Literal["repvgg", "acnet"]
+
+
+class Expand(Config):
+    """Settings of ``expand``."""
+
+    branches: Kind = Field(
+        default="repvgg",
+        description="what stands beside each 3x3 convolution: repvgg (1x1, and a norm alone where the shape stays) or "
+        "acnet (1x3 and 3x1)",
+    )
+    train: TrainingConfig | None = Field(
+        default=None,
+        description="how the expanded network is trained here: settings as of the baseline; by default not at all",
+    )
+    tolerance: float = Field(
+        default=1e-4,
+        gt=0,
+        description="largest allowed difference of any logit to the parent's, relative to the parent's largest logit, "
+        "before it is trained",
+    )
+
+
+def expand_module(module: nn.Module, branches: Kind) -> tuple[fx.GraphModule, int]:
+    """The module traced, with branches beside its 3x3 convolutions; and how many convolutions have some.
+
+    New layers are called as the convolution is, with ``_1x1``, ``_1x3`` or ``_3x1`` behind, their norms with ``_norm``
+    behind that, and the norm alone ``_identity``. Convolutions that have branches already get none, nor do those that
+    are called twice.
+    """
+    traced = trace(module)
+    parallel = {branch.convolution for block in blocks(traced) for branch in block.branches}
+    count = 0
+    for node in list(traced.graph.nodes):
+        layer = _plain(traced, node)
+        if layer is not None and str(node.target) not in parallel:
+            _put_beside(traced, node, layer, branches)
+            count += 1
+    traced.graph.lint()
+    traced.recompile()
+    return traced.eval(), count
+
+
+def _put_beside(module: fx.GraphModule, node: fx.Node, layer: nn.Conv2d, branches: Kind) -> None:
+    """Add branches of what a convolution reads to what it, or its norm, gives."""
+    name, given = str(node.target), node.all_input_nodes[0]
+    end = _norm_behind(module, node)
+    users, total = list(end.users), end
+    shapes = ((1, 1),) if branches == "repvgg" else ((1, 3), (3, 1))
+    keeps_shape = layer.in_channels == layer.out_channels and set(layer.stride) == {1}
+    for shape in (*shapes, None) if branches == "repvgg" and keeps_shape else shapes:
+        own = f"{name}_identity" if shape is None else f"{name}_{shape[0]}x{shape[1]}"
+        norm = own if shape is None else f"{own}_norm"
+        read, after = given, total
+        if shape is not None:
+            module.add_submodule(own, _beside(layer, shape))
+            with module.graph.inserting_after(after):
+                read = after = module.graph.call_module(own, (given,))
+        module.add_submodule(norm, _silent_norm(layer))
+        with module.graph.inserting_after(after):
+            branch = module.graph.call_module(norm, (read,))
+        with module.graph.inserting_after(branch):
+            total = module.graph.call_function(operator.add, (total, branch))
+    for user in users:
+        user.replace_input_with(end, total)
+
+
+def _plain(module: fx.GraphModule, node: fx.Node) -> nn.Conv2d | None:
+    """The layer that a node calls, if it is a 3x3 convolution with a border of one zero, called here alone."""
+    if node.op != "call_module":
+        return None
+    layer = module.get_submodule(str(node.target))
+    if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or nn.utils.parametrize.is_parametrized(layer):
+        return None
+    plain = (layer.kernel_size, layer.dilation) == ((3, 3), (1, 1)) and layer.padding in ((1, 1), "same")
+    return layer if plain and _calls(module, layer) == 1 else None
+
+
+def _norm_behind(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """The batch norm that alone sees what a convolution gives, or the convolution."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    if user is None or user.op != "call_module":
+        return node
+    layer = module.get_submodule(str(user.target))
+    return user if type(layer) is nn.BatchNorm2d and _calls(module, layer) == 1 else node
+
+
+def _calls(module: fx.GraphModule, layer: nn.Module) -> int:
+    called = (str(node.target) for node in module.graph.nodes if node.op == "call_module")
+    return sum(module.get_submodule(name) is layer for name in called)
+
+
+def _beside(layer: nn.Conv2d, shape: tuple[int, int]) -> nn.Conv2d:
+    """A convolution of another shape that reads around the same places, initialised as torch does."""
+    padding = (shape[0] // 2, shape[1] // 2)
+    beside = nn.Conv2d(
+        layer.in_channels,
+        layer.out_channels,
+        shape,
+        layer.stride,  # type: ignore[arg-type]
+        padding,
+        groups=layer.groups,
+        bias=False,
+    )
+    return beside.to(layer.weight.dtype)
+
+
+def _silent_norm(layer: nn.Conv2d) -> nn.BatchNorm2d:
+    """A norm that gives 0 until its weight moves."""
+    norm = nn.BatchNorm2d(layer.out_channels).to(layer.weight.dtype)
+    nn.init.zeros_(norm.weight)
+    return norm
+
+
+def _apply(parent: Artifact, config: Expand, context: Context, folder: Path) -> Product:
+    example = context.example(16)
+    module, count = expand_module(parent.module(), config.branches)
+    if not count:
+        raise NotApplicableError("expand finds no plain 3x3 convolution with a border of one zero")
+    with torch.no_grad():
+        expected, actual = parent.module()(example), module(example)
+    difference = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
+    if not difference <= config.tolerance:
+        raise PassError(
+            f"expand: logits differ from the parent's by {difference:.2e} of the largest, "
+            f"more than the tolerance {config.tolerance:g}"
+        )
+    trained: tuple[str, ...] = ()
+    if config.train is not None:
+        result = train(module, context, config.train, from_start=True)
+        trained = (result.kept, *result.notes)
+    module.cpu()
+    write_weights(module, folder)
+    file, file_format = write_program(module, example, folder)
+    beside = f"{count} 3x3 convolutions have branches beside them ({config.branches})"
+    notes = (f"{beside}, trained", *trained) if trained else (f"{beside}, which add 0 until they are trained",)
+    structure = {"branches": config.branches}
+    return Product(file, file_format, parent.card.precision, notes=notes, structure=structure)
+
+
+def _resize(module: nn.Module, structure: Mapping[str, Any]) -> nn.Module:
+    return expand_module(module, structure["branches"])[0]
+
+
+EXPAND = register(
+    Pass(
+        name="expand",
+        summary="put branches beside 3x3 convolutions, to train with and to merge",
+        config=Expand,
+        accepts=frozenset({"module"}),
+        yields="module",
+        apply=_apply,
+        resize=_resize,
+        data="training",
+    )
+)

@@ -1,0 +1,109 @@
+"""``merge``: parallel convolutions of one tensor, as RepVGG's and ACNet's blocks have them, folded into one.
+
+It computes what its parent does, in eval mode, with fewer layers; see `optimize.export.branches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from torch import fx, nn
+
+from optimize.context import Context
+from optimize.errors import NotApplicableError, PassError
+from optimize.export.branches import Block, merge_blocks
+from optimize.export.program import write_program, write_weights
+from optimize.export.trace import trace
+from optimize.passes.base import Pass, register
+from optimize.quantization.equalization import FIGURE, spread
+from optimize.store.artifact import Artifact, Product
+from optimize.store.effects import Effect, write_effects
+from serve.config import Config
+
+PEAKED = "largest weight of a channel to their root mean square, worst channel"
+
+
+class Merge(Config):
+    """Settings of ``merge``."""
+
+    tolerance: float = Field(
+        default=1e-4,
+        gt=0,
+        description="largest allowed difference of any logit to the parent's, relative to the parent's largest logit",
+    )
+
+
+def merge_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
+    """The module traced, every block folded."""
+    return _merged(module)[0]
+
+
+def _merged(module: nn.Module) -> tuple[fx.GraphModule, Sequence[tuple[Block, nn.Conv2d, nn.Conv2d]]]:
+    traced = trace(module)
+    return traced.eval(), merge_blocks(traced)
+
+
+def _apply(parent: Artifact, config: Merge, context: Context, folder: Path) -> Product:
+    example = context.example(16)
+    module, merged = _merged(parent.module())
+    if not merged:
+        raise NotApplicableError(
+            "merge finds no parallel convolutions of one tensor whose sum is one convolution: of the same stride, "
+            "groups and channels, the largest kernel covering the others, each with weights and a norm of its own"
+        )
+    with torch.no_grad():
+        expected, actual = parent.module()(example), module(example)
+    difference = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
+    if not difference <= config.tolerance:
+        raise PassError(
+            f"merge: logits differ from the parent's by {difference:.2e} of the largest, "
+            f"more than the tolerance {config.tolerance:g}"
+        )
+    write_weights(module, folder)
+    effects = [effect for block, alone, whole in merged for effect in _effects(block.name, alone, whole)]
+    write_effects(effects, folder)
+    file, file_format = write_program(module, example, folder)
+    branches = sum(len(block.branches) for block, _, _ in merged)
+    worst = max((effect for effect in effects if effect.figure == PEAKED), key=lambda effect: effect.after)
+    note = (
+        f"{branches} branches became {len(merged)} convolutions; logits changed by {difference:.1e} of the largest; a "
+        f"channel's largest weight reaches {worst.after:.1f} times their root mean square in the worst of them "
+        f"({worst.layer}; {worst.before:.1f} in its largest branch)"
+    )
+    return Product(file, file_format, parent.card.precision, notes=(note,))
+
+
+def _effects(name: str, alone: nn.Conv2d, whole: nn.Conv2d) -> tuple[Effect, Effect]:
+    """What int8 suffers from: with one scale a tensor unlike channels, with a scale for each the first, peaked ones."""
+    return (
+        Effect(name, FIGURE, before=spread(alone), after=spread(whole)),
+        Effect(name, PEAKED, before=peaked(alone), after=peaked(whole)),
+    )
+
+
+def peaked(layer: nn.Conv2d) -> float:
+    """A channel's largest weight over the root mean square of its weights, in the channel where that is most.
+
+    A scale for each channel is as long as the largest weight: what the others have of its 127 steps is the inverse. Of
+    n weights it is at most sqrt(n).
+    """
+    weight = layer.weight.detach().double().flatten(1)
+    mean = weight.square().mean(1).sqrt()
+    alive = mean > 0
+    return float((weight.abs().amax(1)[alive] / mean[alive]).max()) if bool(alive.any()) else 1.0
+
+
+MERGE = register(
+    Pass(
+        name="merge",
+        summary="fold parallel convolutions of one tensor (RepVGG, ACNet) into one",
+        config=Merge,
+        accepts=frozenset({"module"}),
+        yields="module",
+        apply=_apply,
+        rebuild=merge_module,
+    )
+)

@@ -1,0 +1,88 @@
+"""``onnx-packed``: an int8 graph whose weights are stored in 4 or 2 bits where they fit, and run as int8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from pydantic import Field
+
+from optimize.context import Context
+from optimize.errors import NotApplicableError, PassError
+from optimize.export.onnx import run_onnx
+from optimize.export.packing import Smallest, pack_weights
+from optimize.export.pixels import graph_input
+from optimize.lint.base import lint
+from optimize.passes.base import Pass, register
+from optimize.quantization.gate import IMAGES
+from optimize.quantization.lowbit.words import of_packed
+from optimize.quantization.qdq import LINTED
+from optimize.store.artifact import Artifact, Product
+from serve.config import Config
+from serve.runtime.integers import TENSORRT
+
+
+class OnnxPacked(Config):
+    """Settings of ``onnx-packed``."""
+
+    smallest: Smallest = Field(
+        default="int4",
+        description="smallest type that weights are stored in; int2 (ternary, binary and 2-bit weights) asks for "
+        "engines that read ONNX's opset 25",
+    )
+
+
+def _apply(parent: Artifact, config: OnnxPacked, context: Context, folder: Path) -> Product:
+    if parent.card.target == TENSORRT:
+        raise NotApplicableError(
+            "onnx-packed is for CPUs' graphs: TensorRT reads weights of int8 from its own quantizers"
+        )
+    model = onnx.load(str(parent.path))
+    packed = pack_weights(model, config.smallest)
+    if set(packed.weights) <= {8}:
+        raise NotApplicableError(
+            "no weight of this graph fits into 4 bits: ptq-lowbit and qat-lowbit make such, of weight_bits 4 and fewer"
+        )
+    path = folder / parent.card.file
+    onnx.checker.check_model(packed.model, full_check=True)
+    onnx.save(packed.model, str(path))
+    found = {finding.rule for finding in lint(packed.model, LINTED[str(parent.card.target)])}
+    if worse := found - {finding.rule for finding in lint(model, LINTED[str(parent.card.target)])}:
+        raise PassError(
+            f"packed graph: the linter finds what the graph did not have before: {', '.join(sorted(worse))}"
+        )
+    images = graph_input(context, "uint8" if parent.card.input_dtype == "uint8" else "float", IMAGES)
+    before, after = run_onnx(parent.path, images), run_onnx(path, images)
+    if not bool((before == after).all()):
+        raise PassError(
+            f"packed graph: logits differ by up to {float((before - after).abs().max()):.2e} for the same integers"
+        )
+    stored = ", ".join(f"{count} in int{bits}" for bits, count in packed.weights.items())
+    size, was = path.stat().st_size, parent.path.stat().st_size
+    return Product(
+        path.name,
+        "onnx",
+        precision=of_packed(parent.card.precision),
+        device=parent.card.device,
+        input_dtype=parent.card.input_dtype,
+        target=parent.card.target,
+        notes=(
+            f"packed: weights are stored in their bits ({stored}: {packed.after} bytes, {packed.before} as int8), cast "
+            f"to int8 when the file is loaded, and computed by int8 kernels, no faster than int8; {size / was:.2f} of "
+            f"the file's bytes before, equal logits in ONNX Runtime",
+            *parent.card.notes,
+        ),
+    )
+
+
+ONNX_PACKED = register(
+    Pass(
+        name="onnx-packed",
+        summary="int8 ONNX graph whose weights of few bits are stored in 4 or 2 bits, and run as int8",
+        config=OnnxPacked,
+        accepts=frozenset({"onnx-int8"}),
+        yields="onnx-int8",
+        apply=_apply,
+        libraries=("torch", "onnx"),
+    )
+)

@@ -1,0 +1,52 @@
+"""``prune-magnitude``: the smallest weights are zero, wherever they stand; simulated.
+
+No engine here computes less for it: it shows what a network could do without, at 1.0 times the speed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from optimize.context import Context
+from optimize.errors import NotApplicableError
+from optimize.passes.base import Pass, register
+from optimize.pruning.masks import Scope, smallest, weighted
+from optimize.pruning.settings import Pruning, check_keep, kept_by
+from optimize.pruning.simulated import write_zeroed
+from optimize.store.artifact import Artifact, Product
+
+
+class PruneMagnitude(Pruning):
+    """Settings of ``prune-magnitude``."""
+
+    sparsity: float = Field(
+        default=0.7, gt=0, lt=1, description="share of the weights of convolutions and linear layers that become zero"
+    )
+    scope: Scope = Field(
+        default="global", description="among which weights the smallest are looked for: global (all layers') or layer"
+    )
+
+
+def _apply(parent: Artifact, config: PruneMagnitude, context: Context, folder: Path) -> Product:
+    module = parent.module()
+    weights = weighted(module, kept_by(module, config))
+    if not weights:
+        raise NotApplicableError("this model has no weights of convolutions or linear layers but those that are kept")
+    return write_zeroed(module, smallest(weights, config.sparsity, config.scope), config.train, context, folder)
+
+
+PRUNE_MAGNITUDE = register(
+    Pass(
+        name="prune-magnitude",
+        summary="set the smallest weights to zero and train the others (simulated: no engine is faster for it)",
+        config=PruneMagnitude,
+        accepts=frozenset({"module"}),
+        yields="module",
+        apply=_apply,
+        data="training",
+        rebuild=lambda module, example: module,
+        check=check_keep,
+    )
+)

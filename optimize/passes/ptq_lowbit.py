@@ -1,0 +1,79 @@
+"""``ptq-lowbit``: post-training static quantization with fewer bits than 8, carried out by int8 kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from pydantic import Field, model_validator
+from torch import fx
+
+from optimize.context import Context
+from optimize.passes.base import Pass, register
+from optimize.quantization.choices import check_choices, resolve
+from optimize.quantization.convert import trace_calls
+from optimize.quantization.lowbit import words
+from optimize.quantization.lowbit.prepared import choose_bits
+from optimize.quantization.lowbit.settings import LowBits, low_layers
+from optimize.quantization.ranges import Granularity, Observer, WeightObserver
+from optimize.quantization.static import Static, fx_front_end, observing, quantize
+from optimize.quantization.targets import target_named
+from optimize.store.artifact import Artifact, Product
+
+
+class PtqLowbit(LowBits, Static):
+    """Settings of ``ptq-lowbit``."""
+
+    weight_observer: WeightObserver = Field(
+        default="mse", description="how far a weight's range reaches: minmax (all of it), percentile (99.99), mse"
+    )
+    min_sqnr: float = Field(
+        default=0.0,
+        description="least signal-to-noise ratio of the logits in dB on 32 training images, against the float parent; "
+        "0 is as much noise as signal: at 4 bits 8 to 15 are usual, below them often less than 3",
+    )
+
+    @model_validator(mode="after")
+    def _rounds_to_neighbours(self) -> PtqLowbit:
+        if self.weight_bits == 1 and self.rounding == "adaround":
+            raise ValueError("rounding adaround needs weight_bits 2 to 8: of 1 bit there is nothing between -1 and 1")
+        return self
+
+
+def _apply(parent: Artifact, config: PtqLowbit, context: Context, folder: Path) -> Product:
+    target, example = target_named(config.target), context.example()
+    build = next(parent.line()).module
+    chosen = resolve(build, config)
+    layers = low_layers(trace_calls(parent.module(), example, chosen.in_float), chosen, config, build)
+    usual = observing(parent.module(), config, chosen, example)
+
+    def weight(layer: str) -> tuple[WeightObserver, Granularity]:
+        return chosen.weight_observer(layer) or config.weight_observer, chosen.granularity(layer) or config.weights
+
+    def observed(observer: Observer) -> fx.GraphModule:
+        prepared = usual(observer)
+        choose_bits(prepared, layers, config, weight, target)
+        return prepared
+
+    front = fx_front_end(config, observed, example)
+    product = quantize(parent, config, chosen, context, folder, front=front)
+    way: words.Way = "executed" if target.packed else "simulated"
+    return dataclasses.replace(
+        product,
+        precision=words.precision(config.label, product.precision),
+        notes=(words.note(config.label, len(layers), way), *product.notes),
+    )
+
+
+PTQ_LOWBIT = register(
+    Pass(
+        name="ptq-lowbit",
+        summary="static quantization to 1 to 7 bits, calibrated on training images, run by int8 kernels",
+        config=PtqLowbit,
+        accepts=frozenset({"module"}),
+        yields="quantized",
+        apply=_apply,
+        check=check_choices,
+        data="calibration",
+    )
+)

@@ -1,0 +1,112 @@
+"""``qat-lowbit``: training with fewer bits than 8, carried out by int8 kernels; from a float module, or from more bits.
+
+Weights and inputs of layers are rounded in training (`optimize.quantization.lowbit`); what stays int8 (shortcuts, sums,
+pools, the first and the last layer) is float in training and calibrated afterwards, on the network that was trained.
+The trained weights are kept in float beside the program: a later ``qat-lowbit`` of fewer bits starts from them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import torch
+from pydantic import ConfigDict, Field
+from torch import fx
+
+from optimize.context import Context
+from optimize.export.program import write_weights
+from optimize.passes.base import Pass, register
+from optimize.quantization.calibration import calibrate
+from optimize.quantization.choices import check_choices, overrides_note, resolve
+from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
+from optimize.quantization.gate import IMAGES, check_quantized
+from optimize.quantization.lowbit import words
+from optimize.quantization.lowbit.network import Quantized, settle, start_network, turn_signs
+from optimize.quantization.lowbit.prepared import lay_codes, lay_grids
+from optimize.quantization.lowbit.settings import LowBitTraining, low_layers
+from optimize.quantization.observers import watched
+from optimize.quantization.ranges import MEANING, Observer
+from optimize.quantization.targets import target_named
+from optimize.store.artifact import Artifact, Product
+from optimize.training.config import TrainingConfig, by_optimizer
+from optimize.training.loop import train
+
+
+class QatLowbit(TrainingConfig, LowBitTraining):
+    """Settings of ``qat-lowbit``."""
+
+    model_config = ConfigDict(title="QatLowbit")
+
+    epochs: int = Field(default=8, ge=1, description="passes over the training images")
+    learning_rate: float = Field(
+        default_factory=by_optimizer(sgd=0.01, adamw=1e-4),
+        gt=0,
+        description="peak learning rate, of steps and ends that are learned, too; by default 0.01 for sgd and 0.0001 "
+        "for adamw",
+    )
+    images: int = Field(
+        default=256,
+        ge=1,
+        description="training images that inputs' grids start from, and that int8 ranges are calibrated on afterwards",
+    )
+    observer: Observer = Field(default="histogram", description=f"how the ranges that stay int8 are found: {MEANING}")
+
+
+def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) -> Product:
+    target, example = target_named(config.target), context.example()
+    build = next(parent.line()).module
+    chosen = resolve(build, config)
+    traced = trace_calls(parent.module(), example)
+    turn_signs(traced)
+    layers = low_layers(traced, chosen, config, build)
+    network = start_network(traced, layers, config, context, config.images)
+    result = train(network, context, config, from_start=True)
+    network.cpu()
+    settled = settle(network, traced)
+    write_weights(settled.module, folder)
+    mapping = choose(traced, target.post_training(config.observer), chosen, target.observing)
+    prepared = prepare(_on_grids(settled), mapping, example, target)
+    lay_codes(prepared, settled.codes)
+    lay_grids(prepared, settled.grids, target)
+    calibrate(prepared.to(context.device), context, context.calibration(config.images))
+    product = write_quantized(prepared.cpu(), example, target, folder)
+    images = context.example(IMAGES)
+    with torch.no_grad():
+        expected = network(images)
+    way: words.Way = "executed" if target.packed else "simulated"
+    return dataclasses.replace(
+        product,
+        precision=words.precision(config.label, product.precision),
+        notes=(
+            words.note(config.label, len(layers), way),
+            *product.notes,
+            *overrides_note(watched(prepared).values(), chosen),
+            check_quantized(folder, product.file, images, expected, config),
+            result.kept,
+        ),
+    )
+
+
+def _on_grids(settled: Quantized) -> fx.GraphModule:
+    """The network that was trained, with its weights rounded."""
+    module = copy.deepcopy(settled.module)
+    for name, codes in settled.codes.items():
+        module.get_submodule(name).weight.data = codes.value
+    return module
+
+
+QAT_LOWBIT = register(
+    Pass(
+        name="qat-lowbit",
+        summary="training with 1 to 7 bits (LSQ, PACT, DoReFa, ternary, binary), run by int8 kernels",
+        config=QatLowbit,
+        accepts=frozenset({"module", "lowbit"}),
+        yields="lowbit",
+        apply=_apply,
+        check=check_choices,
+        data="training",
+        rebuild=trace_calls,
+    )
+)

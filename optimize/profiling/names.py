@@ -1,0 +1,50 @@
+"""What the layers of an artifact are called: an int8 program has lost the names that its float module's program has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimize.export.macs import program_work
+from serve.runtime.program_file import load_program
+
+
+def layer_name(node: fx.Node) -> str:
+    """The module of the model that a node comes from, by its path; of what no module does, the node's own name."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    if path:
+        return path
+    weights = [str(one.target) for one in node.all_input_nodes if one.op == "get_attr"]
+    return next((name.removesuffix(".weight") for name in weights if name.endswith(".weight")), node.name)
+
+
+def float_layers(program: Path, batch: int, shape: Sequence[int]) -> list[tuple[str, int]]:
+    """Names and MACs of what computes in a float program, in order.
+
+    Args:
+        program: a ``.pt2`` file.
+        batch: images that are run together.
+        shape: of one, ``(C, H, W)``.
+    """
+    module: Any = load_program(program).module()
+    work = program_work(module, torch.zeros(batch, *shape))
+    return [(layer_name(node), work[node.name].macs) for node in module.graph.nodes if _computes(work, node)]
+
+
+def _computes(work: dict[str, Any], node: fx.Node) -> bool:
+    return node.name in work and work[node.name].macs > 0
+
+
+def called(own: Sequence[int], known: Sequence[tuple[str, int]]) -> list[str] | None:
+    """Names of layers with these MACs, if those that are known have the same in the same order; None: they are others.
+
+    Args:
+        own: MACs of each, in order.
+        known: names and MACs of the same network's, in order.
+    """
+    return [name for name, _ in known] if known and [macs for _, macs in known] == list(own) else None

@@ -1,0 +1,134 @@
+"""How much a unit matters: its channels' weights, their norms' scales, or what the loss would change without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from optimize.context import Context
+from optimize.pruning.groups import Grouping
+from serve.runtime.images import normalise
+
+Criterion = Literal["l1", "l2", "bn", "group", "taylor"]
+
+
+def scores(
+    graph_module: fx.GraphModule, grouping: Grouping, criterion: Criterion, gradients: Mapping[str, torch.Tensor] | None
+) -> list[torch.Tensor]:
+    """The score of each group's units, ``float32 (units,)``; the lowest go first.
+
+    - ``l1``, ``l2``: the norm of the filters that give the channels (Li et al. 2017, arXiv:1608.08710), relative to
+      the layer's mean, and the mean of those over the layers.
+    - ``group``: the same of all weights that are removed with the unit: filters, scales of norms, and what the next
+      layers read the channels with (Fang et al. 2023, arXiv:2301.12900), squared and summed; relative to the group's
+      mean.
+    - ``bn``: the scale of the batch norms, as it is, their mean (Liu et al. 2017, arXiv:1708.06519).
+    - ``taylor``: the square of gradient times weight, summed over the filters (Molchanov et al. 2019,
+      arXiv:1906.10771, equation 8), as it is.
+
+    Args:
+        graph_module: the network.
+        grouping: its groups.
+        criterion: one of those.
+        gradients: for ``taylor``, what `first_order` gives.
+    """
+    places = _Places(graph_module, grouping)
+    if criterion == "taylor":
+        assert gradients is not None
+        return places.gathered(places.sums(gradients))
+    if criterion == "bn":
+        return places.gathered(places.means(places.scales()))
+    if criterion == "group":
+        total = places.sums(places.squares())
+        return [found / found.mean().clamp_min(1e-30) for found in places.gathered(total.sqrt())]
+    norms = places.filters(1 if criterion == "l1" else 2)
+    relative = {name: norm / norm.mean().clamp_min(1e-30) for name, norm in norms.items()}
+    return places.gathered(places.means(relative))
+
+
+def first_order(graph_module: fx.GraphModule, grouping: Grouping, context: Context, images: int) -> dict[str, Any]:
+    """For each layer's output channels, the mean over batches of (Σ gradient · weight)², by ``out`` and its name.
+
+    In eval mode, on training images with their labels.
+    """
+    graph_module.to(context.device).eval()
+    found: dict[str, torch.Tensor] = {}
+    batches = context.calibration(images)
+    for done, (pixels, labels) in enumerate(batches, start=1):
+        inputs = normalise(pixels, context.preprocessing, context.device, torch.float32)
+        graph_module.zero_grad()
+        loss = torch.nn.functional.cross_entropy(graph_module(inputs), labels.to(context.device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        for name in grouping.channels.layers:
+            weight: Any = graph_module.get_submodule(name).weight
+            change = (weight.grad * weight).detach().flatten(1).sum(1).square().cpu()
+            found[f"out {name}"] = found.get(f"out {name}", 0) + change / len(batches)
+        context.listener.progressed(done / len(batches), "gradients")
+    graph_module.zero_grad()
+    graph_module.cpu()
+    return found
+
+
+class _Places:
+    """Figures of channels, place by place, gathered by unit."""
+
+    def __init__(self, graph_module: fx.GraphModule, grouping: Grouping) -> None:
+        self._module, self._grouping = graph_module, grouping
+        units = [unit for group in grouping.groups for unit in group.units]
+        self._number = {unit: index for index, unit in enumerate(units)}
+
+    def filters(self, order: int) -> dict[str, torch.Tensor]:
+        """The norm of each output channel's weights."""
+        return {
+            f"out {name}": self._weight(name).flatten(1).norm(p=order, dim=1) for name in self._grouping.channels.layers
+        }
+
+    def scales(self) -> dict[str, torch.Tensor]:
+        """The absolute scale of each channel of a norm."""
+        found = {}
+        for name in self._grouping.channels.norms:
+            weight = getattr(self._module.get_submodule(name), "weight", None)
+            if weight is not None and hasattr(self._module.get_submodule(name), "running_mean"):
+                found[f"norm {name}"] = weight.detach().abs().cpu()
+        return found
+
+    def squares(self) -> dict[str, torch.Tensor]:
+        """The sum of the squares of all weights of a channel, in every place."""
+        found = {name: norm.square() for name, norm in self.filters(2).items()}
+        found |= {name: scale.square() for name, scale in self.scales().items()}
+        for name, layer in self._grouping.channels.layers.items():
+            if layer.per_group is None:
+                found[f"in {name}"] = self._weight(name).transpose(0, 1).flatten(1).square().sum(1)
+        return found
+
+    def sums(self, figures: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The sum of a unit's figures in all places, ``(units,)``."""
+        return self._summed(figures, lambda figure: figure)
+
+    def means(self, figures: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Their mean; NaN where there is none."""
+        return self.sums(figures) / self._summed(figures, torch.ones_like)
+
+    def gathered(self, of_units: torch.Tensor) -> list[torch.Tensor]:
+        """Parted into groups."""
+        return list(torch.split(of_units, [len(group.units) for group in self._grouping.groups]))
+
+    def _summed(self, figures: Mapping[str, torch.Tensor], of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros(len(self._number))
+        channels = self._grouping.channels
+        for place, figure in figures.items():
+            kind, name = place.split(" ", 1)
+            layer = channels.layers.get(name)
+            labels = channels.norms[name] if layer is None else layer.out if kind == "out" else layer.into
+            numbers = [self._number.get(unit, -1) for unit in channels.labels.sets(labels).tolist()]
+            index = torch.tensor(numbers, dtype=torch.int64)
+            total.index_add_(0, index[index >= 0], of(figure[index >= 0]).float())
+        return total
+
+    def _weight(self, name: str) -> torch.Tensor:
+        weight = self._module.get_submodule(name).weight
+        assert isinstance(weight, torch.Tensor)
+        return weight.detach().cpu()

@@ -1,0 +1,82 @@
+"""What all pruning passes can be told: what stays, and how what is left is trained, by the one training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from torch import nn
+
+from optimize.context import Context
+from optimize.models.patterns import classes, matching, unmatched
+from optimize.training.config import TrainingConfig, by_optimizer
+from optimize.training.loop import train
+from serve.config import Config
+from serve.runtime.errors import UserError
+
+
+class FineTuning(TrainingConfig):
+    """Settings of the training that follows a pruning: those of any training, and none at all with 0 epochs."""
+
+    model_config = ConfigDict(title="FineTuning")
+
+    epochs: int = Field(default=3, ge=0, description="passes over the training images; 0: none")
+    learning_rate: float = Field(
+        default_factory=by_optimizer(sgd=0.01, adamw=1e-4),
+        gt=0,
+        description="peak learning rate, reached after the warm-up; by default 0.01 for sgd and 0.0001 for adamw",
+    )
+
+
+def _as_fine_tuning(given: object) -> object:
+    """Settings of a training as those of a fine-tuning; anything else as it is."""
+    if isinstance(given, TrainingConfig) and not isinstance(given, FineTuning):
+        return FineTuning(**given.model_dump(exclude_unset=True))
+    return given
+
+
+class Pruning(Config):
+    """The settings that all pruning passes share.
+
+    A pattern is a module's name (``layer4``, ``features.*.conv``) or its class's (``SqueezeExcitation``); ``*`` stands
+    for anything. It covers what lies beneath the module, too.
+    """
+
+    keep: tuple[str, ...] = Field(
+        default=(), description="modules whose layers are left whole, as patterns of their names or of their classes"
+    )
+    train: Annotated[FineTuning, BeforeValidator(_as_fine_tuning)] = Field(
+        default=FineTuning(),
+        description="training of what is left, as settings of a training (epochs, learning_rate …); epochs: 0 is none",
+    )
+
+
+def check_keep(build: Callable[[], nn.Module], config: Pruning) -> None:
+    """Refuse patterns that match nothing in the model that ``build`` makes.
+
+    Raises:
+        UserError: a line for each, with the nearest names.
+    """
+    if config.keep and (wrong := unmatched(classes(build()), "keep", config.keep)):
+        raise UserError("\n".join(wrong))
+
+
+def kept_by(module: nn.Module, config: Pruning) -> frozenset[str]:
+    """The names of the modules that are left whole."""
+    kinds = classes(module)
+    return frozenset(name for pattern in config.keep for name in matching(kinds, pattern))
+
+
+def fine_tune(module: nn.Module, context: Context, config: FineTuning) -> tuple[str, ...]:
+    """Train ``module`` in place; leave it on the CPU in eval mode, at its best epoch or as it was; returns notes."""
+    if not config.epochs:
+        return ()
+    result = train(module, context, config, from_start=True)
+    module.cpu().eval()
+    return (f"fine-tuned: {result.kept}", *result.notes)
+
+
+def listed(names: list[str], most: int = 4) -> str:
+    """Names for a note: the first, and how many more."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

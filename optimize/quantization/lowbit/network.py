@@ -1,0 +1,128 @@
+"""A float network that is trained with fewer bits, and what it becomes: integers, scales and grids."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.ao.nn.qat as nnqat
+from torch import fx, nn
+from torch.ao.quantization import QConfig
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from optimize.context import Context
+from optimize.quantization.calibration import calibrate
+from optimize.quantization.lowbit.inputs import INPUT_QUANTIZERS, Grid, InputQuantizer, put_before
+from optimize.quantization.lowbit.settings import LowBitTraining
+from optimize.quantization.lowbit.weights import WEIGHT_QUANTIZERS, Codes, WeightQuantizer
+from optimize.quantization.ranges import MseObserver
+
+_TRAINED = {nn.Conv1d: nnqat.Conv1d, nn.Conv2d: nnqat.Conv2d, nn.Conv3d: nnqat.Conv3d, nn.Linear: nnqat.Linear}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What training came to.
+
+    Attributes:
+        module: the float network on the CPU, in eval mode, with the weights that training has them by.
+        codes: of each layer whose weight has fewer bits, its integers.
+        grids: of each layer whose input has fewer bits, that input's.
+    """
+
+    module: fx.GraphModule
+    codes: Mapping[str, Codes]
+    grids: Mapping[str, Grid]
+
+
+def turn_signs(traced: fx.GraphModule) -> None:
+    """Make the factors of norms behind convolutions positive, in place, by turning signs of weights around.
+
+    It computes the same. Folded into integers from -8 to 7, a negative factor would ask for an 8.
+    """
+    for node in traced.graph.nodes:
+        norm = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(norm, _BatchNorm) or not norm.affine or norm.running_mean is None:
+            continue
+        before = node.all_input_nodes[0]
+        layer = traced.get_submodule(str(before.target)) if before.op == "call_module" else None
+        if type(layer) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d) or len(before.users) != 1:
+            continue
+        assert isinstance(layer, nn.Module)
+        sign = torch.where(norm.weight.detach() < 0, -1.0, 1.0)
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        weight.data *= sign.view(-1, *(1,) * (weight.ndim - 1))
+        if layer.bias is not None:
+            layer.bias.data *= sign  # type: ignore[operator]
+        norm.weight.data *= sign
+        norm.running_mean *= sign
+
+
+def start_network(
+    traced: fx.GraphModule, layers: Sequence[str], config: LowBitTraining, context: Context, images: int
+) -> fx.GraphModule:
+    """A copy of a traced network that rounds weights and inputs of layers, to be trained.
+
+    Inputs' grids are those of the least squared error on training images, as the network has them whose weights are
+    rounded already.
+
+    Args:
+        traced: in eval mode, on the CPU; see `trace_calls`.
+        layers: which; see `low_layers`.
+        config: bits and methods.
+        context: data, preprocessing, device.
+        images: training images that grids start from.
+    """
+    module = copy.deepcopy(traced)
+    if config.weight_bits < 8:
+        for name in layers:
+            module.set_submodule(name, _trained(module.get_submodule(name), config))
+    if config.activation_bits < 8:
+        levels = 1 << config.activation_bits
+
+        def observer(_: None) -> nn.Module:
+            return MseObserver(dtype=torch.quint8, quant_min=0, quant_max=levels - 1)
+
+        placed = put_before(module, dict.fromkeys(layers), observer)
+        module.to(context.device).eval()
+        calibrate(module, context, context.calibration(images))
+        for name in placed:
+            scale, zero = module.get_submodule(name).calculate_qparams()  # type: ignore[operator]
+            grid = Grid(float(scale), int(zero), levels)
+            module.set_submodule(name, INPUT_QUANTIZERS[config.activation_quantizer](grid).to(context.device))
+    return module
+
+
+def _trained(layer: nn.Module, config: LowBitTraining) -> nn.Module:
+    """torch.ao's layer for training, with a fake-quantize module of the weight."""
+    kind, weight = WEIGHT_QUANTIZERS[config.weight_quantizer], layer.weight.detach()  # type: ignore[operator]
+    fake = kind(config.weight_bits, len(weight), config.weights)
+    fake.start(weight)
+    # Its activation is not read: inputs have modules of their own.
+    layer.qconfig = QConfig(activation=nn.Identity, weight=lambda **_: fake)  # type: ignore[assignment, no-untyped-call]
+    trained: nn.Module = _TRAINED[type(layer)].from_float(layer)  # type: ignore[attr-defined]
+    return trained
+
+
+def settle(trained: fx.GraphModule, traced: fx.GraphModule) -> Quantized:
+    """What a trained network came to.
+
+    Args:
+        trained: see `start_network`; on the CPU, in eval mode.
+        traced: the network that it was made from; gets its weights.
+    """
+    own = trained.state_dict()
+    traced.load_state_dict({name: own[name] for name in traced.state_dict()})
+    codes: dict[str, Codes] = {}
+    grids: dict[str, Grid] = {}
+    for node in trained.graph.nodes:
+        layer = trained.get_submodule(str(node.target)) if node.op == "call_module" else None
+        fake = getattr(layer, "weight_fake_quant", None)
+        if isinstance(fake, WeightQuantizer):
+            assert layer is not None
+            codes[str(node.target)] = fake.codes(layer.weight)  # type: ignore[arg-type]
+        if isinstance(layer, InputQuantizer):
+            grids |= {str(user.target): layer.grid for user in node.users}
+    return Quantized(traced, codes, grids)

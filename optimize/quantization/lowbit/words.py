@@ -1,0 +1,43 @@
+"""What an artifact of fewer bits says of itself: *executed*, *packed* or *simulated*, and never more than it is.
+
+executed: int8 kernels compute the very integers, and weights are stored as int8. packed: the same kernels, and weights
+are stored in their bits. simulated: a float program between quantizers, no faster than float.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Way = Literal["executed", "packed", "simulated"]
+
+_FLOAT = "int8 in float arithmetic"
+_SAID = re.compile(r"\((.+) (?:executed|packed|simulated)\)$")
+
+
+def precision(label: str, own: str) -> str:
+    """A card's precision, of bits such as ``W4A4`` and of what the int8 program of them would be called."""
+    return f"{_FLOAT} ({label} simulated)" if own == _FLOAT else f"int8 ({label} executed)"
+
+
+def of_graph(precision: str) -> str:
+    """The precision of an int8 graph, by that of what it is lowered from."""
+    said = _SAID.search(precision)
+    return f"int8 ({said[1]} executed)" if said else "int8"
+
+
+def of_packed(precision: str) -> str:
+    """The precision of a packed graph, by that of the graph that it was."""
+    said = _SAID.search(precision)
+    return f"int8 ({said[1] if said else 'weights'} packed)"
+
+
+def note(label: str, layers: int, way: Way) -> str:
+    """What is said of an artifact of fewer bits, as a note."""
+    what = f"{label} in {layers} layers, the others int8"
+    if way == "simulated":
+        return f"{what}: simulated, a float program between quantizers; no faster than float (1.0×)"
+    return (
+        f"{what}: executed by int8 kernels, which compute the same integers as fast as any int8; weights are stored "
+        "as int8 here, and in their bits by onnx-packed"
+    )

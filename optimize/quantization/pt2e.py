@@ -1,0 +1,381 @@
+"""The second front end: torchao's PT2E puts quantizers into a program of `torch.export`, as a quantizer of ours says.
+
+It decides what the FX front end (`optimize.quantization.convert`) decides: which tensors are quantized, and by
+observers of the same kind with which range. What comes of it is a reference form as `optimize.quantization.qdq` makes
+it, and from there on there is one way. torch's packed kernels are not on it.
+
+Not torchao's own quantizer for x86: it matches by source partitions, which hold all calls of a module, and fails where
+a network calls one ReLU twice, as torchvision's ResNets do (torchao 0.18: "Input partition has more than one output
+node").
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.ao.quantization.observer import ObserverBase
+
+from optimize.quantization.between import integers_at
+from optimize.quantization.choices import Chosen
+from optimize.quantization.pools import GlobalPool, free_last_pool
+from optimize.quantization.qdq import explicit_form, quantizing
+from optimize.quantization.ranges import Granularity, Observer, WeightObserver, cut, weight_observer
+from optimize.quantization.targets import Target
+
+_ATEN = torch.ops.aten
+
+#: Layers by weights that are theirs. Transposed convolutions stay in float, as in FX.
+_WEIGHTED = frozenset(
+    {
+        *(getattr(_ATEN, f"conv{rank}d").default for rank in (1, 2, 3)),
+        *(getattr(_ATEN, f"conv{rank}d").padding for rank in (1, 2, 3)),
+        _ATEN.linear.default,
+    }
+)
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+#: What is computed together with what gives its input, so that nothing between them is quantized.
+_RELUS = frozenset({_ATEN.relu.default, _ATEN.relu_.default})
+_BOUNDED = frozenset(
+    {_ATEN.relu6.default, _ATEN.hardtanh.default, _ATEN.hardtanh_.default, _ATEN.clamp.default, _ATEN.clamp_.default}
+)
+_PAIRS = frozenset({_ATEN.add.Tensor, _ATEN.add_.Tensor, _ATEN.mul.Tensor, _ATEN.mul_.Tensor})
+_PRODUCTS = frozenset({_ATEN.matmul.default, _ATEN.bmm.default})
+#: What gives the numbers that it is given, or means of them, in the same scale.
+_SAME_SCALE = frozenset(
+    {
+        *(_ATEN.max_pool2d.default, _ATEN.avg_pool2d.default, _ATEN.adaptive_avg_pool2d.default, _ATEN.mean.dim),
+        *(_ATEN.flatten.using_ints, _ATEN.view.default, _ATEN.reshape.default, _ATEN.permute.default),
+        *(_ATEN.transpose.int, _ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims),
+        *(_ATEN.contiguous.default, _ATEN.dropout.default, _ATEN.pixel_shuffle.default),
+    }
+)
+_ANNOTATION = "quantization_annotation"
+
+
+def installed() -> bool:
+    """Whether there is a torchao."""
+    return importlib.util.find_spec("torchao") is not None
+
+
+@dataclass(frozen=True)
+class Watching:
+    """Which observers watch what.
+
+    Attributes:
+        activation: a new observer of an activation, by the name of the observer.
+        observer: of activations for which nothing else was chosen.
+        weight: how far the range of the weight of the layer of this name reaches, and how many scales it has.
+        chosen: layers in float, and those with an observer of their own.
+    """
+
+    activation: Callable[[Observer], ObserverBase]
+    observer: Observer
+    weight: Callable[[str], tuple[WeightObserver, Granularity]]
+    chosen: Chosen
+
+
+def prepare_program(
+    module: fx.GraphModule, watching: Watching, example: torch.Tensor, target: Target
+) -> fx.GraphModule:
+    """Export a traced network, and insert what watches tensors, for calibration.
+
+    Args:
+        module: see `trace_calls`; in eval mode.
+        watching: what is inserted.
+        example: ``float32 (N, C, H, W)``, N >= 2; N becomes dynamic.
+        target: for whose kernels; it has packed ones.
+    """
+    from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
+
+    whole = copy.deepcopy(module)
+    if target.packed:
+        free_last_pool(whole, example)
+    _cut_weights(whole, watching)
+    program = torch.export.export(whole, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)).module()
+    prepared: fx.GraphModule = prepare_pt2e(program, _TargetQuantizer(watching))
+    return prepared
+
+
+def program_form(prepared: fx.GraphModule, example: torch.Tensor) -> fx.GraphModule:
+    """The reference form of a calibrated program, weights folded to int8; see `explicit_form`.
+
+    Args:
+        prepared: as `prepare_program` gives it, on the CPU; it is not changed.
+        example: ``float32 (N, C, H, W)``, N >= 2.
+    """
+    form = explicit_form(simulated_program(prepared), example)
+    _drop_bounds(form)
+    return form
+
+
+def simulated_program(prepared: fx.GraphModule) -> fx.GraphModule:
+    """A calibrated program with explicit quantizers: float arithmetic that rounds as its integers will."""
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
+
+    # Weights are folded behind it, by what folds those of the FX front end.
+    converted: fx.GraphModule = convert_pt2e(copy.deepcopy(prepared), fold_quantize=False)
+    return converted
+
+
+def watched_layers(prepared: fx.GraphModule) -> Iterator[str]:
+    """Name of the layer whose output each observer sees, with its activation or without; '' for what no layer gave."""
+    seen: set[str] = set()
+    for node in prepared.graph.nodes:
+        if not _is_watcher(prepared, node) or node.target in seen:
+            continue
+        seen.add(str(node.target))
+        before = node.args[0]
+        while _activates(before):
+            before = before.args[0]
+        if before.op == "call_function":
+            yield _module_of(before) if before.target in _WEIGHTED else ""
+
+
+def weighted_layers(prepared: fx.GraphModule) -> Iterator[str]:
+    """Names of the layers whose weights are watched."""
+    for node in prepared.graph.nodes:
+        if node.target in _WEIGHTED and _is_watcher(prepared, node.args[1]):
+            yield _module_of(node)
+
+
+def left_in_float(prepared: fx.GraphModule) -> tuple[str, ...]:
+    """A note of the layers whose weights are not watched, if there are any."""
+    left = [
+        _module_of(node) or node.name
+        for node in prepared.graph.nodes
+        if node.target in _WEIGHTED and not _is_watcher(prepared, node.args[1])
+    ]
+    if not left:
+        return ()
+    return (f"{len(left)} layers left in float: {', '.join(left[:4])}{' …' if len(left) > 4 else ''}",)
+
+
+def _cut_weights(module: fx.GraphModule, watching: Watching) -> None:
+    """Cut what lies beyond the ranges that weights were given, in place, as `choose_weights` does it behind FX."""
+    for node in module.graph.nodes:
+        layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(layer, _LAYERS) and not watching.chosen.in_float(str(node.target)):
+            kind, granularity = watching.weight(str(node.target))
+            if kind != "minmax":
+                layer.weight.data = cut(layer.weight.data, kind, granularity)
+
+
+class _TargetQuantizer:
+    """torchao's ``Quantizer`` (which it is not asked to be an instance of), for the integers of a target.
+
+    Each node of the graph is looked at once, in its order; `_integers` are those whose output is quantized.
+    """
+
+    def __init__(self, watching: Watching) -> None:
+        self._watching = watching
+        self._activations: dict[Observer, Any] = {}
+        self._integers: set[fx.Node] = set()
+
+    def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
+        """Nothing: attention was written out in the traced network."""
+        return model
+
+    def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
+        """Say of each node which of its inputs, and whether its output, is quantized, and how."""
+        layers = {node: self._is_quantized(node) for node in model.graph.nodes if node.target in _WEIGHTED}
+        in_integers = integers_at(model.graph, layers)
+        for node in model.graph.nodes:
+            if node.op != "call_function" or node in self._integers or not in_integers(node):
+                continue
+            if node.target in _WEIGHTED:
+                self._layer(node)
+            elif node.target in _PAIRS:
+                self._pair(node)
+            elif node.target in _PRODUCTS:
+                self._annotate(node, dict.fromkeys(node.all_input_nodes, self._activation()))
+            elif node.target is _ATEN.cat.default:
+                self._joined(node)
+            elif node.target in _SAME_SCALE and node.args[0] in self._integers and not _in_global_pool(node):
+                given = node.args[0]
+                self._annotate(node, {given: self._activation()}, _shared(given, node))
+        return model
+
+    def validate(self, model: fx.GraphModule) -> None:
+        """Nothing: what comes of it is linted."""
+
+    def prepare_obs_or_fq_callback(self, model: fx.GraphModule, watchers: Mapping[Any, nn.Module]) -> None:
+        """Nothing: the observers are right as they are."""
+
+    def _is_quantized(self, node: fx.Node) -> bool:
+        """Whether a layer is: its weight is its own, and it was not chosen to stay in float."""
+        weight = node.args[1]
+        constant = isinstance(weight, fx.Node) and weight.op == "get_attr"
+        return constant and not self._watching.chosen.in_float(_module_of(node))
+
+    def _layer(self, node: fx.Node) -> None:
+        """A layer with its activation: input, weight and what the activation gives."""
+        name = _module_of(node)
+        _, granularity = self._watching.weight(name)  # of what was not cut
+        inputs = {node.args[0]: self._activation(), node.args[1]: _spec(weight_observer("minmax", granularity))}
+        self._with_activation(node, inputs, self._activation(self._watching.chosen.observer(name)))
+
+    def _pair(self, node: fx.Node) -> None:
+        """A sum or a product of two activations, one of which is in integers already."""
+        inputs = node.all_input_nodes
+        constant = any(given.op == "get_attr" for given in inputs)
+        if len(inputs) != 2 or constant or node.kwargs or not any(given in self._integers for given in inputs):
+            return
+        self._with_activation(node, dict.fromkeys(inputs, self._activation()), self._activation())
+
+    def _joined(self, node: fx.Node) -> None:
+        """A concatenation: all of it has one scale."""
+        first, *others = node.all_input_nodes
+        if all(given in self._integers for given in (first, *others)):
+            shared = _shared(first, node)
+            self._annotate(node, {first: self._activation(), **dict.fromkeys(others, shared)}, shared)
+
+    def _with_activation(self, node: fx.Node, inputs: Mapping[Any, Any], output: Any) -> None:
+        last = node
+        while (behind := _only_reader(last)) is not None and _activates(behind):
+            last = behind
+        if last is node:
+            self._annotate(node, inputs, output)
+        else:
+            self._annotate(node, inputs)
+            self._annotate(last, {}, output)
+
+    def _annotate(self, node: fx.Node, inputs: Mapping[Any, Any], output: Any = None) -> None:
+        from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
+
+        node.meta[_ANNOTATION] = QuantizationAnnotation(dict(inputs), output, _annotated=True)
+        if output is not None:
+            self._integers.add(node)
+
+    def _activation(self, name: Observer | None = None) -> Any:
+        wanted = name or self._watching.observer
+        if wanted not in self._activations:
+            self._activations[wanted] = _spec(lambda: self._watching.activation(wanted))
+        return self._activations[wanted]
+
+
+def _spec(make: Callable[[], ObserverBase]) -> Any:
+    """What torchao takes for a tensor that new observers of this kind are to watch."""
+    from torchao.quantization.pt2e.quantizer import QuantizationSpec
+
+    kind: Any = make()
+    per_channel = kind.qscheme in (torch.per_channel_symmetric, torch.per_channel_affine)
+    return QuantizationSpec(
+        dtype=torch.uint8 if kind.dtype is torch.quint8 else torch.int8,
+        observer_or_fake_quant_ctr=_Maker(make),
+        quant_min=kind.quant_min,
+        quant_max=kind.quant_max,
+        qscheme=kind.qscheme,
+        ch_axis=0 if per_channel else None,
+    )
+
+
+class _Maker:
+    """What torchao calls for a new observer; all that it would say of it is known."""
+
+    __name__ = "observer"  # by which it looks for those that want an axis
+
+    def __init__(self, make: Callable[[], ObserverBase]) -> None:
+        self._make = make
+
+    def with_args(self, **_: Any) -> Callable[[], nn.Module]:
+        """As of torchao's observers."""
+        return lambda: _watcher(self._make())
+
+
+def _watcher(observer: Any) -> nn.Module:
+    """An observer of torch.ao's, as one that torchao (0.18) takes for one: of its own base class."""
+    from torchao.quantization.pt2e.observer import ObserverBase as Base
+
+    class Watcher(Base):  # type: ignore[misc]  # torchao brings no types
+        def __init__(self) -> None:
+            super().__init__(observer.dtype)
+            self.observer = observer
+            self.qscheme, self.ch_axis = observer.qscheme, getattr(observer, "ch_axis", 0)
+            self.quant_min, self.quant_max = observer.quant_min, observer.quant_max
+
+        def forward(self, seen: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.observer(seen)
+            return found
+
+        def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
+            scale, zero_point = self.observer.calculate_qparams()
+            return scale, zero_point
+
+    return Watcher()
+
+
+def _shared(given: fx.Node, node: fx.Node) -> Any:
+    from torchao.quantization.pt2e.quantizer import SharedQuantizationSpec
+
+    return SharedQuantizationSpec((given, node))
+
+
+def _module_of(node: fx.Node) -> str:
+    """The module of the traced network that a node was computed in; '' for what none of them did."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def _in_global_pool(node: fx.Node) -> bool:
+    """Whether a node is of the pool that stays in float; see `optimize.quantization.pools`."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return any(GlobalPool.__name__ in str(kind) for _, kind in stack.values())
+
+
+def _is_watcher(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    called = prepared.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return isinstance(getattr(called, "observer", None), ObserverBase)
+
+
+def _only_reader(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _activates(node: fx.Node) -> bool:
+    """Whether a node is a ReLU, with a bound or without: of one number, or as `equalize` writes it, of each channel."""
+    if node.target in _RELUS:
+        return True
+    if node.target is _ATEN.minimum.default:
+        return isinstance(node.args[1], fx.Node) and node.args[1].op == "get_attr"
+    return node.target in _BOUNDED and _bounds(node) is not None
+
+
+def _bounds(node: fx.Node) -> float | None:
+    """The bound of a ReLU6, or of what cuts off at 0 and a bound."""
+    if node.target is _ATEN.relu6.default:
+        return 6.0
+    low, high = [*node.args[1:], *node.kwargs.values(), None, None][:2]
+    return float(high) if low == 0 and isinstance(high, int | float) else None
+
+
+def _drop_bounds(form: fx.GraphModule) -> None:
+    """Write a ReLU for each ReLU6 whose bound is the end of the integers behind it, in place: they are the same then.
+
+    As `optimize.quantization.bounds` does it before FX, so that engines fuse it with the layer.
+    """
+    for node in list(form.graph.nodes):
+        if node.target not in _BOUNDED or (bound := _bounds(node)) is None:
+            continue
+        if not all(_ends(user, bound) for user in node.users):
+            continue
+        with form.graph.inserting_before(node):
+            node.replace_all_uses_with(form.graph.call_function(_ATEN.relu.default, (node.args[0],)))
+        form.graph.erase_node(node)
+    form.recompile()
+
+
+def _ends(node: fx.Node, bound: float) -> bool:
+    """Whether a quantizer gives its largest integer for the bound, and so for all above it."""
+    if quantizing(node) != "quantize_per_tensor":
+        return False
+    _, scale, zero_point, _, high, _ = node.args
+    assert isinstance(scale, float)
+    assert isinstance(zero_point, int)
+    assert isinstance(high, int)
+    return round(bound / scale) + zero_point >= high

@@ -1,0 +1,170 @@
+"""Static quantization without training: observers that training images settle, and what is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import fx, nn
+
+from optimize.context import Context
+from optimize.data.loading import Loader
+from optimize.quantization.calibration import calibrate
+from optimize.quantization.choices import Choices, Chosen, overrides_note, weights_note
+from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
+from optimize.quantization.gate import IMAGES, check_quantized
+from optimize.quantization.observers import watched
+from optimize.quantization.ranges import MEANING, Observer
+from optimize.quantization.recovery import Recovery, choose_weights, recover
+from optimize.quantization.simulate import simulated, weighted
+from optimize.quantization.targets import target_named
+from optimize.quantization.trying import best_observer
+from optimize.store.artifact import Artifact, Product
+from optimize.store.effects import write_effects
+
+
+class Static(Choices, Recovery):
+    """The settings of quantization by calibration."""
+
+    observer: Observer | Literal["auto"] = Field(
+        default="histogram",
+        description=f"how activation ranges are found: {MEANING}; auto: the one of them with which the logits are "
+        "nearest to the float network's, tried on three of four of the calibration images and judged on the others",
+    )
+    images: int = Field(
+        default=256, ge=1, description="training images that the ranges are calibrated on, stratified by class"
+    )
+    seed: int | None = Field(default=None, ge=0, description="which images those are; by default the run's seed")
+
+
+def observing(
+    module: nn.Module, config: Static, chosen: Chosen, example: torch.Tensor
+) -> Callable[[Observer], fx.GraphModule]:
+    """What makes a network with observers, as its settings want it; a new one with each call.
+
+    Args:
+        module: the float network, in eval mode.
+        config: the settings, of which the observer is not read: it may be ``auto``.
+        chosen: what their patterns mean for the model.
+        example: ``float32 (N, C, H, W)``.
+
+    Returns:
+        Given the name of an observer of activations, the network, not calibrated.
+    """
+    target, traced = target_named(config.target), trace_calls(module, example, chosen.in_float)
+
+    def observed(observer: Observer) -> fx.GraphModule:
+        mapping = choose(traced, target.post_training(observer), chosen, target.observing)
+        model = prepare(traced, mapping, example, target)
+        choose_weights(model, config, chosen)
+        return model
+
+    return observed
+
+
+def calibrating(config: Static, context: Context) -> Loader:
+    """The training images that ranges are calibrated on."""
+    seed = context.seed if config.seed is None else config.seed
+    return dataclasses.replace(context, seed=seed).calibration(config.images)
+
+
+def observer_of(
+    config: Static,
+    observed: Callable[[Observer], fx.GraphModule],
+    module: nn.Module,
+    context: Context,
+    shown: Loader,
+    *,
+    simulate: Callable[[fx.GraphModule], fx.GraphModule] = simulated,
+) -> tuple[Observer, str]:
+    """Which observer the activations have: that of the settings, or what ``auto`` comes to.
+
+    Args:
+        config: the settings.
+        observed: see `observing`.
+        module: the float network, in eval mode.
+        context: preprocessing and device.
+        shown: see `calibrating`.
+        simulate: gives of a calibrated network one that rounds as its integers will.
+
+    Returns:
+        Its name, and a note of what ``auto`` tried, empty where it was not asked for.
+    """
+    if config.observer != "auto":
+        return config.observer, ""
+    return best_observer(observed, module, context, shown, simulate)
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """What differs between the front ends: from an observer's name to a network with observers, and what is made of it.
+
+    Attributes:
+        observed: a new network with observers, not calibrated.
+        simulate: gives of a calibrated one what rounds as its integers will.
+        watched: names, for each observer, the layer whose output it sees.
+        layers: names those with weights that will be quantized.
+        write: writes a calibrated one, on the CPU, into a folder.
+    """
+
+    observed: Callable[[Observer], fx.GraphModule]
+    simulate: Callable[[fx.GraphModule], fx.GraphModule]
+    watched: Callable[[fx.GraphModule], Iterable[str]]
+    layers: Callable[[fx.GraphModule], Iterable[str]]
+    write: Callable[[fx.GraphModule, Path], Product]
+
+
+def fx_front_end(config: Static, observed: Callable[[Observer], fx.GraphModule], example: torch.Tensor) -> FrontEnd:
+    """torch.ao's graph mode.
+
+    Args:
+        config: the settings.
+        observed: see `observing`.
+        example: ``float32 (N, C, H, W)``.
+    """
+    target = target_named(config.target)
+    return FrontEnd(
+        observed=observed,
+        simulate=simulated,
+        watched=lambda prepared: watched(prepared).values(),
+        layers=weighted,
+        write=lambda prepared, folder: write_quantized(prepared, example, target, folder),
+    )
+
+
+def quantize(
+    parent: Artifact, config: Static, chosen: Chosen, context: Context, folder: Path, *, front: FrontEnd
+) -> Product:
+    """Calibrate a network with observers, mend it as the settings say, write and check it.
+
+    Args:
+        parent: the float module.
+        config: the settings.
+        chosen: what their patterns mean for the model.
+        context: data, preprocessing, device.
+        folder: where to write.
+        front: makes the network with observers, and writes it.
+
+    Raises:
+        NotApplicableError: there is nothing to quantize.
+        PassError: what was written answers as something else.
+    """
+    shown = calibrating(config, context)
+    observer, tried = observer_of(config, front.observed, parent.module(), context, shown, simulate=front.simulate)
+    prepared = front.observed(observer)
+    overridden = (*overrides_note(front.watched(prepared), chosen), *weights_note(front.layers(prepared), chosen))
+    prepared.to(context.device)
+    calibrate(prepared, context, shown)
+    write_effects(recover(prepared, context, shown, config), folder)
+    product = front.write(prepared.cpu(), folder)
+    images = context.example(IMAGES)
+    with torch.no_grad():
+        expected = parent.module()(images)
+    note = check_quantized(folder, product.file, images, expected, config)
+    said = (tried,) if tried else ()
+    return dataclasses.replace(product, notes=(*product.notes, *said, *overridden, note))

@@ -1,0 +1,111 @@
+"""How far an unfinished run has come, in a file that is always whole: it goes on from there after any end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimize.listener import Listener
+from optimize.store.files import temporary_for
+from optimize.training.config import TrainingConfig
+
+_FILE = "training-{}.pt"
+
+#: A checkpoint is written no oftener than takes this share of the time.
+_MOST = 0.05
+
+
+def fingerprint(module: nn.Module, config: TrainingConfig) -> str:
+    """SHA-256 over the parameters of ``module``, by their names, and the settings; 16 hexadecimal digits of it."""
+    digest = hashlib.sha256(config.model_dump_json().encode())
+    for name, tensor in sorted(module.named_parameters(), key=lambda named: named[0]):
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(f"{name}\0{tuple(tensor.shape)}\0".encode() + content.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def load_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give ``module`` the state of one like it, in this process or another.
+
+    A graph module comes out of a pickle without the second names of modules that it has under two (torch 2.14): they
+    are given their state under the first.
+
+    Raises:
+        ValueError: the state lacks a parameter of the module.
+    """
+    missing, _ = module.load_state_dict(state, strict=False)
+    if lacking := sorted(set(missing) & {name for name, _ in module.named_parameters()}):
+        raise ValueError(f"the state is another module's: it has no {lacking[0]}")
+
+
+class Checkpoints:
+    """The checkpoints of one run; each takes the place of the one before.
+
+    Args:
+        folder: where; it belongs to what is being made, by its key, so that a run with another setting finds none.
+            None: nothing is kept.
+        start: what is trained and how, as `fingerprint` has it: more than one may be trained for one object.
+        seconds: how long after one the next is due; 0: at each step.
+        listener: told what cannot be written or read.
+    """
+
+    def __init__(self, folder: Path | None, start: str, seconds: float, listener: Listener) -> None:
+        self._folder = folder
+        self._file = _FILE.format(start)
+        self._seconds = seconds
+        self._listener = listener
+        self._next = time.monotonic() + seconds
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for one."""
+        return self._folder is not None and time.monotonic() >= self._next
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write tensors and plain values, so that a process that is killed at any moment leaves this or the last one.
+
+        A disk that is full stops no training: it is said once, and no other is tried.
+        """
+        if self._folder is None:
+            return
+        started = time.monotonic()
+        path = self._folder / self._file
+        temporary = temporary_for(path)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            torch.save(state, temporary)
+            temporary.replace(path)
+        except (OSError, RuntimeError) as error:  # torch.save's own for a full disk (2.14)
+            self._listener.said(f"no checkpoint can be written, and training goes on without: {str(error)[:200]}")
+            self._folder = None
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        now = time.monotonic()
+        least = (now - started) / _MOST if self._seconds else 0.0
+        self._next = now + max(self._seconds, least)
+
+    def load(self) -> dict[str, Any] | None:
+        """What was saved last; None if nothing was, or it cannot be read: then training begins anew."""
+        if self._folder is None or not (self._folder / self._file).is_file():
+            return None
+        for left in self._folder.glob(f".{self._file}.*"):
+            left.unlink(missing_ok=True)
+        try:
+            state: dict[str, Any] = torch.load(self._folder / self._file, map_location="cpu", weights_only=True)
+        except Exception:  # noqa: BLE001 - a damaged file fails in many ways
+            self._listener.said("the checkpoint of the interrupted training cannot be read; it begins anew")
+            return None
+        return state
+
+    def forget(self) -> None:
+        """Remove what was saved."""
+        if self._folder is not None:
+            (self._folder / self._file).unlink(missing_ok=True)

@@ -1,0 +1,120 @@
+"""How a network is trained: the settings, whose defaults adapt to the optimizer that is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator
+
+from optimize.data.records import Augmentation, ImageData
+from serve.config import Config
+
+Optimizer = Literal["sgd", "adamw"]
+
+
+def by_optimizer(*, sgd: float | None, adamw: float | None) -> Callable[[dict[str, Any]], Any]:
+    """A default that depends on the optimizer, for fields behind it."""
+    usual = {"sgd": sgd, "adamw": adamw}
+    return lambda others: usual.get(others.get("optimizer", "sgd"))
+
+
+class TrainingConfig(Config):
+    """Settings of a training run: warm-up, then cosine (one cycle), with the best epoch kept."""
+
+    model_config = ConfigDict(title="Training")  # as users know it
+    described_by = "opt.Training"
+
+    epochs: int = Field(default=8, ge=1, description="passes over the training images")
+    max_steps: int | None = Field(
+        default=None, ge=1, description="end after so many steps, even within an epoch; the rate is planned for them"
+    )
+    batch_size: int = Field(default=64, ge=2, description="images per step")
+    accumulate: int = Field(
+        default=1,
+        ge=1,
+        description="parts that each step's images are computed in, one after the other, to save memory",
+    )
+    optimizer: Optimizer = Field(
+        default="sgd",
+        description="sgd (with Nesterov momentum, for convolutional networks) or adamw (for transformers, which SGD "
+        "hardly trains); learning_rate, weight_decay and clip_norm have defaults for each",
+    )
+    learning_rate: float = Field(
+        default_factory=by_optimizer(sgd=0.05, adamw=5e-4),
+        gt=0,
+        description="peak learning rate, reached after the warm-up; by default 0.05 for sgd and 0.0005 for adamw",
+    )
+    rate_for: int | None = Field(
+        default=None,
+        ge=1,
+        description="batch size that learning_rate is meant for: with another batch_size it is scaled, linearly for "
+        "sgd and by the square root for adamw",
+    )
+    warm_up: float = Field(default=0.2, ge=0, lt=1, description="share of all steps in which the rate rises")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of SGD; of AdamW's mean of gradients")
+    weight_decay: float = Field(
+        default_factory=by_optimizer(sgd=5e-4, adamw=0.05),
+        ge=0,
+        description="of weights; norms and biases have none; by default 0.0005 for sgd and 0.05 for adamw",
+    )
+    clip_norm: float | None = Field(
+        default_factory=by_optimizer(sgd=None, adamw=1.0),
+        gt=0,
+        description="longest gradient of a step, over all parameters (L2); by default 1 for adamw and none for sgd",
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="share of each label that is spread evenly over all classes"
+    )
+    ema: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="judge and keep a moving average of the weights, of which a step keeps this share, such as 0.999",
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="of a step's products and convolutions (automatic mixed precision); weights and their updates are "
+        "float32 always, and so are the held-out images' answers",
+    )
+    deterministic: bool = Field(
+        default=False, description="only algorithms that repeat themselves bit for bit, which CPUs have anyway"
+    )
+    augment: Literal["data", "none", "shift", "shift+flip"] | bool = Field(
+        default="data", description="random changes of the training images; data: what suits the data set"
+    )
+    crop_scale: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="train on random crops of at least this share of an image's area, scaled to its size "
+        "(RandomResizedCrop; 0.08 for ImageNet from scratch); null: on whole images",
+    )
+    trivial_augment: bool = Field(
+        default=False, description="one random operation on each training image (TrivialAugmentWide)"
+    )
+    mixup: float | None = Field(
+        default=None, gt=0, description="mix training images in pairs, by shares of Beta(mixup, mixup), such as 0.2"
+    )
+    skip_unreadable: float = Field(
+        default=0.01, ge=0, le=1, description="share of the training images that may be unreadable, and are left out"
+    )
+    holdout: float = Field(
+        default=0.1, gt=0, lt=0.5, description="share of the training images that the best epoch is chosen on"
+    )
+
+    @field_validator("augment", mode="before")
+    @classmethod
+    def _in_words(cls, value: object) -> object:
+        """A truth value as a word, so that what means the same is the same."""
+        return {True: "data", False: "none"}[value] if isinstance(value, bool) else value
+
+    def augmentation(self, data: ImageData) -> Augmentation:
+        """What is done to the training images of ``data``."""
+        return data.augment if self.augment == "data" or isinstance(self.augment, bool) else self.augment
+
+
+def trains(config: Config) -> bool:
+    """Whether settings are those of a training, or have such settings within them."""
+    within = (getattr(config, name) for name in type(config).model_fields)
+    return any(isinstance(part, TrainingConfig) for part in (config, *within))

@@ -1,0 +1,56 @@
+"""A module made ready to be trained by several processes: gradients, norms and ranges become those of all images."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from optimize.training import group
+from optimize.training.norms import count_each_once, synchronise
+from optimize.training.observed import share_ranges
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What is called to train a module: itself, or what averages its gradients over processes."""
+
+    module: nn.Module
+
+    @contextmanager
+    def unsynchronised(self, wanted: bool, copies: int) -> Iterator[None]:
+        """Run a piece of a step; where ``wanted``, its gradients wait for the last piece's.
+
+        Args:
+            wanted: whether another piece follows.
+            copies: in how many processes each of its images is.
+        """
+        if not isinstance(self.module, DistributedDataParallel):
+            yield
+            return
+        count_each_once(self.module, copies)
+        with self.module.no_sync() if wanted else contextlib.nullcontext():
+            yield
+
+
+def joined(module: nn.Module, device: torch.device) -> Joined:
+    """``module``, changed in place, as one of a group trains it; as it is where there is no group."""
+    if not group.together():
+        return Joined(module)
+    synchronise(module, device)
+    share_ranges(module)
+    # Buffers are not the first's: norms' statistics and ranges are made of all images already. Some networks have
+    # parameters that an output in training mode does not depend on.
+    return Joined(
+        DistributedDataParallel(
+            module,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            find_unused_parameters=True,
+        )
+    )

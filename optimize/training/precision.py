@@ -1,0 +1,57 @@
+"""Mixed precision: which numbers a training step computes with, and what keeps small gradients from vanishing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from optimize.training.config import TrainingConfig
+from optimize.training.observed import in_float32
+
+_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Precision:
+    """What the settings ask for, on a device: forward under autocast, FP16's gradients scaled."""
+
+    def __init__(self, config: TrainingConfig, device: torch.device) -> None:
+        self._device = device
+        self._type = _TYPES.get(config.precision)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
+
+    def prepare(self, module: nn.Module) -> None:
+        """Let the module's fake-quantize modules work with it; see `Float32FakeQuantize`."""
+        if self._type is not None:
+            in_float32(module)
+
+    def forward(self, module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        """Logits in float32."""
+        if self._type is None:
+            logits: torch.Tensor = module(inputs)
+            return logits
+        with torch.autocast(self._device.type, dtype=self._type):
+            logits = module(inputs)
+        return logits.float()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the loss's gradients, scaled where they would vanish."""
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the gradients those of the loss."""
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the step, or leave it out where a scaled gradient went over."""
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def state(self) -> dict[str, Any]:
+        """The scale, for a checkpoint."""
+        return self._scaler.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take the scale of a checkpoint."""
+        self._scaler.load_state_dict(state)

@@ -1,0 +1,74 @@
+"""What is answered when a request's headers are there, before a task is made for it: that its model's queue is full.
+
+Under overload most requests end so, and what they cost is taken from those that are answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from serve.asgi.messages import Headers, RefusedError, Response, queue_full, refusal_response
+from serve.asgi.observing import Observation, request_id
+
+if TYPE_CHECKING:
+    from serve.asgi.application import Application
+
+_ROUTES = {2: "/predictions/{name}", 3: "/predictions/{name}/{version}"}
+
+
+class Early:
+    """Answers for one application what needs neither a body nor a task, and nothing else. Used in its event loop.
+
+    The answer, and what observers are told, are those that the application would give and tell.
+
+    Args:
+        application: whose routes, models and tokens these are.
+    """
+
+    def __init__(self, application: Application) -> None:
+        self._application = application
+
+    def __call__(
+        self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]
+    ) -> tuple[Response, Headers] | None:
+        """The answer to a request and all its headers; None: the application answers.
+
+        Args:
+            method: in capitals.
+            url: path and query, as they came.
+            headers: with names in lower case.
+        """
+        application = self._application
+        if method not in (b"POST", b"PUT") or not url.startswith(b"/predictions/") or application.draining:
+            return None
+        words = url.partition(b"?")[0][1:].split(b"/")
+        route = _ROUTES.get(len(words))
+        if route is None or b"%" in url:
+            return None
+        name, *version = (word.decode("latin-1") for word in words[1:])
+        served = application.models.only(name, *version)
+        if served is None or (full := served.service.full) is None:
+            return None
+        given = dict(headers)
+        if application.tokens is not None:
+            try:
+                application.tokens.check(given.get(b"authorization", b"").decode("latin-1"))
+            except RefusedError:
+                return None
+        began = time.monotonic()
+        refused = queue_full(served.name, full)
+        response = refusal_response(refused)
+        observation = Observation(
+            request_id(given.get(b"x-request-id", b"").decode("latin-1")),
+            route,
+            served.name,
+            served.version,
+            response.status,
+            refusals=(refused.kind,),
+        )
+        answered = application.headers(response, observation, began)
+        observation.seconds = time.monotonic() - began
+        application.observe(observation)
+        return response, answered
