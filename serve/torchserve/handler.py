@@ -15,6 +15,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -47,6 +48,9 @@ _PHRASES = {
 }
 
 _K_HEADER = "x-top-k"
+
+# How long a worker that ends waits for TorchServe to read its last words.
+_UNTIL_READ_S = 0.5
 
 # Metrics are told so long after the first answer that they count, with those of all answers until then.
 _TELL_EVERY_S = 0.1
@@ -109,8 +113,12 @@ class ImageClassifierHandler:
         properties = context.system_properties
         folder = Path(properties["model_dir"])
         self._context = context
-        with _one_at_a_time(folder.parent):
-            self._service = open_service(folder, properties.get("gpu_id"))
+        try:
+            with _one_at_a_time(folder.parent):
+                self._service = open_service(folder, properties.get("gpu_id"))
+        except Exception as error:
+            _say_before_dying(error)
+            raise
         if context.metrics is not None:
             self._tell_passed_over(context)
         threading.Thread(target=self._tell_for_ever, name="metrics", daemon=True).start()
@@ -303,10 +311,21 @@ def _is_request(entry: object) -> TypeGuard[Request]:
     return isinstance(entry, Request)
 
 
+def _say_before_dying(error: Exception) -> None:
+    """Write what is wrong, and give TorchServe the time to read it.
+
+    TorchServe 0.12 (`WorkerLifeCycle.ReaderThread`) stops reading what a worker writes as soon as it knows that it
+    has ended: on a busy machine the traceback, which comes last, is lost with the pipe.
+    """
+    print("".join(traceback.format_exception_only(error)), end="", flush=True)
+    time.sleep(_UNTIL_READ_S)
+
+
 def _end_worker(error: Exception) -> NoReturn:
     """End this process at once, and leave nothing to destructors: of a lost device they may never come back."""
     _LOG.critical("%s; this worker ends, so that another one is started", error)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(_UNTIL_READ_S)
     os._exit(1)
