@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks.below import MARK, write_below
 from optimize.listener import Silent
 from optimize.measure.rows import Report, Row
 from optimize.report.words import NONE, percent, points
@@ -20,8 +21,6 @@ from optimize.run.pipeline import run
 
 RECIPE: Final = Path("examples/merging.yaml")
 MODEL: Final = "examples/repvgg.py:repvgg"
-MARK: Final = "<!-- measured -->\n"
-
 #: What the stages of the recipe are, in the order of the table.
 TITLES: Final = {
     "baseline": "float",
@@ -102,17 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the recipe and write the page below the mark of the file, or print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", type=Path, default=Path("model_store"))
-    parser.add_argument(
-        "--write", type=Path, help="replace what stands below the line `<!-- measured -->` of this file"
-    )
+    parser.add_argument("--write", type=Path, help=f"replace what stands below the line `{MARK}` of this file")
     options = parser.parse_args(arguments)
     job = Job(model=MODEL, data="digits", recipe=RECIPE, store=options.store, device="cpu", measure="cpu")
     text = page(run(job, Silent()).report)
     if options.write is None:
         sys.stdout.write(text)
     else:
-        words = options.write.read_text(encoding="utf-8").partition(MARK)[0]
-        options.write.write_text(f"{words}{MARK}\n{text}", encoding="utf-8")
+        write_below(options.write, text)
     return 0
 
 

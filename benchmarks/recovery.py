@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.below import MARK, write_below
 from optimize.listener import Silent
 from optimize.measure.rows import Report, Row
 from optimize.report.words import percent, points
@@ -113,9 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", required=True, help="CIFAR-10 as a data set, such as imagefolder:DIR")
     parser.add_argument("--checkpoint", type=Path, help="weights of the float network; by default the recipe trains it")
     parser.add_argument("--store", type=Path, default=Path("model_store"))
-    parser.add_argument(
-        "--write", type=Path, help="replace what stands below the line `<!-- measured -->` of this file"
-    )
+    parser.add_argument("--write", type=Path, help=f"replace what stands below the line `{MARK}` of this file")
     options = parser.parse_args(arguments)
     job = Job(
         model=MODEL,
@@ -130,9 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write is None:
         sys.stdout.write(text)
     else:
-        mark = "<!-- measured -->\n"
-        words = options.write.read_text(encoding="utf-8").partition(mark)[0]
-        options.write.write_text(f"{words}{mark}\n{text}", encoding="utf-8")
+        write_below(options.write, text)
     return 0
 
 

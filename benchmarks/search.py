@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.below import write_below
 from optimize import noise
 from optimize.listener import SILENT
 from optimize.measure.machine import versions
@@ -45,7 +46,6 @@ HEADS = (
     "its p50 ms",
     "fastest float ms",
 )
-_MARK = "<!-- measured -->"
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,6 @@ def searches(options: argparse.Namespace, timing: Timing) -> Iterator[tuple[Case
                         yield Case(network, setting, target), method, found
 
 
-def write_into(page: Path, text: str) -> None:
-    """Replace what stands behind the mark of a page, or append it with one; a page that there is not is made."""
-    before = page.read_text(encoding="utf-8").partition(_MARK)[0] if page.exists() else ""
-    page.write_text(f"{before}{_MARK}\n\n{text}", encoding="utf-8")
-
-
 def _numbers(words: str) -> tuple[float, ...]:
     return tuple(map(float, words.split(",")))
 
@@ -196,7 +190,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     sys.stdout.write(text)
     if options.write is not None:
-        write_into(options.write, text)
+        write_below(options.write, text)
     return 0
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.search import HEADS, Case, Effort, main, row, sooner, write_into
+from benchmarks.below import write_below
+from benchmarks.search import HEADS, Case, Effort, main, row, sooner
 from optimize.measure.figures import Difference
 from optimize.measure.rows import Judgement
 from optimize.measure.timing import Timing
@@ -74,10 +75,10 @@ def test_searches_that_ended_with_their_first_trial_are_not_counted() -> None:
 def test_the_table_takes_the_place_of_the_one_before_and_a_page_is_made_where_there_is_none(tmp_path: Path) -> None:
     page = tmp_path / "search.md"
     for text in ("first\n", "second\n"):
-        write_into(page, text)
+        write_below(page, text)
         assert page.read_text() == f"<!-- measured -->\n\n{text}"
     page.write_text("# Search\n\n<!-- measured -->\n\nNo table stands here yet.\n")
-    write_into(page, "third\n")
+    write_below(page, "third\n")
     assert page.read_text() == "# Search\n\n<!-- measured -->\n\nthird\n"
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 import optimize as opt
-from benchmarks.quant.page import MARK, page
+from benchmarks.below import MARK, write_below
+from benchmarks.quant.page import page
 from benchmarks.quant.plot import plot
 from benchmarks.quant.record import SubjectRecord, read, read_all, write
 from benchmarks.quant.rows import make_row
@@ -77,10 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write is not None:
         records = read_all(options.records)
         picture = plot(records, options.write.with_suffix(".svg"))
-        before = (
-            options.write.read_text(encoding="utf-8") if options.write.exists() else "# Quantization side by side\n"
-        )
-        options.write.write_text(page(records, picture.name, before), encoding="utf-8")
+        write_below(options.write, page(records, picture.name))
     return 0 if whole else 3
 
 

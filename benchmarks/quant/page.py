@@ -10,23 +10,18 @@ from benchmarks.quant.ways import FLOAT
 from optimize.measure.statistics import PairedDifference, RatioInterval, paired_difference, ratio_interval
 from optimize.report.words import percent, points
 
-#: Below it the page is made; above it stand its words.
-MARK = "<!-- measured -->"
-
 #: What engines are called in titles.
 TITLES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "inductor": "Inductor", "exported": "ATen"}
 
 
-def page(records: Sequence[SubjectRecord], picture: str, before: str) -> str:
-    """The page: what stood above the mark, and all subjects below it.
+def page(records: Sequence[SubjectRecord], picture: str) -> str:
+    """What stands below the page's mark: all subjects.
 
     Args:
         records: one for each subject.
         picture: the plot's file, beside the page.
-        before: what the page was.
     """
-    above = before.partition(MARK)[0].rstrip()
-    return "\n".join([above, "", MARK, "", f"![differences of top-1, and latency]({picture})", "", *_sections(records)])
+    return "\n".join([f"![differences of top-1, and latency]({picture})", "", *_sections(records)])
 
 
 def _sections(records: Sequence[SubjectRecord]) -> Iterator[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from optimize.errors import PassError
+from optimize.export.alike import require_alike
 from optimize.export.plain import write_out_borders, write_out_copies, write_out_pools
 from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
 
@@ -153,9 +154,4 @@ def check_against(
     Raises:
         PassError: it differs by more, or gives NaN.
     """
-    difference = (run_onnx(path, batch, half=half) - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
-    if not difference <= tolerance:
-        raise PassError(
-            f"ONNX graph: logits differ from the parent's by {difference:.2e} of the largest, "
-            f"more than the tolerance {tolerance:g}"
-        )
+    require_alike(run_onnx(path, batch, half=half), expected, tolerance, "ONNX graph")

@@ -12,7 +12,8 @@ from pydantic import Field
 from torch import fx, nn
 
 from optimize.context import Context
-from optimize.errors import NotApplicableError, PassError
+from optimize.errors import NotApplicableError
+from optimize.export.alike import require_alike
 from optimize.export.program import write_program, write_weights
 from optimize.export.trace import trace
 from optimize.passes.base import Pass, register
@@ -52,12 +53,7 @@ def _apply(parent: Artifact, config: Equalize, context: Context, folder: Path) -
     effects = equalize(module, found)
     with torch.no_grad():
         expected, actual = parent.module()(example), module(example)
-    difference = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
-    if not difference <= config.tolerance:
-        raise PassError(
-            f"equalize: logits differ from the parent's by {difference:.2e} of the largest, "
-            f"more than the tolerance {config.tolerance:g}"
-        )
+    difference = require_alike(actual, expected, config.tolerance, "equalize")
     write_weights(module, folder)
     write_effects(effects, folder)
     file, file_format = write_program(module, example, folder)

@@ -16,7 +16,8 @@ from pydantic import Field
 from torch import fx, nn
 
 from optimize.context import Context
-from optimize.errors import NotApplicableError, PassError
+from optimize.errors import NotApplicableError
+from optimize.export.alike import require_alike
 from optimize.export.branches import blocks
 from optimize.export.program import write_program, write_weights
 from optimize.export.trace import trace
@@ -147,12 +148,7 @@ def _apply(parent: Artifact, config: Expand, context: Context, folder: Path) -> 
         raise NotApplicableError("expand finds no plain 3x3 convolution with a border of one zero")
     with torch.no_grad():
         expected, actual = parent.module()(example), module(example)
-    difference = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
-    if not difference <= config.tolerance:
-        raise PassError(
-            f"expand: logits differ from the parent's by {difference:.2e} of the largest, "
-            f"more than the tolerance {config.tolerance:g}"
-        )
+    require_alike(actual, expected, config.tolerance, "expand")
     trained: tuple[str, ...] = ()
     if config.train is not None:
         result = train(module, context, config.train, from_start=True)

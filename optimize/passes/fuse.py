@@ -14,7 +14,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from optimize.context import Context
-from optimize.errors import PassError
+from optimize.export.alike import require_alike
 from optimize.export.program import write_program, write_weights
 from optimize.export.trace import trace
 from optimize.passes.base import Pass, register
@@ -150,12 +150,7 @@ def _apply(parent: Artifact, config: Fuse, context: Context, folder: Path) -> Pr
     fused = fuse_module(parent.module(), example)
     with torch.no_grad():
         expected, actual = module(example), fused(example)
-    difference = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
-    if not difference <= config.tolerance:
-        raise PassError(
-            f"fuse: logits differ from the parent's by {difference:.2e} of the largest, "
-            f"more than the tolerance {config.tolerance:g}"
-        )
+    difference = require_alike(actual, expected, config.tolerance, "fuse")
     write_weights(fused, folder)
     file, file_format = write_program(fused, example, folder)
     return Product(

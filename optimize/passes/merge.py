@@ -13,7 +13,8 @@ from pydantic import Field
 from torch import fx, nn
 
 from optimize.context import Context
-from optimize.errors import NotApplicableError, PassError
+from optimize.errors import NotApplicableError
+from optimize.export.alike import require_alike
 from optimize.export.branches import Block, merge_blocks
 from optimize.export.program import write_program, write_weights
 from optimize.export.trace import trace
@@ -56,12 +57,7 @@ def _apply(parent: Artifact, config: Merge, context: Context, folder: Path) -> P
         )
     with torch.no_grad():
         expected, actual = parent.module()(example), module(example)
-    difference = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
-    if not difference <= config.tolerance:
-        raise PassError(
-            f"merge: logits differ from the parent's by {difference:.2e} of the largest, "
-            f"more than the tolerance {config.tolerance:g}"
-        )
+    difference = require_alike(actual, expected, config.tolerance, "merge")
     write_weights(module, folder)
     effects = [effect for block, alone, whole in merged for effect in _effects(block.name, alone, whole)]
     write_effects(effects, folder)

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from optimize.context import Context
 from optimize.errors import NotApplicableError, PassError
+from optimize.export.alike import require_alike
 from optimize.export.program import write_program, write_weights
 from optimize.export.trace import trace
 from optimize.models.patterns import around
@@ -154,12 +155,8 @@ def _require_same(module: nn.Module, whole: nn.Module, example: torch.Tensor, to
             expected, actual = whole(example), module(example)
     except RuntimeError as error:
         raise PassError(f"prune-channels: the smaller network does not run: {str(error).splitlines()[0]}") from None
-    difference = ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
-    if not difference <= tolerance:
-        raise PassError(
-            f"prune-channels: logits differ by {difference:.2e} of the largest from those of the network in which "
-            f"nothing reads the removed channels, more than the tolerance {tolerance:g}"
-        )
+    of = "those of the network in which nothing reads the removed channels"
+    require_alike(actual, expected, tolerance, "prune-channels", of)
 
 
 def _left(grouping: Grouping) -> list[str]:
