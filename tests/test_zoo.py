@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Literal
 
@@ -102,6 +103,17 @@ for stage in {STAGES!r}:
     assert "**0 of 80 torchvision classifiers pass every stage**. 1 of 80 were taken through all of them" in text
     assert zoo.main(words) == 0
     assert len(started) == 2  # nothing is done again
+
+
+def test_what_stands_beside_the_page_is_not_made_again_and_says_when_it_was(tmp_path: Path, monkeypatch) -> None:
+    known = whole("resnet18", made_on=date(2020, 2, 3), made_with="a machine, torch 2.0")
+    write_all([known], tmp_path / "zoo.json")
+    monkeypatch.setattr(zoo, "run", lambda *_, **__: pytest.fail("it is known"))
+    words = ["resnet18", "--records", str(tmp_path / "records"), "--store", str(tmp_path / "store")]
+    assert zoo.main([*words, "--write", str(tmp_path / "zoo.md")]) == 0
+    assert read_all(tmp_path / "zoo.json") == [known]
+    assert "Made by `make zoo` on 2020-02-03, " in (text := (tmp_path / "zoo.md").read_text())
+    assert ": a machine, torch 2.0. Each" in text
 
 
 def test_no_stage_is_begun_when_the_time_is_over(tmp_path: Path, monkeypatch) -> None:

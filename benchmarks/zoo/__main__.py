@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import math
 import os
 import shutil
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.zoo.names import family, timm_names, torchvision_names
-from benchmarks.zoo.page import page
-from benchmarks.zoo.record import ModelRecord, Passed, read, write, write_all
+from benchmarks.zoo.page import made_with, page
+from benchmarks.zoo.record import ModelRecord, Passed, read, read_all, write, write_all
 from benchmarks.zoo.stages import STAGES, Settings
 from benchmarks.zoo.watch import run
 
@@ -27,9 +28,8 @@ def take(name: str, options: argparse.Namespace, until: float = math.inf) -> Mod
         options: of the command line.
         until: past this, of `time.monotonic`, no stage is begun, and the record is what there is, if anything.
     """
-    safe = name.replace(":", "-")
-    file, store = options.records / f"{safe}.json", options.store / safe
-    log = options.records / f"{safe}.log"
+    file, store = _file(name, options), options.store / _safe(name)
+    log = file.with_suffix(".log")
     options.records.mkdir(parents=True, exist_ok=True)
     settings = _settings(options)
     command = [
@@ -52,6 +52,8 @@ def take(name: str, options: argparse.Namespace, until: float = math.inf) -> Mod
             update={
                 "peak_bytes": max(record.peak_bytes, ended.peak_bytes),
                 "seconds": record.seconds + ended.seconds,
+                "made_on": datetime.date.today(),
+                "made_with": made_with(),
             }
         )
         if ended.reason is not None:
@@ -63,6 +65,23 @@ def take(name: str, options: argparse.Namespace, until: float = math.inf) -> Mod
     if not options.keep and store.exists():
         shutil.rmtree(store)
     return known
+
+
+def _safe(name: str) -> str:
+    return name.replace(":", "-")
+
+
+def _file(name: str, options: argparse.Namespace) -> Path:
+    folder: Path = options.records
+    return folder / f"{_safe(name)}.json"
+
+
+def _take_up(options: argparse.Namespace) -> None:
+    """Go on from the records beside the page: they are kept with the sources, and the folder of records is not."""
+    beside = options.write.with_suffix(".json")
+    for record in read_all(beside) if beside.exists() else []:
+        if read(file := _file(record.name, options)) is None:
+            write(record, file)
 
 
 def _done(record: ModelRecord, settings: Settings) -> bool:
@@ -116,9 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     until = time.monotonic() + options.limit
     names = options.names or [*own, *timm_names()]
+    if options.write is not None:
+        _take_up(options)
     if options.again:
         for name in names:
-            (options.records / f"{name.replace(':', '-')}.json").unlink(missing_ok=True)
+            _file(name, options).unlink(missing_ok=True)
     for number, name in enumerate(names, start=1):
         record = take(name, options, until)
         if record is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import platform
 import statistics
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ def page(records: Sequence[ModelRecord], settings: Settings, wanted: Sequence[st
     other = [record for record in records if record.name.startswith("timm:")]
     known = {record.name for record in own}
     missing = [name for name in wanted if name not in known]
-    lines = [*_head(settings), *_counted(own, other, missing), *_drawn(records, settings), *_reading()]
+    lines = [*_head(records, settings), *_counted(own, other, missing), *_drawn(records, settings), *_reading()]
     for title, group in (("torchvision", own), ("timm", other)):
         if group:
             lines += [f"## {title}", "", *_passes(group), "", *_figures(group), ""]
@@ -34,18 +33,26 @@ def page(records: Sequence[ModelRecord], settings: Settings, wanted: Sequence[st
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _head(settings: Settings) -> Iterator[str]:
+def made_with() -> str:
+    """This machine and its libraries, in words."""
     here, known = machine(torch.device("cpu")), versions()
     libraries = ", ".join(
         f"{name} {known[name]}" for name in ("torch", "torchvision", "onnxruntime-gpu", "openvino") if name in known
     )
+    isa = ", ".join(here["isa"])
+    return f"{here['cpu']} ({isa}), {here['cores']} cores, Python {platform.python_version()}, {libraries}"
+
+
+def _head(records: Sequence[ModelRecord], settings: Settings) -> Iterator[str]:
+    days = sorted({record.made_on.isoformat() for record in records if record.made_on is not None})
+    when = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}" if days else ""
+    where = "; ".join(sorted({record.made_with for record in records if record.made_with}))
     yield from (
         "# The zoo",
         "",
-        f"Made by `make zoo` until {datetime.date.today().isoformat()}, with images of {settings.image_size} pixels a "
-        f"side or as many as a network takes, {settings.calibration} to calibrate on, {settings.judging} to judge by: "
-        f"{here['cpu']} ({', '.join(here['isa'])}), {here['cores']} cores, Python {platform.python_version()}, "
-        f"{libraries}.",
+        f"Made by `make zoo` {when}, with images of {settings.image_size} pixels a side or as many as a network takes, "
+        f"{settings.calibration} to calibrate on, {settings.judging} to judge by: {where}. Each model's record, in "
+        "[zoo.json](zoo.json), has its day; what stands there is not made again.",
         "",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -72,7 +73,10 @@ class Speed(Record):
 
 
 class ModelRecord(Record):
-    """One model: ``weights`` says whose, ``running`` the stage that a process is or was in."""
+    """One model: ``weights`` says whose, ``running`` the stage that a process is or was in.
+
+    ``made_on`` is the day of its last stage, ``made_with`` the machine and the libraries.
+    """
 
     name: str
     family: str
@@ -85,6 +89,8 @@ class ModelRecord(Record):
     running: str | None = None
     peak_bytes: int = 0
     seconds: float = 0.0
+    made_on: datetime.date | None = None
+    made_with: str = ""
 
 
 def read(path: Path) -> ModelRecord | None:
