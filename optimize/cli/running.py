@@ -60,8 +60,8 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     recipe: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="A YAML file of stages; the default runs every pass but equalize, expand, merge, onnx-packed, "
-            "prune-channels, prune-magnitude, prune-nm, ptq-lowbit, qat-lowbit and reestimate."
+            help="A YAML file of stages; the default runs fuse, half, dynamic, ptq, qat, onnx, onnx-half and onnx-int8 "
+            "(`passes` lists the others)."
         ),
     ] = None,
     store: Store = DEFAULT_STORE,
