@@ -27,22 +27,24 @@ from optimize.report.words import percent, points
 class Case:
     """A model as users bring it: what it is, its options, and how its baseline is trained if not by default.
 
-    ``baseline`` replaces the training settings of the default recipe; ``qat`` trains with the same optimizer.
+    ``baseline`` replaces the training settings of the default recipe; ``qat`` trains with the same optimizer and the
+    settings that are given for it.
     """
 
     kind: str
     model: str
     options: tuple[str, ...] = ()
     baseline: Mapping[str, Any] = field(default_factory=dict)
+    qat: Mapping[str, Any] = field(default_factory=dict)
 
 
 #: Attention learns little of 1,300 images in eight epochs.
-_ATTENTION = {"optimizer": "adamw", "learning_rate": 2e-4, "batch_size": 32, "epochs": 15}
+_ATTENTION = {"optimizer": "adamw", "learning_rate": 2e-4, "batch_size": 32, "epochs": 10, "precision": "bfloat16"}
 
 CASES = (
     Case("torchvision, depthwise convolutions", "mobilenet_v2"),
     Case("torchvision, layer norms", "convnext_tiny", ("--image-size", "64"), {"optimizer": "adamw", "epochs": 8}),
-    Case("torchvision, attention", "vit_b_16", ("--image-size", "64"), _ATTENTION),
+    Case("torchvision, attention", "vit_b_16", ("--image-size", "64"), _ATTENTION, {"epochs": 1}),
     Case("timm", "timm:efficientnet_lite0"),
     Case("a user's own, of several files", "examples/neighbours/net.py:build"),
 )
@@ -92,7 +94,7 @@ def _recipe(case: Case, folder: Path) -> Path:
     recipe["baseline"] = dict(case.baseline)
     for stage in recipe["stages"]:
         if stage["pass"] == "qat":
-            stage["config"] = {"optimizer": case.baseline["optimizer"]}
+            stage["config"] = {"optimizer": case.baseline["optimizer"], **case.qat}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return file
@@ -139,8 +141,10 @@ def _accuracies(done: Sequence[Finished]) -> Iterator[str]:
 
 
 def _options(case: Case) -> str:
-    settings = ", ".join(f"{name}: {value}" for name, value in case.baseline.items())
-    return ", ".join([*([f"`{' '.join(case.options)}`"] if case.options else []), *([settings] if settings else [])])
+    told = [f"`{' '.join(case.options)}`"] if case.options else []
+    told += [f"{name}: {value}" for name, value in case.baseline.items()]
+    told += [f"{name} of `qat`: {value}" for name, value in case.qat.items()]
+    return ", ".join(told)
 
 
 def _top1(row: Row) -> str:

@@ -2,8 +2,9 @@
 
 All are started, and measured in turns, in rounds, on the same cores as the load generator, whose CPU time is told.
 Every answer is compared with the image's known one. Needs the extra ``peers`` and a run of ResNet-18 at 224 pixels
-(``make optimize MODEL=resnet18 IMAGE_SIZE=224 RUN=resnet18-224``): ``make bench-serve``. It takes about 20 minutes,
-with ``--short`` three; ratios mean something only on a machine that does nothing else.
+(``make optimize MODEL=resnet18 IMAGE_SIZE=224 RUN=resnet18-224``; one epoch does, as a network is no faster for having
+learned): ``make bench-serve``. It takes about 20 minutes, with ``--short`` three; ratios mean something only on a
+machine that does nothing else.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ def test_what_a_run_said_is_kept_until_the_case_changes(tmp_path: Path, monkeypa
     program.chmod(0o755)
     kept = tmp_path / "net.py-deep.json"
     told = {"kind": DEEP.kind, "model": DEEP.model, "options": list(DEEP.options), "baseline": dict(DEEP.baseline)}
+    told["qat"] = dict(DEEP.qat)
     kept.write_text(json.dumps({"case": told, "report": synthetic().to_json()}))
     monkeypatch.setattr(sys, "executable", str(program))
     assert take(DEEP, tmp_path / "store", tmp_path) == Finished(DEEP, synthetic())
