@@ -1,13 +1,11 @@
 """``make optimize`` to its end for models of several kinds, as a page: ``make bench-models`` writes docs/models.md.
 
-What was made before comes from the store, so that it can be stopped and goes on.
+What was made and timed before comes from the store, whose keys know what it depends on: it can be stopped and goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
 import json
 import subprocess
 import sys
@@ -58,35 +56,24 @@ class Finished:
     report: Report
 
 
-def take(case: Case, store: Path, records: Path, remeasure: bool = False) -> Finished:
-    """Run the command line on a case, unless that was done before.
+def take(case: Case, store: Path, remeasure: bool = False) -> Finished:
+    """Run the command line on a case; what the store has is not made again.
 
     Args:
         case: what to run.
         store: where artifacts are kept.
-        records: where reports are.
         remeasure: time everything anew, where the artifacts were made on a machine that had other work.
 
     Raises:
         subprocess.CalledProcessError: it ended with another code than 0.
     """
-    kept = records / f"{case.model.replace('/', '-').replace(':', '-')}.json"
-    if kept.exists() and (body := json.loads(kept.read_text(encoding="utf-8")))["case"] == _told(case):
-        return Finished(case, Report.from_json(body["report"]))
     command = [sys.executable, "-m", "optimize", "run", case.model, "--store", str(store), "--json", *case.options]
     command += ["--remeasure"] if remeasure else []
     with tempfile.TemporaryDirectory() as scratch:
         if case.baseline:
             command += ["--recipe", str(_recipe(case, Path(scratch)))]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    records.mkdir(parents=True, exist_ok=True)
-    body = {"case": _told(case), "report": json.loads(done.stdout)}
-    kept.write_text(json.dumps(body), encoding="utf-8")
-    return Finished(case, Report.from_json(body["report"]))
-
-
-def _told(case: Case) -> Any:
-    return json.loads(json.dumps(dataclasses.asdict(case)))
+    return Finished(case, Report.from_json(json.loads(done.stdout)))
 
 
 def _recipe(case: Case, folder: Path) -> Path:
@@ -114,11 +101,12 @@ def _head(done: Sequence[Finished], command: str) -> Iterator[str]:
     report = done[0].report
     names = [name for name in ("torch", "torchvision", "onnxruntime-gpu", "openvino") if name in report.versions]
     versions = ", ".join(f"{name} {report.versions[name]}" for name in names)
+    days = sorted({each.report.measurement.taken.date().isoformat() for each in done})
     yield "# Models of several kinds"
     yield ""
     yield (
-        f"Made by `{command}` on {datetime.date.today().isoformat()}: `make optimize` from nothing to the "
-        f"recommendation. {report.machine.cpu}, {report.machine.cores} cores, {versions}."
+        f"Made by `{command}`, timed on {' and '.join(days)}: `make optimize` from nothing to the recommendation. "
+        f"{report.machine.cpu}, {report.machine.cores} cores, {versions}."
     )
     yield ""
     yield (
@@ -192,18 +180,22 @@ def _words(done: Sequence[Finished]) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run each case in turn, and write the page after each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[case.model for case in CASES], help="models; by default all")
+    models = [case.model for case in CASES]
+    parser.add_argument("--only", nargs="+", choices=models, default=models, metavar="MODEL", help="by default all")
     parser.add_argument("--store", type=Path, default=Path("model_store"))
-    parser.add_argument("--records", type=Path, default=Path("build/models"), help="what each run said and took")
     parser.add_argument("--remeasure", action="store_true", help="time anew what was made before")
     parser.add_argument("--write", type=Path, default=None, help="the Markdown file to write")
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(words)
     done = []
     for case in CASES:
         if case.model not in options.only:
             continue
-        done.append(take(case, options.store, options.records, options.remeasure))
-        text = page(done, " ".join(["python -m benchmarks.models", *sys.argv[1:]]))
+        try:
+            done.append(take(case, options.store, options.remeasure))
+        except subprocess.CalledProcessError as error:  # whose reason it has written itself
+            return int(error.returncode)
+        text = page(done, " ".join(["python -m benchmarks.models", *words]))
         if options.write is not None:
             options.write.write_text(text, encoding="utf-8")
     if options.write is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models import CASES, Case, Finished, page, take
+from benchmarks.models import CASES, Case, Finished, main, page, take
 from tests.optimize.synthetic import synthetic
 
 DEEP = Case("a user's own", "net.py:deep", ("--image-size", "64"), {"epochs": 12, "optimizer": "sgd"})
@@ -31,19 +31,33 @@ def test_a_line_says_what_each_int8_stage_did_to_its_baseline_and_what_is_recomm
     assert "`net.py:deep`, onnx-half: " in text
 
 
-def test_what_a_run_said_is_kept_until_the_case_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_page_asks_the_store_what_is_made_and_may_have_all_timed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy of a run's report is taken for what the present code, libraries and settings make."""
+    told = tmp_path / "told.json"
+    told.write_text(json.dumps(synthetic().to_json()))
     program = tmp_path / "optimize-stand-in"
-    program.write_text("#!/bin/sh\nexit 7\n")
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {told}\n')
     program.chmod(0o755)
-    kept = tmp_path / "net.py-deep.json"
-    told = {"kind": DEEP.kind, "model": DEEP.model, "options": list(DEEP.options), "baseline": dict(DEEP.baseline)}
-    told["qat"] = dict(DEEP.qat)
-    kept.write_text(json.dumps({"case": told, "report": synthetic().to_json()}))
     monkeypatch.setattr(sys, "executable", str(program))
-    assert take(DEEP, tmp_path / "store", tmp_path) == Finished(DEEP, synthetic())
+    assert take(DEEP, tmp_path / "store") == Finished(DEEP, synthetic())
+    take(DEEP, tmp_path / "store", remeasure=True)
+    first, second = (tmp_path / "asked").read_text().splitlines()
+    assert "--remeasure" not in first
+    assert "--remeasure" in second
+    program.write_text("#!/bin/sh\nexit 7\n")
     with pytest.raises(subprocess.CalledProcessError) as refused:
-        take(Case(DEEP.kind, DEEP.model, DEEP.options), tmp_path / "store", tmp_path)
+        take(DEEP, tmp_path / "store")
     assert refused.value.returncode == 7
+    assert main(["--only", "mobilenet_v2"]) == 7
+    with pytest.raises(SystemExit, match="2"):
+        main(["--only", "mobilenet_v3"])
+
+
+def test_the_page_says_on_which_day_it_was_timed_and_not_when_it_was_written() -> None:
+    (said,) = [line for line in page([Finished(DEEP, synthetic())], "a command").splitlines() if "a command" in line]
+    assert f"timed on {synthetic().measurement.taken:%Y-%m-%d}:" in said
 
 
 def test_the_models_are_of_every_kind_that_can_be_brought() -> None:
