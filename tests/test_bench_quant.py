@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def row(name: str, answers: str, **fields: Any) -> Any:
     right = np.array([answer == "1" for answer in answers])
     engine = "openvino" if name == "nncf" else "onnxruntime"
     fields = {"bytes": 2_500_000, "answered": {engine: record.Answered.of(right)}} | fields
-    return record.RowRecord(name=name, ours=name in ("minmax", "mse", "entropy"), inputs="", **fields)
+    return record.RowRecord(name=name, ours=name in ("minmax", "mse", "entropy", "histogram"), inputs="", **fields)
 
 
 def subject(rows: Sequence[Any], title: str = "Net on data") -> Any:
@@ -116,11 +117,12 @@ def test_the_verdict_names_who_is_below_the_best_peer_beyond_the_interval(quant:
     assert list(parts("page").verdict(subject([row("mse", "11")]))) == ["There is nothing to compare."]
 
 
-def test_times_are_medians_of_rounds_and_ours_is_held_against_the_fastest_peer_in_one_engine(quant: Any) -> None:
+def test_times_are_medians_of_rounds_and_the_default_is_held_against_the_fastest_peer_in_one_engine(quant: Any) -> None:
     timed = subject(
         [
             row("float", "11", medians={"onnxruntime": (9.0,) * 7}),
             row("minmax", "11", made_s=3.25, medians={"onnxruntime": (2.0, 1.0, 3.0, 2.0, 2.0, 2.0, 2.0)}),
+            row("histogram", "11", medians={"onnxruntime": (3.0, 1.5, 4.5, 3.0, 3.0, 3.0, 3.0)}),
             row("ort-static", "11", medians={"onnxruntime": (4.0, 2.0, 6.0, 4.0, 4.0, 4.0, 4.0)}),
             row("nncf", "11", medians={"openvino": (1.0,) * 7}),
         ]
@@ -129,9 +131,35 @@ def test_times_are_medians_of_rounds_and_ours_is_held_against_the_fastest_peer_i
     assert "| **minmax** | 100.00 |  |" in "\n".join(page.table(timed))
     assert next(line for line in page.table(timed) if "minmax" in line).endswith("| 2.50 | 3.2 | 2.000 |  |")
     assert [line for line in page.verdict(timed) if "times as fast" in line] == [
-        "ONNX Runtime: minmax, the fastest of ours, is 2.00 times as fast [2.00, 2.00] as ort-static, the fastest of "
-        "the peers."
+        "ONNX Runtime: histogram, which `ptq` makes unasked, is 1.33 times as fast [1.33, 1.33] as ort-static, the "
+        "fastest of the peers."
     ], "no other engine ran both"
+
+
+def test_rows_of_other_images_or_another_machine_stand_in_no_table_together(quant: Any, made: Any) -> None:
+    assert made.same_bed(made.model_copy(update={"title": "Other", "versions": {}}))
+    for change in ({"calibration": 32}, {"cpu": "another"}, {"cores": 4}, {"isa": ("avx512f",)}, {"model": "other"}):
+        assert not made.same_bed(made.model_copy(update=change)), change
+
+
+def test_times_from_the_store_are_not_told_with_what_runs_now(quant: Any, made: Any) -> None:
+    taken = datetime.datetime(2026, 1, 3, tzinfo=datetime.UTC)
+
+    class Measured:
+        """A bench that has nothing to measure any more."""
+
+        timing = SimpleNamespace(rounds=7, seconds=0.2)
+
+        def speed(self, candidates: Any, beside_eager: bool) -> Any:
+            return SimpleNamespace(value=SimpleNamespace(speeds={}), cached=True, created=taken.isoformat())
+
+    timed = importlib.import_module("benchmarks.quant.speed").timed
+    again = timed(None, [], made, Measured())
+    assert again.timed.taken == taken
+    assert again.timed.running is None
+    assert list(parts("page").facts(again))[1] == "Timed on 2026-01-03, 7 rounds of 0.2 s in turns."
+    known = made.model_copy(update={"timed": again.timed.model_copy(update={"running": 1.5})})
+    assert timed(None, [], known, Measured()).timed.running == 1.5
 
 
 def test_a_page_keeps_its_words_and_is_made_of_all_subjects(quant: Any, made: Any, tmp_path: Path) -> None:

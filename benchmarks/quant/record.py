@@ -68,16 +68,22 @@ class RowRecord(Record):
 
 
 class Timed(Record):
-    """How the rows were timed: all in turns, ``running`` the processes that the machine ran when it began."""
+    """How the rows were timed: all in turns, ``running`` the processes that the machine ran when it began.
+
+    None: the times are the store's, of an earlier command that did not say.
+    """
 
     taken: datetime.datetime
     rounds: int
     seconds: float
-    running: float
+    running: float | None = None
 
 
 class SubjectRecord(Record):
-    """One checkpoint: ``calibration`` images that ranges were found on, and what its rows were made with."""
+    """One checkpoint: ``calibration`` images that ranges were found on, and what its rows were made with.
+
+    ``created`` is when the last of them was made.
+    """
 
     title: str
     words: str
@@ -91,6 +97,11 @@ class SubjectRecord(Record):
     created: datetime.datetime
     rows: tuple[RowRecord, ...] = ()
     timed: Timed | None = None
+
+    def same_bed(self, other: SubjectRecord) -> bool:
+        """Whether rows of both can stand in one table: its words are of one machine and one number of images."""
+        facts = ("model", "data", "calibration", "cpu", "cores", "isa")
+        return all(getattr(self, fact) == getattr(other, fact) for fact in facts)
 
     def row(self, name: str) -> RowRecord | None:
         """The one of this name, if there is one."""

@@ -41,12 +41,15 @@ def timed(bed: Bed, ways: Sequence[Way], record: SubjectRecord, bench: Bench) ->
         record: what is known.
         bench: what measures.
     """
-    running = os.getloadavg()[0]
+    running: float | None = os.getloadavg()[0]
     rows = {row.name: row for row in record.rows}
     candidates = [
         Candidate(bed.made(way)[-1].artifact, Execution(engine)) for way in ways for engine in rows[way.name].answered
     ]
     kept = bench.speed(candidates, beside_eager=False)
+    taken = datetime.datetime.fromisoformat(kept.created)
+    if kept.cached:  # what runs now says nothing of then
+        running = record.timed.running if record.timed is not None and record.timed.taken == taken else None
     medians: dict[str, dict[str, tuple[float, ...]]] = {way.name: {} for way in ways}
     for candidate in candidates:
         if candidate.id in kept.value.speeds:
@@ -56,7 +59,7 @@ def timed(bed: Bed, ways: Sequence[Way], record: SubjectRecord, bench: Bench) ->
         update={
             "rows": tuple(_with_medians(row, medians) for row in record.rows),
             "timed": Timed(
-                taken=datetime.datetime.fromisoformat(kept.created),
+                taken=taken,
                 rounds=bench.timing.rounds,
                 seconds=bench.timing.seconds,
                 running=running,

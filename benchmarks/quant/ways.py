@@ -26,6 +26,9 @@ _PEERS = ("nncf", "onnx", "onnxruntime-gpu", "openvino", "torch", "torchao")
 #: The float network, in the table beside all others.
 FLOAT = "float"
 
+#: What ``ptq`` makes unasked, by either front end.
+DEFAULTS = ("histogram", "histogram-pt2e")
+
 
 @dataclass(frozen=True)
 class Way:
