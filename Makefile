@@ -29,9 +29,11 @@ RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RE
 	$(if $(SKIP_UNREADABLE),--skip-unreadable) $(if $(RUN),--name '$(RUN)') $(if $(REPLACE),--replace)
 # Models, and options of `benchmarks.zoo`: make zoo ZOO='resnet18 --again'.
 ZOO ?=
-# Of `make bench-quant`: see there.
+# Of `make bench-quant` and `make table-cifar`: see there.
 CIFAR ?=
 RESNET20 ?=
+RESNET56 ?=
+TABLE ?=
 MOBILENET ?=
 QUANT ?=
 # The run's name; by default the commands make it of MODEL and DATA.
@@ -64,7 +66,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-gpu bench-quant bench-data
-.PHONY: bench-serve bench-models zoo
+.PHONY: bench-serve bench-models table-cifar zoo
 .PHONY: soak audit clean
 
 help: ## this list
@@ -124,6 +126,13 @@ bench-quant: $(VENV)/.installed-peers ## ours and the peers' quantization of one
 		--data '$(CIFAR)' --checkpoint '$(RESNET20)' --title 'ResNet-20 on CIFAR-10' $(QUANT_OPTIONS))
 	$(if $(and $(CIFAR),$(MOBILENET)),$(BIN)/python -m benchmarks.quant examples/cifar_mobilenet.py:mobilenet_v2 \
 		--data '$(CIFAR)' --checkpoint '$(MOBILENET)' --title 'MobileNetV2 on CIFAR-10' $(QUANT_OPTIONS))
+
+# CIFAR=imagefolder:DIR, with RESNET20=file and RESNET56=file where there are weights; without CIFAR only the page is
+# written. TABLE='--seeds 3' and other options; TABLE=--short takes a few steps on the digits.
+table-cifar: $(VENV)/.installed ## fewer bits, pruning, merging against a float control on CIFAR-10; writes docs/cifar.md
+	$(BIN)/python -m benchmarks.cifar --store '$(STORE)' --device '$(DEVICE)' $(if $(CIFAR),--data '$(CIFAR)') \
+		$(if $(RESNET20),--resnet20 '$(RESNET20)') $(if $(RESNET56),--resnet56 '$(RESNET56)') $(TABLE) \
+		$(if $(findstring --short,$(TABLE)),--write build/cifar.md,--write docs/cifar.md)
 
 zoo: $(VENV)/.installed-dev ## all of torchvision's classifiers through the int8 passes; goes on where it stopped
 	$(BIN)/python -m benchmarks.zoo $(ZOO) --write docs/zoo.md

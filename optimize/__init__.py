@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from optimize.passes.dynamic import Dynamic
     from optimize.passes.equalize import Equalize
     from optimize.passes.expand import Expand
+    from optimize.passes.fine_tune import FineTune
     from optimize.passes.fuse import Fuse
     from optimize.passes.half import Half
     from optimize.passes.merge import Merge
@@ -48,6 +49,7 @@ __all__ = [
     "Dynamic",
     "Equalize",
     "Expand",
+    "FineTune",
     "Fuse",
     "Half",
     "Merge",
@@ -101,6 +103,7 @@ _HOMES = {
     "Equalize": "optimize.passes.equalize",
     "Expand": "optimize.passes.expand",
     "Reestimate": "optimize.passes.reestimate",
+    "FineTune": "optimize.passes.fine_tune",
     "Fuse": "optimize.passes.fuse",
     "Half": "optimize.passes.half",
     "Merge": "optimize.passes.merge",

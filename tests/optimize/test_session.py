@@ -303,7 +303,7 @@ def test_how_many_processes_train_is_part_of_what_is_trained_and_of_nothing_else
 
 def test_the_passes_that_train_are_known_by_their_settings():
     training = {name for name, step in passes().items() if trains(step.config())}
-    assert training == {"qat", "qat-lowbit", "prune-channels", "prune-magnitude", "prune-nm"}
+    assert training == {"fine-tune", "qat", "qat-lowbit", "prune-channels", "prune-magnitude", "prune-nm"}
     assert trains(Expand(train=TrainingConfig()))
 
 

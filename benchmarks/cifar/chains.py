@@ -1,0 +1,134 @@
+"""From a recipe to what is carried out for a cell, and for its control: the same training, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from optimize.passes.base import pass_of
+from optimize.passes.fine_tune import FineTune
+from optimize.passes.fuse import Fuse
+from optimize.passes.onnx import Onnx
+from optimize.passes.prune_channels import PruneChannels
+from optimize.run.recipe import Recipe
+from optimize.run.session import BASELINE
+from optimize.training.config import TrainingConfig
+from serve.config import Config, defaults
+
+#: Passes that compute what their parent does, and that a control has, too.
+_KEPT: Final = (Fuse, Onnx)
+
+#: A run of seconds, which shows that all works: how it trains, and at most so much work of other kinds.
+_QUICK: Final = {"epochs": 1, "max_steps": 2, "batch_size": 8}
+_MOST: Final = {"images": 16, "rounding_steps": 2}
+#: Nothing is refused for what that makes of a network.
+_LENIENT: Final = {"min_sqnr": -100.0, "min_agreement": 0.0}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A stage as it is carried out: the name of what it makes, and its settings."""
+
+    name: str
+    config: Config
+
+
+Chain = tuple[Link, ...]
+
+
+def chain(recipe: Recipe, stage: str | None = None) -> Chain:
+    """What leads from the baseline to a stage, the last one by default, the first link first."""
+    stages = {each.name: each for each in recipe.stages}
+    wanted, found = stage or recipe.stages[-1].name, []
+    while wanted != BASELINE:
+        found.append(Link(wanted, stages[wanted].config))
+        wanted = stages[wanted].parent
+    return tuple(reversed(found))
+
+
+def control(links: Chain) -> Chain:
+    """The float network that a cell is held against: trained whenever the cell is, with the very settings.
+
+    Where nothing is trained, it is the float network that the cell was made of.
+    """
+    found = []
+    for link in links:
+        training = training_of(link.config)
+        if training is not None:
+            config = FineTune(**{name: getattr(training, name) for name in TrainingConfig.model_fields})
+            often = trained_often(link.config)
+            names = [f"{link.name}-control{f'-{number}' if often > 1 else ''}" for number in range(1, often + 1)]
+            found += [Link(name, config) for name in names]
+        elif isinstance(link.config, _KEPT):
+            found.append(Link(f"{link.name}-control", link.config))
+    return tuple(found)
+
+
+def training_of(config: Config) -> TrainingConfig | None:
+    """How a stage trains; None where it does not."""
+    parts = (config, *(getattr(config, name) for name in type(config).model_fields))
+    found = next((part for part in parts if isinstance(part, TrainingConfig)), None)
+    return found if found is not None and found.epochs else None
+
+
+def trained_often(config: Config) -> int:
+    """How many times a stage carries its training out: after each of its prunings, where it prunes."""
+    return config.steps if isinstance(config, PruneChannels) else 1
+
+
+def epochs(links: Chain) -> int:
+    """How many epochs are trained in all."""
+    trained = ((link.config, training_of(link.config)) for link in links)
+    return sum(trained_often(config) * training.epochs for config, training in trained if training is not None)
+
+
+def with_epochs(links: Chain, number: int) -> Chain:
+    """Each training with so many epochs."""
+    return tuple(Link(link.name, _retrained(link.config, epochs=number)) for link in links)
+
+
+def shortened(links: Chain) -> Chain:
+    """Each stage with as little work as it can have, and nothing refused for what that makes of the network."""
+    return tuple(Link(link.name, _shortened(link.config)) for link in links)
+
+
+def quickest(training: TrainingConfig) -> TrainingConfig:
+    """A training with a few steps."""
+    return training.model_copy(update=_QUICK)
+
+
+def told(links: Iterable[Link]) -> list[tuple[str, dict[str, Any]]]:
+    """Passes and the settings that are not their defaults, as JSON values."""
+    return [(pass_of(link.config).name, unusual(link.config)) for link in links]
+
+
+def unusual(config: Config) -> dict[str, Any]:
+    """The settings that are not their defaults, as JSON values: what others' defaults become changes nothing."""
+    usual, plain = defaults(type(config)), config.model_dump(mode="json")
+    return {
+        name: unusual(value) if isinstance(value := getattr(config, name), Config) else plain[name]
+        for name in plain
+        if getattr(config, name) != usual.get(name)
+    }
+
+
+def _retrained(config: Config, **changes: Any) -> Config:
+    """A config whose training has other settings; those of its own that count epochs end with the training."""
+    if isinstance(config, TrainingConfig):
+        if not config.epochs:
+            return config
+        changed = {name: getattr(config, name) for name in config.model_fields_set} | changes
+        last = changed.get("epochs", config.epochs)
+        ends = {name: min(value, last) for name, value in changed.items() if name.endswith("_at")}
+        return type(config)(**(changed | ends))
+    parts = {name: getattr(config, name) for name in type(config).model_fields}
+    trained = {name: _retrained(part, **changes) for name, part in parts.items() if isinstance(part, TrainingConfig)}
+    return config.model_copy(update=trained) if trained else config
+
+
+def _shortened(config: Config) -> Config:
+    config = _retrained(config, **_QUICK)
+    changes = {name: min(getattr(config, name), most) for name, most in _MOST.items() if hasattr(config, name)}
+    changes |= {name: value for name, value in _LENIENT.items() if hasattr(config, name)}
+    return config.model_copy(update=changes)

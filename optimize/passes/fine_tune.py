@@ -1,0 +1,55 @@
+"""``fine-tune``: a float module, trained on with its own architecture.
+
+It brings a checkpoint to other images than it was trained on, and is the control of what trains with less than float:
+the same epochs, at the same rate, with nothing quantized or removed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ConfigDict, Field
+
+from optimize.context import Context
+from optimize.export.program import write_program, write_weights
+from optimize.passes.base import Pass, register
+from optimize.store.artifact import Artifact, Product
+from optimize.training.config import TrainingConfig, by_optimizer
+from optimize.training.loop import train
+
+
+class FineTune(TrainingConfig):
+    """Settings of ``fine-tune``."""
+
+    model_config = ConfigDict(title="FineTune")
+
+    epochs: int = Field(default=3, ge=1, description="passes over the training images")
+    learning_rate: float = Field(
+        default_factory=by_optimizer(sgd=0.01, adamw=1e-4),
+        gt=0,
+        description="peak learning rate, reached after the warm-up; by default 0.01 for sgd and 0.0001 for adamw",
+    )
+
+
+def _apply(parent: Artifact, config: FineTune, context: Context, folder: Path) -> Product:
+    module = parent.module()
+    result = train(module, context, config, from_start=True)
+    module.cpu().eval()
+    write_weights(module, folder)
+    file, file_format = write_program(module, context.example(), folder)
+    return Product(file, file_format, parent.card.precision, notes=(f"fine-tuned: {result.kept}", *result.notes))
+
+
+FINE_TUNE = register(
+    Pass(
+        name="fine-tune",
+        summary="train a float network on, such as a checkpoint from other images",
+        config=FineTune,
+        accepts=frozenset({"module"}),
+        yields="module",
+        apply=_apply,
+        data="training",
+        libraries=("torch", "torchvision"),
+        rebuild=lambda module, example: module,
+    )
+)
