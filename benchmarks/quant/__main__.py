@@ -11,7 +11,6 @@ import argparse
 import datetime
 import math
 import re
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import torch
 
 import optimize as opt
 from benchmarks.below import MARK, write_below
+from benchmarks.commands import command
 from benchmarks.quant.page import page
 from benchmarks.quant.plot import plot
 from benchmarks.quant.record import SubjectRecord, read, read_all, write
@@ -177,25 +177,7 @@ def _versions() -> dict[str, str]:
 
 
 def _plain(words: Sequence[str]) -> str:
-    """The command, with folders as whoever reads the page would name theirs."""
-    hidden = {"--store", "--records", "--write", "--limit", "--only"}
-    kept: list[str] = []
-    skipping = False
-    for word in words:
-        if word.startswith("--"):
-            skipping = word in hidden
-        if skipping or word in ("--no-speed", "--again", "--retime"):
-            continue
-        kind, _, folder = word.partition(":")
-        kept.append(
-            f"{kind}:DIR" if Path(folder).is_absolute() else Path(word).name if Path(word).is_absolute() else word
-        )
-    return shlex.join(["python", "-m", "benchmarks.quant", *kept])
-
-
-def _place(found: re.Match[str]) -> str:
-    """A data set's folder without where it lies, a file by its name."""
-    return f"{found[1]}DIR" if found[1] else Path(found[2]).name
+    return command("benchmarks.quant", words, without=("--no-speed", "--again", "--retime"))
 
 
 if __name__ == "__main__":
