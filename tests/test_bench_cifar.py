@@ -189,6 +189,7 @@ def test_what_could_not_be_made_says_why_and_what_has_changed_stands_beside_its_
     text = page(table, lambda each: ["the code has changed since"])
     assert "- ternary weights, A8, seed 0, could not be made: training diverged" in text
     assert lines(text)["w4a4"][8] == "the code has changed since"
+    assert "W4A4, LSQ, by another recipe than now" in lines(page(table, lambda each: ["the recipe has changed since"]))
     recipe = load_recipe(EXAMPLES / "w4a4.yaml")
     links = chain(recipe, "w4a4-packed")
     as_it_is = cell(stages=tuple(told(links)))

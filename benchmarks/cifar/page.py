@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.cifar.provenance import RECIPE_CHANGED
 from benchmarks.cifar.record import Cell, Faster, Judged, Table
 from benchmarks.cifar.rows import ROWS, Row
 from optimize.report.words import NONE, percent, points, size, times
@@ -67,7 +68,7 @@ def page(table: Table, changed: Changed = lambda cell: (), rows: Sequence[Row] =
         changed: asked of each cell.
         rows: in their order; those without cells are empty.
     """
-    lines = [*_head(table), *_table(table, rows), "", *_verdict(table, rows), ""]
+    lines = [*_head(table), *_table(table, changed, rows), "", *_verdict(table, rows), ""]
     if table.cells:
         lines += ["## Cell by cell", "", *_cells(table, changed), "", *_made(table), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -79,14 +80,16 @@ def _head(table: Table) -> Iterator[str]:
         yield ""
 
 
-def _table(table: Table, rows: Sequence[Row]) -> Iterator[str]:
+def _table(table: Table, changed: Changed, rows: Sequence[Row]) -> Iterator[str]:
     titles = ("row", "recipe", "epochs", "seeds", "control", "top-1", "difference, points", "aim", "", "beats", "file")
     yield f"| {' | '.join(titles)} |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|---|---|---:|"
     for row in rows:
         found = schedules(table, row)
         for cells in found or [[]]:
-            yield f"| {' | '.join((row.title, *_line(row, cells)))} |"
+            other = any(RECIPE_CHANGED in changed(cell) for cell in cells)
+            title = f"{row.title}, by another recipe than now" if other else row.title
+            yield f"| {' | '.join((title, *_line(row, cells)))} |"
 
 
 def schedules(table: Table, row: Row) -> list[list[Cell]]:
@@ -127,8 +130,12 @@ def _difference(judged: Sequence[Judged]) -> str:
     spread = over_seeds([each.difference.delta for each in judged])
     if spread is not None:
         return f"{points(spread.mean)} [{points(spread.low)}, {points(spread.high)}]"
-    one = judged[0].difference
-    return f"{points(one.delta)} [{points(one.low)}, {points(one.high)}] of images"
+    return f"{_paired(judged[0])} of images"
+
+
+def _paired(judged: Judged) -> str:
+    found = judged.difference
+    return f"{points(found.delta)} [{points(found.low)}, {points(found.high)}]"
 
 
 def _aim(row: Row) -> str:
@@ -171,7 +178,7 @@ def _cells(table: Table, changed: Changed) -> Iterator[str]:
             str(cell.trained),
             percent(cell.judged.control),
             percent(cell.judged.top1),
-            _difference([cell.judged]),
+            _paired(cell.judged),
             str(cell.precision),
             f"{cell.seconds / 60:.0f} min",
             "; ".join((*fewer, *_timed(cell.faster), *changed(cell))),

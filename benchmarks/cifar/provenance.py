@@ -18,6 +18,9 @@ from optimize.store.sources import source_digest
 #: What judges a cell, and makes what it starts from.
 _MEASURING: Final = ("optimize.measure.accuracy", "optimize.measure.bench", "optimize.training.baseline")
 
+#: What is said of a cell that its recipe would not make any more.
+RECIPE_CHANGED: Final = "the recipe has changed since"
+
 
 def code(operations: Iterable[str], model: str) -> str:
     """Digest of the sources of passes, of the architecture, and of what measures."""
@@ -44,6 +47,6 @@ def changed(cell: Cell) -> Iterator[str]:
     links = chain(load_recipe(EXAMPLES / row.recipe), row.stage)
     links = links if cell.epochs is None else with_epochs(links, cell.epochs)
     if not cell.short and told(links) != list(cell.stages):
-        yield "the recipe has changed since"
+        yield RECIPE_CHANGED
     if code(cell.operations, MODELS[row.network]) != cell.code:
         yield "the code has changed since"
