@@ -216,7 +216,7 @@ def test_the_committed_page_is_that_of_the_committed_cells() -> None:
 def test_a_short_run_makes_a_cell_through_the_store_and_another_makes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(MODELS, "resnet20", TINY)  # type: ignore[arg-type]  # in the place of a network of minutes
+    monkeypatch.setitem(MODELS, "resnet20", TINY)  # in the place of a network of minutes
     store, records, written = tmp_path / "store", tmp_path / "cells.json", tmp_path / "page.md"
     words = ["--short", "--only", "w8a8-qat", "--store", str(store), "--records", str(records), "--write", str(written)]
     assert cifar.main(words) == 0
