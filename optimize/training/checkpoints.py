@@ -22,9 +22,15 @@ _FILE = "training-{}.pt"
 _MOST = 0.05
 
 
-def fingerprint(module: nn.Module, config: TrainingConfig) -> str:
-    """SHA-256 over the parameters of ``module``, by their names, and the settings; 16 hexadecimal digits of it."""
-    digest = hashlib.sha256(config.model_dump_json().encode())
+def fingerprint(module: nn.Module, config: TrainingConfig, processes: int) -> str:
+    """SHA-256 over the parameters of ``module``, by their names, the settings and how many processes train.
+
+    Another number of processes has other parts of the batches: it does not go on where these were.
+
+    Returns:
+        16 hexadecimal digits of it.
+    """
+    digest = hashlib.sha256(f"{config.model_dump_json()}\0{processes}\0".encode())
     for name, tensor in sorted(module.named_parameters(), key=lambda named: named[0]):
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(f"{name}\0{tuple(tensor.shape)}\0".encode() + content.numpy().tobytes())

@@ -87,7 +87,7 @@ class _Run:
             )
         self.batches, self.validation = _loaders(fit, self.held, context, config)
         self.augmentation = config.augmentation(context.data)
-        start = fingerprint(module, config) if context.unfinished is not None else ""
+        start = fingerprint(module, config, group.world()) if context.unfinished is not None else ""
         self.checkpoints = Checkpoints(context.unfinished, start, context.checkpoint_seconds, context.listener)
         self.precision = Precision(config, self.device)
         self.precision.prepare(module)
@@ -219,12 +219,11 @@ class _Run:
             }
             self.checkpoints.save(state)
 
-    def _go_on(self, saved: dict[str, Any]) -> dict[str, Any] | None:
+    def _go_on(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Be where `_save` was.
 
         Returns:
-            The random states, for when nothing that follows here draws from them any more; None where other
-            processes have trained, which had other parts of the batches.
+            The random states, for when nothing that follows here draws from them any more.
         """
         self.progress = Progress.of_state(saved["progress"], self.device)
         load_state(self.module, saved["module"])
@@ -232,14 +231,9 @@ class _Run:
         if self.average is not None:
             self.average.load(saved["average"])
         self.precision.load(saved["precision"])
-        done, every = self.progress, saved["processes"]
+        done = self.progress
         self.context.listener.said(f"training goes on in epoch {done.epoch + 1}, after {done.place} of its steps")
-        if len(every) != group.world():
-            first = group.rank() == 0
-            done.loss = sum((own["loss"][0] for own in every), torch.zeros(())).to(self.device) * first
-            done.images = sum(own["loss"][1] for own in every) * first
-            return None
-        own: dict[str, Any] = every[group.rank()]
+        own: dict[str, Any] = saved["processes"][group.rank()]
         done.loss, done.images = own["loss"][0].to(self.device), own["loss"][1]
         self.batches.left_out, self.validation.left_out = own["left_out"]
         random: dict[str, Any] = own["random"]

@@ -16,7 +16,7 @@ from optimize.data.loading import loader
 from optimize.listener import Silent
 from optimize.store.objects import Store
 from optimize.store.pruning import prunable, prune
-from optimize.training.checkpoints import Checkpoints
+from optimize.training.checkpoints import Checkpoints, fingerprint
 from optimize.training.loop import train
 
 from .interrupted import STEPS
@@ -129,6 +129,12 @@ def test_two_trainings_for_one_object_go_on_each_from_its_own_checkpoint(tmp_pat
             assert torch.equal(again.state_dict()[name], value)
     assert [line for line in heard.lines if "goes on" in line] == heard.lines
     assert len(heard.lines) == 2
+
+
+def test_another_number_of_processes_does_not_go_on_from_what_these_have_trained():
+    starts = [fingerprint(network(seed), FAST, processes) for seed in (0, 1) for processes in (1, 2)]
+    assert len(set(starts)) == 4
+    assert fingerprint(network(), FAST, 2) == starts[1]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
