@@ -15,6 +15,7 @@ CLASSES ?=
 VAL_IMAGES ?=
 AUGMENT ?=
 PROCESSES ?=
+TENSORBOARD ?=
 SKIP_UNREADABLE ?=
 WEIGHTS ?=
 WEIGHTS_KEY ?=
@@ -25,7 +26,7 @@ STD ?=
 INTERPOLATION ?=
 # Those of them that are given, as options of `run`.
 RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD INTERPOLATION \
-	CLASSES VAL_IMAGES AUGMENT PROCESSES,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
+	CLASSES VAL_IMAGES AUGMENT PROCESSES TENSORBOARD,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
 	$(if $(SKIP_UNREADABLE),--skip-unreadable) $(if $(RUN),--name '$(RUN)') $(if $(REPLACE),--replace)
 # Models, and options of `benchmarks.zoo`: make zoo ZOO='resnet18 --again'.
 ZOO ?=
@@ -75,7 +76,7 @@ help: ## this list
 	@echo "                   [WEIGHTS=name] [WEIGHTS_KEY=key]"
 	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name]"
 	@echo "                   [CLASSES=file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1]"
-	@echo "                   [PROCESSES=number] [RUN=name] [REPLACE=1]"
+	@echo "                   [PROCESSES=number] [TENSORBOARD=folder] [RUN=name] [REPLACE=1]"
 	@echo "       make serve  [ARTIFACTS=all|'name name'] [PORT=number] [WORKERS=number] and each other option of"
 	@echo "                   \`serve start\`, in capitals: [BATCH_SIZE=8] [ENGINE=openvino] [EXPOSE=1 HOST=0.0.0.0]"
 	@echo

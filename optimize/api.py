@@ -93,6 +93,7 @@ def load(
     skip_unreadable: bool = False,
     seed: int = 0,
     processes: int = 1,
+    tensorboard: str | Path | None = None,
     trust_checkpoint: bool = False,
 ) -> Variant:
     """The baseline: a model with its checkpoint, or trained here.
@@ -118,6 +119,7 @@ def load(
         skip_unreadable: measure without the validation images that cannot be read, instead of refusing them.
         seed: of every random choice.
         processes: how many processes of this machine train together, here and in ``qat``; on GPUs each has one.
+        tensorboard: a folder for TensorBoard's events of what is trained, a folder in it for each artifact.
         trust_checkpoint: let the checkpoint's pickle run code.
 
     Raises:
@@ -144,6 +146,7 @@ def load(
                 trust_checkpoint=trust_checkpoint,
                 seed=seed,
                 processes=processes,
+                tensorboard=Path(tensorboard) if tensorboard is not None else None,
             )
             opened = open_job(job, bar)
         except BaseException:

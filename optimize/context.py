@@ -34,6 +34,7 @@ class Context(Described):
             nowhere.
         checkpoint_seconds: how long after one such checkpoint the next is due.
         processes: how many train together.
+        tensorboard: folder for the events of what trains; None: none are written.
     """
 
     data: ImageData
@@ -46,6 +47,7 @@ class Context(Described):
     unfinished: Path | None = None
     checkpoint_seconds: float = 60.0
     processes: int = 1
+    tensorboard: Path | None = None
 
     def _facts(self) -> dict[str, str]:
         shape = " × ".join(map(str, self.preprocessing.shape))

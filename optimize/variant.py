@@ -16,6 +16,7 @@ from optimize.noise import silenced
 from optimize.report.words import size
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
+from optimize.store.history import History
 from serve.runtime.card import read_card
 from serve.runtime.described import Described
 from serve.runtime.engines.base import preferred
@@ -42,6 +43,11 @@ class Variant(Described):
     def artifact(self) -> Artifact:
         """Its files and card."""
         return self.step.artifact
+
+    @property
+    def training(self) -> tuple[History, ...]:
+        """How each training went that made it: losses, accuracies, times; none where nothing was trained."""
+        return self.step.training
 
     def predictor(self) -> Predictor:
         """Opened by the serving runtime on the session's device: encoded images to labels.

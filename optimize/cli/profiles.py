@@ -50,11 +50,12 @@ def profile(  # noqa: PLR0917 - each is an option of the command line
         from optimize.profiling.files import write_profile, write_trace
         from optimize.profiling.profiling import float_program, profile_artifact
         from optimize.profiling.table import print_profiled
-        from optimize.profiling.tensorboard import check_tensorboard, write_graphs
+        from optimize.profiling.tensorboard import write_graphs
         from optimize.report.terminal import Display
+        from optimize.training.events import tensorboard as require_tensorboard
 
         if tensorboard is not None:
-            check_tensorboard()
+            require_tensorboard("a graph")
         noise.silence()
         with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
             floats = float_program(line_of(store, run, artifact))

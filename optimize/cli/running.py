@@ -102,6 +102,10 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     processes: Annotated[
         int, typer.Option(min=1, help="Processes that train together, on this machine; on GPUs each has one.")
     ] = 1,
+    tensorboard: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write the curves of what trains for TensorBoard into this folder.", metavar="DIR"),
+    ] = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Time everything anew.")] = False,
     objective: Objective = None,
     max_drop: MaxDrop = None,
@@ -146,6 +150,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             trust_checkpoint=trust_checkpoint,
             seed=seed,
             processes=processes,
+            tensorboard=tensorboard,
             remeasure=remeasure,
             recommend=given(objective=objective, max_drop=fraction(max_drop), confidence=confidence),
         )

@@ -15,6 +15,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 from optimize.measure.figures import Difference, Measured, Record, Timed
 from optimize.measure.timing import Timing
 from optimize.store.effects import Effect
+from optimize.store.history import History
 from serve.runtime.card import Preprocessing
 from serve.runtime.certificate import Certificate
 from serve.runtime.described import glance
@@ -121,7 +122,7 @@ class Row(Record):
     long that took, ``cached`` whether it was at an earlier run. ``pairs`` has an entry for each execution that the
     artifact was to be measured with; ``skip`` says why it was not made, or with none of them measured.
     ``effects`` are figures of single layers, before the pass and after it; ``certificate`` says of an INT8 artifact how
-    near each engine's answers are to what its integers mean.
+    near each engine's answers are to what its integers mean; ``training`` how each training went that made it.
     """
 
     name: str
@@ -138,6 +139,7 @@ class Row(Record):
     notes: tuple[str, ...] = ()
     effects: tuple[Effect, ...] = ()
     certificate: Parities = None
+    training: tuple[History, ...] = ()
 
     @model_validator(mode="after")
     def _measured_or_skipped(self) -> Self:

@@ -23,6 +23,7 @@ from optimize.export.program import write_program, write_weights
 from optimize.export.trace import trace
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
+from optimize.store.history import History
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
 from serve.config import Config
@@ -150,16 +151,17 @@ def _apply(parent: Artifact, config: Expand, context: Context, folder: Path) -> 
         expected, actual = parent.module()(example), module(example)
     require_alike(actual, expected, config.tolerance, "expand")
     trained: tuple[str, ...] = ()
+    training: tuple[History, ...] = ()
     if config.train is not None:
         result = train(module, context, config.train, from_start=True)
-        trained = (result.kept, *result.notes)
+        trained, training = (result.kept, *result.notes), (result.history,)
     module.cpu()
     write_weights(module, folder)
     file, file_format = write_program(module, example, folder)
     beside = f"{count} 3x3 convolutions have branches beside them ({config.branches})"
     notes = (f"{beside}, trained", *trained) if trained else (f"{beside}, which add 0 until they are trained",)
     structure = {"branches": config.branches}
-    return Product(file, file_format, parent.card.precision, notes=notes, structure=structure)
+    return Product(file, file_format, parent.card.precision, notes=notes, structure=structure, training=training)
 
 
 def _resize(module: nn.Module, structure: Mapping[str, Any]) -> nn.Module:

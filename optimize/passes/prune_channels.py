@@ -6,6 +6,7 @@ later passes trace the parent and give it these shapes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +25,12 @@ from optimize.passes.base import Pass, register
 from optimize.pruning.criteria import Criterion, first_order, scores
 from optimize.pruning.groups import Grouping, group
 from optimize.pruning.propagation import channels_of
-from optimize.pruning.settings import Pruning, check_keep, fine_tune, kept_by, listed
+from optimize.pruning.settings import FineTuned, Pruning, check_keep, fine_tune, kept_by, listed
 from optimize.pruning.surgery import Structure, joined, masked, remove, resized
 from optimize.pruning.widths import Costs, Rounding, Spread, removed, widths
 from optimize.store.artifact import Artifact, Product
 from optimize.store.effects import WHOLE, Effect, write_effects
+from optimize.training.events import part
 
 
 class PruneChannels(Pruning):
@@ -108,7 +110,7 @@ def _apply(parent: Artifact, config: PruneChannels, context: Context, folder: Pa
     kept = kept_by(next(parent.line()).module(), config) if config.keep else frozenset()
     module = trace(parent.module())
     structure: Structure = {}
-    trained: list[str] = []
+    trained = FineTuned()
     first, before = _grouped(module, example, config, kept), _parameters(module)
     grouping, full = first, Costs(first).full
     for step in range(1, config.steps + 1):
@@ -119,7 +121,8 @@ def _apply(parent: Artifact, config: PruneChannels, context: Context, folder: Pa
         whole = masked(module, grouping, units)
         structure = joined(structure, remove(module, grouping, units))
         _require_same(module, whole, example, config.tolerance)
-        trained += fine_tune(module, context, config.train)
+        own = dataclasses.replace(context, tensorboard=part(context.tensorboard, step, config.steps))
+        trained += fine_tune(module, own, config.train)
     after = channels_of(module, example)
     effects = [
         Effect(name, f"{side} channels", float(len(was)), float(len(now)))
@@ -143,9 +146,11 @@ def _apply(parent: Artifact, config: PruneChannels, context: Context, folder: Pa
         f"({left / full:.0%}), parameters {_millions(before)} → {_millions(_parameters(module))}: channels are removed "
         f"from {sum(effect.figure.startswith('output') for effect in effects)} of {len(after.layers)} layers",
         *_left(grouping),
-        *trained,
+        *trained.notes,
     )
-    return Product(file, file_format, parent.card.precision, notes=notes, structure=structure)
+    return Product(
+        file, file_format, parent.card.precision, notes=notes, structure=structure, training=trained.training
+    )
 
 
 def _require_same(module: nn.Module, whole: nn.Module, example: torch.Tensor, tolerance: float) -> None:

@@ -120,7 +120,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
         check_quantized(folder, product.file, images, expected, config),
         result.kept,
     )
-    return dataclasses.replace(product, notes=(*product.notes, *notes))
+    return dataclasses.replace(product, notes=(*product.notes, *notes), training=(result.history,))
 
 
 QAT = register(

@@ -86,6 +86,7 @@ def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) 
             check_quantized(folder, product.file, images, expected, config),
             result.kept,
         ),
+        training=(result.history,),
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from optimize.profiling.records import Profile, Profiled
+from optimize.training.events import tensorboard
 from serve.runtime.errors import UserError
 
 #: What a node of a TensorFlow graph may be called (tensorflow/core/framework/node_def_util.cc).
@@ -25,8 +26,7 @@ def write_graphs(found: Profiled, folder: Path) -> list[Path]:
     Raises:
         UserError: tensorboard is not installed, or the folder cannot be written.
     """
-    check_tensorboard()
-    writers: Any = importlib.import_module("torch.utils.tensorboard")
+    writers = tensorboard("a graph")
     written = []
     for one in found.profiles:
         target = folder / _ILLEGAL.sub("-", one.runs_on)
@@ -39,21 +39,6 @@ def write_graphs(found: Profiled, folder: Path) -> list[Path]:
             raise UserError(f"{target} cannot be written: {error.strerror}") from None
         written.append(target)
     return written
-
-
-def check_tensorboard() -> None:
-    """Refuse where tensorboard is not installed.
-
-    Raises:
-        UserError: it is not.
-    """
-    try:
-        importlib.import_module("torch.utils.tensorboard")
-    except ImportError:
-        raise UserError(
-            "a graph for TensorBoard needs the package tensorboard: "
-            "python -m pip install -c constraints.txt -e '.[tensorboard]'"
-        ) from None
 
 
 def _graph(one: Profile) -> tuple[Any, Any]:

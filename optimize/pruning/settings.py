@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -10,6 +11,7 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.models.patterns import classes, matching, unmatched
+from optimize.store.history import History
 from optimize.training.config import TrainingConfig, by_optimizer
 from optimize.training.loop import train
 from serve.config import Config
@@ -68,13 +70,24 @@ def kept_by(module: nn.Module, config: Pruning) -> frozenset[str]:
     return frozenset(name for pattern in config.keep for name in matching(kinds, pattern))
 
 
-def fine_tune(module: nn.Module, context: Context, config: FineTuning) -> tuple[str, ...]:
-    """Train ``module`` in place; leave it on the CPU in eval mode, at its best epoch or as it was; returns notes."""
+@dataclass(frozen=True)
+class FineTuned:
+    """What fine-tuning did: its notes, and how it went; nothing where there was none."""
+
+    notes: tuple[str, ...] = ()
+    training: tuple[History, ...] = ()
+
+    def __add__(self, later: FineTuned) -> FineTuned:
+        return FineTuned((*self.notes, *later.notes), (*self.training, *later.training))
+
+
+def fine_tune(module: nn.Module, context: Context, config: FineTuning) -> FineTuned:
+    """Train ``module`` in place; leave it on the CPU in eval mode, at its best epoch or as it was."""
     if not config.epochs:
-        return ()
+        return FineTuned()
     result = train(module, context, config, from_start=True)
     module.cpu().eval()
-    return (f"fine-tuned: {result.kept}", *result.notes)
+    return FineTuned((f"fine-tuned: {result.kept}", *result.notes), (result.history,))
 
 
 def listed(names: list[str], most: int = 4) -> str:

@@ -37,4 +37,4 @@ def write_zeroed(module: nn.Module, masks: Masks, train: FineTuning, context: Co
     count = sum(mask.numel() for mask in masks.values())
     gone = sum(int((~mask).sum()) for mask in masks.values())
     note = f"{gone / count:.1%} of the weights of {len(masks)} layers are zero; {SIMULATED}"
-    return Product(file, file_format, "float32", notes=(note, *trained))
+    return Product(file, file_format, "float32", notes=(note, *trained.notes), training=trained.training)

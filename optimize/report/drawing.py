@@ -45,11 +45,27 @@ PAGE = Palette("#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05", "#0a0b06",
 
 def canvas(palette: Palette, *, height: float, right: float, top: float) -> tuple[Figure, Axes]:
     """An empty chart, ``height`` in inches; ``right`` and ``top`` are where its axes end, as parts of the figure."""
+    figure = _figure(palette, height)
+    figure.subplots_adjust(left=0.08, right=right, top=top, bottom=0.48 / height)
+    return figure, _styled(figure.add_subplot(facecolor="none"), palette)
+
+
+def canvases(palette: Palette, count: int, *, height: float) -> tuple[Figure, list[Axes]]:
+    """``count`` empty charts beside each other, with room for a second axis at the right of each."""
+    figure = _figure(palette, height)
+    figure.subplots_adjust(left=0.08, right=0.97, top=1 - 0.3 / height, bottom=0.48 / height, wspace=0.36)
+    axes = [figure.add_subplot(1, count, number + 1, facecolor="none") for number in range(count)]
+    return figure, [_styled(each, palette) for each in axes]
+
+
+def _figure(palette: Palette, height: float) -> Figure:
     # 72 dots per inch make a display pixel one point, so that label boxes can be laid out in points.
     figure = Figure(figsize=(9.4, height), dpi=72, facecolor=palette.surface)
     FigureCanvasAgg(figure)
-    figure.subplots_adjust(left=0.08, right=right, top=top, bottom=0.48 / height)
-    axes = figure.add_subplot(facecolor="none")
+    return figure
+
+
+def _styled(axes: Axes, palette: Palette) -> Axes:
     axes.grid(color=palette.grid, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -57,8 +73,7 @@ def canvas(palette: Palette, *, height: float, right: float, top: float) -> tupl
     axes.tick_params(color=palette.muted, labelcolor=palette.muted, length=3)
     for text in (axes.xaxis.label, axes.yaxis.label, axes.title):
         text.set_color(palette.ink)
-    axes.title.set_color(palette.ink)
-    return figure, axes
+    return axes
 
 
 def render(figure: Figure, kind: str) -> bytes:

@@ -16,6 +16,7 @@ from optimize.report.lines import Line, lines, others, references, shown
 from optimize.report.sentences import facts, method, notes, verdict, yardsticks
 from optimize.report.words import count, day, figure, moment, number, percent, plain, plural, seconds
 from optimize.store.files import write_atomically
+from optimize.store.history import PARTS, History, shares
 
 if TYPE_CHECKING:
     import jinja2
@@ -31,6 +32,16 @@ class Bar:
     share: float
     value: str
     note: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training as the page shows it: its curves, and the parts of its time (name, in words, share)."""
+
+    name: str
+    history: History
+    chart: str
+    parts: list[tuple[str, str, float]]
 
 
 def write_html(report: Report, path: Path, charts: Charts, columns: Sequence[Column] = COLUMNS) -> None:
@@ -58,6 +69,7 @@ def write_html(report: Report, path: Path, charts: Charts, columns: Sequence[Col
             throughput=Markup(charts.throughput),
             throughput_table=_throughput_table(report),
             lineage=layout(report.rows),
+            trainings=_trainings(report, charts),
             shown={row.name: shown(report, row) for row in report.rows},
             groups=_groups(report),
             references=references(report),
@@ -130,6 +142,28 @@ def _rejected(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
     split = (("Why not the others", True), ("Why not their other executions", False))
     groups = [(head, [entry for entry in reasons.items() if (entry[0] in first) is best]) for head, best in split]
     return [(head, entries) for head, entries in groups if entries]
+
+
+def _trainings(report: Report, charts: Charts) -> list[Trained]:
+    """Each training of an artifact, in their order."""
+    from markupsafe import Markup
+
+    return [
+        Trained(
+            f"{row.name}, {number} of {len(row.training)}" if len(row.training) > 1 else row.name,
+            history,
+            Markup(chart),
+            [
+                (name, f"{PARTS[name]} {100 * share:.0f} %", share)
+                for name, share in shares(history.times).items()
+                if share
+            ],
+        )
+        for row in report.rows
+        for number, (history, chart) in enumerate(
+            zip(row.training, charts.curves.get(row.name, ()), strict=True), start=1
+        )
+    ]
 
 
 def _throughput_table(results: Results) -> tuple[list[int], list[tuple[str, list[str]]]]:

@@ -28,6 +28,7 @@ from optimize.models.source import ModelSource
 from optimize.run.identity import Identity
 from optimize.run.session import Session
 from optimize.store.objects import Store
+from optimize.training.events import tensorboard
 from serve import layout
 from serve.config import Config
 from serve.runtime.errors import did_you_mean
@@ -82,6 +83,9 @@ class Job(Config):
     seed: int = Field(default=0, description="of every random choice")
     processes: int = Field(
         default=1, ge=1, description="how many processes of this machine train together; on GPUs each has one"
+    )
+    tensorboard: Path | None = Field(
+        default=None, description="a folder for TensorBoard's events of what is trained; None writes none"
     )
     remeasure: bool = Field(default=False, description="time everything anew, even if the same set was timed before")
     recommend: Mapping[str, object] = Field(
@@ -146,6 +150,8 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     Raises:
         UserError: something is missing, unreadable, or does not fit.
     """
+    if job.tensorboard is not None:
+        tensorboard("writing a training's curves")
     device = resolve_device(job.device)
     devices = measured_devices(job.measure, device)
     source, weights = module_source(job.model) if isinstance(job.model, nn.Module) else (resolve_model(job.model), None)
@@ -166,6 +172,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         skip_unreadable=job.skip_unreadable,
         scratch=store.scratch,
         processes=job.processes,
+        tensorboard=job.tensorboard,
     )
     listener.said(
         f"{source.name} on {data.name}: {len(data.classes)} classes, {len(data.train)} training and "
@@ -204,6 +211,7 @@ def _anywhere(job: Job) -> Job | None:
         "data": layout.data_anywhere(job.data),
         "classes": job.classes.resolve() if isinstance(job.classes, Path) else job.classes,
         "store": job.store.resolve(),
+        "tensorboard": None,  # of this process's trainings
     }
     return job.model_copy(update=places)
 

@@ -251,6 +251,7 @@ def _row(step: Step, every: _Every, refused: Skip | None) -> Row:
         skip=refused or (skips[0] if all(skips) else None),
         notes=artifact.card.notes,
         effects=read_effects(artifact.folder),
+        training=step.training,
     )
 
 

@@ -24,12 +24,14 @@ from optimize.models.source import ModelSource
 from optimize.passes.base import Pass, find_pass, pass_of
 from optimize.quantization.targets import x86_target
 from optimize.store.artifact import EAGER, PRODUCT_FILE, Artifact, Kind, Made, Product, read_product, write_product
+from optimize.store.history import History
 from optimize.store.keys import BaselineKey, Key, NamedKey, StageKey, content
 from optimize.store.locks import Hold
 from optimize.store.objects import Store, StoredObject
 from optimize.store.sources import code_of
 from optimize.training.baseline import make_baseline, new_module
 from optimize.training.config import TrainingConfig, trains
+from optimize.training.events import write_histories
 from serve.config import Config
 from serve.runtime.card import Ancestor, Card, read_card, write_card
 from serve.runtime.described import Described
@@ -44,13 +46,14 @@ BuildModule = Callable[[], torch.nn.Module]
 class Step(Described):
     """An artifact, whether it came from the store, and how many seconds it took when it was made.
 
-    ``created`` is when it was made, ISO 8601 in UTC.
+    ``created`` is when it was made, ISO 8601 in UTC; ``training`` how each training went that made it.
     """
 
     artifact: Artifact
     cached: bool
     seconds: float
     created: str
+    training: tuple[History, ...] = ()
 
     def _facts(self) -> dict[str, str]:
         taken = "from the store" if self.cached else f"{self.seconds:.1f} s"
@@ -157,7 +160,8 @@ class Session(Described):
         )
 
         def write(folder: Path) -> Product:
-            return make_baseline(self.source, self._keeping(key), checkpoint or config, folder, origin=origin)
+            context = self._keeping(key, BASELINE)
+            return make_baseline(self.source, context, checkpoint or config, folder, origin=origin)
 
         settings: dict[str, Any] = config.model_dump(mode="json")
         if checkpoint is not None:
@@ -211,15 +215,21 @@ class Session(Described):
 
         def write(folder: Path) -> Product:
             torch.manual_seed(self.context.seed)
-            product: Product = step.apply(parent, config, self._keeping(key), folder)
+            product: Product = step.apply(parent, config, self._keeping(key, planned.name), folder)
             return product
 
         planned = Planned(name or step.name, step.yields, step.name, settings, key.digest)
         return self._obtain(planned, write, parent)
 
-    def _keeping(self, key: Key) -> Context:
-        """The context of making what has this key: it goes on where it was interrupted."""
-        return dataclasses.replace(self.context, unfinished=self.store.unfinished(key.digest))
+    def _keeping(self, key: Key, name: str) -> Context:
+        """The context of making what has this key: it goes on where it was interrupted; ``name`` is for its events."""
+        return dataclasses.replace(
+            self.context, unfinished=self.store.unfinished(key.digest), tensorboard=self._events(name)
+        )
+
+    def _events(self, name: str) -> Path | None:
+        """Where the events lie of the trainings that make an artifact."""
+        return self.context.tensorboard / name if self.context.tensorboard is not None else None
 
     def surroundings(self) -> dict[str, Any]:
         """The inputs that the keys of all that is made of the model and its data have in common; see `Making`."""
@@ -240,7 +250,10 @@ class Session(Described):
 
         about = self._about(planned.name)
         made = self.store.obtain(planned.key, make, lambda: self.waiting(planned.name), about=about)
-        return self.named(planned, made, parent)
+        step = self.named(planned, made, parent)
+        if made.cached:
+            write_histories(step.training, self._events(planned.name))
+        return step
 
     def named(
         self,
@@ -257,7 +270,8 @@ class Session(Described):
             parent: what it was made from, if that is known.
             build_module: makes an eager module of its structure; by default the parent's, rebuilt.
         """
-        card = self._card(planned, made, parent)
+        known = read_product(made.folder)
+        card = self._card(planned, made, known, parent)
 
         def name_it(folder: Path) -> None:
             for file in card.files:
@@ -281,14 +295,13 @@ class Session(Described):
             build_module,
             objects=(planned.key, key),
         )
-        return Step(artifact, made.cached, made.seconds, made.created)
+        return Step(artifact, made.cached, made.seconds, made.created, known.product.training)
 
     def _about(self, name: str) -> str:
         return f"{self.source.name} on {self.context.data.name}: {name}"
 
-    def _card(self, planned: Planned, stored: StoredObject, parent: Artifact | None) -> Card:
-        made, data = read_product(stored.folder), self.context.data
-        product = made.product
+    def _card(self, planned: Planned, stored: StoredObject, made: Made, parent: Artifact | None) -> Card:
+        product, data = made.product, self.context.data
         return Card(
             name=planned.name,
             model=self.source.name,

@@ -15,6 +15,7 @@ from torch import nn
 
 from optimize.errors import PassError
 from optimize.store.files import write_json
+from optimize.store.history import History
 from serve.runtime.card import Card, Device, Format, InputType, load_card
 from serve.runtime.described import Described
 from serve.runtime.errors import CardError, UserError
@@ -49,6 +50,7 @@ class Product:
     """What a step wrote into its folder: the model file and the facts of it that the card states.
 
     ``structure`` is what the pass's ``resize`` needs to give a parent's module this one's shapes, as JSON values.
+    ``training`` is how each training went that made it, for reports: two of one key differ in their times.
     """
 
     file: str
@@ -59,6 +61,7 @@ class Product:
     target: str | None = None
     notes: tuple[str, ...] = ()
     structure: Mapping[str, Any] = field(default_factory=dict)
+    training: tuple[History, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def read_product(folder: Path) -> Made:
     product: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in body["product"].items()
     }
+    product["training"] = tuple(map(History.from_json, product.get("training", ())))
     return Made(Product(**product), body["versions"], body["machine"])
 
 

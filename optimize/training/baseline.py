@@ -13,6 +13,7 @@ from optimize.models.checkpoint import Checkpoint
 from optimize.models.fitting import load_into
 from optimize.models.source import ModelSource
 from optimize.store.artifact import Product
+from optimize.store.history import History
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
 from serve.runtime.errors import UserError, one_line
@@ -52,6 +53,7 @@ def make_baseline(
     torch.manual_seed(context.seed)
     module = new_module(source, context)
     notes: tuple[str, ...]
+    training: tuple[History, ...] = ()
     if isinstance(weights, Checkpoint):
         bridged = load_into(module, weights, origin or Path("checkpoint"))
         for note in bridged:
@@ -59,13 +61,13 @@ def make_baseline(
         notes = (f"weights of a checkpoint, SHA-256 {weights.sha256}", *weights.notes, *bridged, _SEEN)
     else:
         result = train(module, context, weights)
-        notes = (f"trained here: {result.kept}", *result.notes)
+        notes, training = (f"trained here: {result.kept}", *result.notes), (result.history,)
     module = module.cpu().eval()
     example = context.example()
     _check_output(module, example, len(context.data.classes))
     write_weights(module, folder)
     file, file_format = write_program(module, example, folder)
-    return Product(file, file_format, "float32", notes=notes)
+    return Product(file, file_format, "float32", notes=notes, training=training)
 
 
 def _check_output(module: nn.Module, example: torch.Tensor, classes: int) -> None:

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import distributed
+
+from optimize.training.stopwatch import Stopwatch
+
+#: Told of the time that this process waits for the others; of a process, as the group is.
+_stopwatch: Stopwatch | None = None
+
+
+@contextmanager
+def timed(stopwatch: Stopwatch) -> Iterator[None]:
+    """Let ``stopwatch`` count as communication what this process waits for the others within."""
+    global _stopwatch  # noqa: PLW0603
+    before, _stopwatch = _stopwatch, stopwatch
+    try:
+        yield
+    finally:
+        _stopwatch = before
+
+
+def waiting_begins() -> None:
+    """Count as communication what follows, until whoever measures says otherwise."""
+    if _stopwatch is not None:
+        _stopwatch.to("communication")
+
+
+def _waiting() -> AbstractContextManager[None]:
+    return nullcontext() if _stopwatch is None else _stopwatch.during("communication")
 
 
 def together() -> bool:
@@ -26,7 +54,16 @@ def world() -> int:
 def summed(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of the processes' tensors, which have one shape; ``tensor`` itself is changed. No gradient passes."""
     if together():
-        distributed.all_reduce(tensor)
+        with _waiting():
+            distributed.all_reduce(tensor)
+    return tensor
+
+
+def largest(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest of the processes' values at each place; ``tensor`` itself is changed. No gradient passes."""
+    if together():
+        with _waiting():
+            distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
     return tensor
 
 
@@ -35,7 +72,8 @@ def gathered(value: Any) -> list[Any]:
     if not together():
         return [value]
     values: list[Any] = [None] * world()
-    distributed.all_gather_object(values, value)
+    with _waiting():
+        distributed.all_gather_object(values, value)
     return values
 
 
@@ -45,7 +83,8 @@ def numbers(*values: int, device: torch.device) -> list[list[int]]:
         return [list(values)]
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(world())]
-    distributed.all_gather(every, mine)
+    with _waiting():
+        distributed.all_gather(every, mine)
     return torch.stack(every).tolist()
 
 

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from optimize.training import group
@@ -46,11 +48,21 @@ def joined(module: nn.Module, device: torch.device) -> Joined:
     share_ranges(module)
     # Buffers are not the first's: norms' statistics and ranges are made of all images already. Some networks have
     # parameters that an output in training mode does not depend on.
-    return Joined(
-        DistributedDataParallel(
-            module,
-            device_ids=[device] if device.type == "cuda" else None,
-            broadcast_buffers=False,
-            find_unused_parameters=True,
-        )
+    together = DistributedDataParallel(
+        module,
+        device_ids=[device] if device.type == "cuda" else None,
+        broadcast_buffers=False,
+        find_unused_parameters=True,
     )
+    together.register_comm_hook(None, lambda _, bucket: _summed(bucket))  # no annotations: torch (2.14) reads them
+    return Joined(together)
+
+
+def _summed(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Begin on the sum of a ``GradBucket``'s gradients, as torch does without a hook, while the backward goes on.
+
+    From the last one on there is nothing to do but to wait for it.
+    """
+    if bucket.is_last():
+        group.waiting_begins()
+    return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None is the group of all

@@ -25,23 +25,29 @@ from optimize.data.records import Split
 from optimize.data.splits import hold_out, part
 from optimize.data.transforms import transform
 from optimize.errors import PassError
+from optimize.store.history import Epoch, Point
 from optimize.training import group
 from optimize.training.averaging import Average
 from optimize.training.checkpoints import Checkpoints, fingerprint, load_state
 from optimize.training.config import TrainingConfig
 from optimize.training.determinism import deterministic
+from optimize.training.events import Events
 from optimize.training.joining import joined
 from optimize.training.mixup import mixed
 from optimize.training.optimizers import clip, make_optimizer
 from optimize.training.precision import Precision
 from optimize.training.randomness import random_states, restore_random_states
-from optimize.training.records import Epoch, Progress, TrainingResult
+from optimize.training.records import Progress, TrainingResult
 from optimize.training.schedule import peak_rate, rate
+from optimize.training.stopwatch import Stopwatch
 from optimize.training.together import train_together
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 
 SetMode = Callable[[nn.Module, int, bool], None]
+
+#: At most so many points has a training's curve, but one for each epoch at least.
+_POINTS = 200
 
 
 def train(
@@ -96,17 +102,27 @@ class _Run:
         self.average = Average(module, config.ema) if config.ema is not None else None
         planned = config.epochs * len(self.batches)
         self.steps = min(planned, config.max_steps or planned)
+        self.stride = -(-len(self.batches) // max(1, _POINTS // config.epochs))
         self.progress = Progress(torch.zeros((), device=self.device))
+        self.stopwatch = Stopwatch(self.device)
+        self.events = Events(context.tensorboard if group.rank() == 0 else None)
+
+    @property
+    def done(self) -> int:
+        """How many steps are."""
+        return self.progress.epoch * len(self.batches) + self.progress.place
 
     def carried_out(self, *, from_start: bool) -> TrainingResult:
         """All epochs that are left, and the best of them kept."""
         saved = self.checkpoints.load()
         random = self._go_on(saved) if saved is not None else None
-        if saved is None and from_start:
-            self._judge(None)
-        for number in range(self.progress.epoch, math.ceil(self.steps / len(self.batches))):
-            self._epoch(number, random)
-            random = None
+        with group.timed(self.stopwatch), self.events.opened(self.done):
+            if saved is None and from_start:
+                self._judge(None)
+            self.stopwatch.taken()  # what was until here is of no epoch
+            for number in range(self.progress.epoch, math.ceil(self.steps / len(self.batches))):
+                self._epoch(number, random)
+                random = None
         load_state(self.module, self.progress.kept)
         self.module.eval()
         notes = tuple(
@@ -115,10 +131,9 @@ class _Run:
             for note in group.gathered(read.note() if read.left_out else None)
             if note is not None
         )
-        progress = self.progress
-        return TrainingResult(
-            tuple(progress.epochs), progress.best, progress.reached, len(self.held), tuple(dict.fromkeys(notes))
-        )
+        history = self.progress.history(len(self.batches), group.world())
+        self.context.listener.said(f"training: {history.split}")
+        return TrainingResult(history, self.progress.reached, len(self.held), tuple(dict.fromkeys(notes)))
 
     def _epoch(self, number: int, random: dict[str, Any] | None) -> None:
         """The rest of an epoch, and its judgement."""
@@ -136,21 +151,44 @@ class _Run:
             if min(counts):  # or a process has no image of this batch that can be read
                 self._step(step, batch, Draws(self.context.seed, number, batch.rows), counts)
             progress.place = batch.place + 1
-            self.context.listener.progressed((step + 1) / self.steps, said)
+            if progress.place % self.stride == 0:
+                self._point()
+            self.context.listener.progressed(self.done / self.steps, said)
             if known[0][1]:
-                self._save()
-        if not progress.images:
+                with self.stopwatch.during("checkpoints"):
+                    self._save()
+        self._point()
+        if not progress.epoch_images:
             raise PassError(f"no batch of epoch {number + 1} has an image in each process that can be read")
-        total = group.summed(torch.stack((progress.loss.double(), progress.loss.new_tensor(progress.images).double())))
-        mean = (total[0] / total[1]).float().item()
-        if not math.isfinite(mean):
+        with self.stopwatch.during("judgement"):
+            score = self._judge(number)
+        times = progress.times + self.stopwatch.taken()
+        progress.epochs.append(Epoch(progress.epoch_loss / progress.epoch_images, score, times))
+        self.events.epoch(progress.epochs[-1], self.done)
+        progress.next_epoch()
+
+    def _point(self) -> None:
+        """Keep the mean loss of the steps since the last point.
+
+        Raises:
+            PassError: it is not finite.
+        """
+        progress, config = self.progress, self.config
+        if not progress.images:
+            return
+        seen = progress.loss.new_tensor(progress.images, dtype=torch.float64)
+        loss, images = group.summed(torch.stack((progress.loss.double(), seen))).tolist()
+        if not math.isfinite(loss):
             self.checkpoints.forget()
             raise PassError(
-                f"training diverged: the loss is {mean} in epoch {number + 1}; "
-                f"lower learning_rate (it is {self.config.learning_rate:g})"
+                f"training diverged: the loss is {loss} in epoch {progress.epoch + 1}; "
+                f"lower learning_rate (it is {config.learning_rate:g})"
             )
-        progress.epochs.append(Epoch(mean, self._judge(number)))
-        progress.epoch, progress.place = number + 1, 0
+        progress.epoch_loss += loss
+        progress.epoch_images += images
+        last_rate = rate(self.done - 1, self.steps, peak_rate(config), config.warm_up)
+        progress.points.append(Point(self.done, loss / images, last_rate))
+        self.events.point(progress.points[-1])
         progress.loss, progress.images = torch.zeros((), device=self.device), 0.0
 
     def _step(self, step: int, batch: Placed, draws: Draws, counts: list[int]) -> None:
@@ -162,6 +200,7 @@ class _Run:
         inputs = normalise(images, self.context.preprocessing, device, torch.float32)
         if config.mixup is not None:
             inputs, targets = mixed(inputs, targets, len(self.context.data.classes), config.mixup, draws)
+        self.stopwatch.to("compute")
         self.optimizer.zero_grad(set_to_none=True)
         # Two images at least, for norms in training; and as many pieces in each process.
         pieces = max(1, min(config.accumulate, min(counts) // 2))
@@ -173,6 +212,7 @@ class _Run:
                 # Of the whole batch's mean, which is the mean of the processes' gradients.
                 weight = len(wanted) * len(counts) / sum(counts)
                 self.precision.backward(loss if weight == 1 else loss * weight)
+                self.stopwatch.to("compute")  # it may have ended with waiting for the others
             self.progress.loss += loss.detach() * (len(wanted) / batch.copies)
         self.progress.images += len(targets) / batch.copies
         self.precision.unscale(self.optimizer)
@@ -182,6 +222,7 @@ class _Run:
         self.precision.step(self.optimizer)
         if self.average is not None:
             self.average.update(step)
+        self.stopwatch.to("data")
 
     def _judge(self, number: int | None) -> float:
         """Top-1 on the held-out images after an epoch, or before the first (None); what is best is kept."""
@@ -193,6 +234,8 @@ class _Run:
             if score > progress.reached or (progress.best is not None and score == progress.reached):
                 progress.best, progress.reached = number, score
                 progress.kept = copy.deepcopy(self.module.state_dict())
+        if number is None:
+            progress.before = score
         return score
 
     def _set_mode(self, number: int, *, training: bool) -> None:
@@ -202,6 +245,7 @@ class _Run:
 
     def _save(self) -> None:
         """Keep all that it takes to go on from here; what each process has of its own comes to the first."""
+        self.progress.times += self.stopwatch.taken()
         own = {
             "random": random_states(self.device),
             "left_out": [self.batches.left_out, self.validation.left_out],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
+
+from optimize.training import group
 
 
 class Float32FakeQuantize(FusedMovingAvgObsFakeQuantize):
@@ -56,6 +58,5 @@ def share_ranges(module: nn.Module) -> None:
 def _extremes(values: torch.Tensor) -> torch.Tensor:
     """The least and the largest of all processes' values, ``float32 (2,)``."""
     low, high = torch.aminmax(values)
-    ends = torch.stack((-low, high))
-    distributed.all_reduce(ends, op=distributed.ReduceOp.MAX)
+    ends = group.largest(torch.stack((-low, high)))
     return ends * torch.tensor([-1.0, 1.0], device=ends.device)

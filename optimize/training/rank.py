@@ -70,8 +70,7 @@ def main(folder: Path, number: int, count: int) -> None:
     context = dataclasses.replace(task.context, device=device, listener=listener)
     result = train(task.module, context, task.config, set_mode=task.set_mode, from_start=task.from_start)
     if number == 0:
-        plain = dataclasses.asdict(result) | {"epochs": [dataclasses.astuple(epoch) for epoch in result.epochs]}
-        torch.save({"module": task.module.cpu().state_dict(), "result": plain}, folder / RESULT)
+        torch.save({"module": task.module.cpu().state_dict(), "result": dataclasses.asdict(result)}, folder / RESULT)
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -24,10 +24,11 @@ from optimize.context import Context
 from optimize.errors import PassError
 from optimize.listener import SILENT, Listener
 from optimize.models.by_value import pickled_by_value
+from optimize.store.history import History
 from optimize.training.checkpoints import load_state
 from optimize.training.config import TrainingConfig
 from optimize.training.randomness import random_states
-from optimize.training.records import Epoch, TrainingResult
+from optimize.training.records import TrainingResult
 from serve.runtime.errors import UserError, one_line
 
 #: Files of the folder that the processes share.
@@ -90,7 +91,7 @@ def train_together(
     load_state(module, found["module"])
     module.to(context.device).eval()
     result = found["result"]
-    return TrainingResult(**{**result, "epochs": tuple(Epoch(*epoch) for epoch in result["epochs"])})
+    return TrainingResult(**{**result, "history": History.from_json(result["history"])})
 
 
 def failure(folder: Path, number: int) -> Path:

@@ -78,7 +78,9 @@ def carry_out(folder: Path, settings: TrainingConfig, at: int | None, *, while_w
     else:
         torch.manual_seed(0)
         module = Tiny(10)
-        notes = [repr(train(module, context, settings))]
+        result = train(module, context, settings)
+        losses = [(epoch.loss, epoch.held_out_top1) for epoch in result.epochs]
+        notes = [f"best={result.best} {losses} {result.history.points}", *result.notes]
         tensors = {name: value.numpy().tobytes() for name, value in module.state_dict().items()}
         made, left = {name: hashlib.sha256(value).hexdigest() for name, value in tensors.items()}, []
     return {"steps": listener.steps, "said": listener.lines, "made": made, "notes": notes, "left": left}

@@ -120,6 +120,37 @@ def test_the_page_opens_with_the_verdict_and_its_rule(tmp_path: Path) -> None:
     assert "its interval reaches below the limit" in page.text
 
 
+def trained(scores: list[float], best: int | None, **more: Any) -> dict[str, Any]:
+    times = {"data": 1.0, "compute": 7.0, "communication": 0.0, "judgement": 2.0, "checkpoints": 0.0}
+    steps = range(1, 2 * len(scores) + 1)
+    return {
+        "epochs": [{"loss": 1.0, "held_out_top1": score, "times": times} for score in scores],
+        "points": [{"step": step, "loss": 2.0 / step, "learning_rate": 0.01 * step} for step in steps],
+        **{"steps": 2, "best": best, "before": None, "processes": 1, **more},
+    }
+
+
+def test_the_page_draws_each_training_and_says_where_its_time_went(tmp_path: Path) -> None:
+    assert "Training" not in page_of(synthetic(), tmp_path / "none").text
+    report = body()
+    by_name = {row["name"]: row for row in report["rows"]}
+    by_name["baseline"]["training"] = [trained([0.5, 0.8125, 0.75], 1, processes=2)]
+    by_name["qat"]["training"] = [trained([0.6], None, before=0.71875), trained([0.9], 0)]
+    page = page_of(Report.from_json(report), tmp_path)
+    heads = re.findall(r'<h3 class="after">(.*?)</h3>', page.source)
+    assert [head for head in heads if head != "Good to know"] == ["baseline, 2 processes", "qat, 1 of 2", "qat, 2 of 2"]
+    first, *_ = re.findall(r'aria-label="(Training of .*?)"', page.source)
+    assert first == "Training of baseline: loss 2 to 0.333 in 3 epochs."
+    for words in ("kept: 81.25 %", "kept: 71.88 %", "kept: 90.00 %", "loss (nats)", "learning rate (dashed)"):
+        assert words in page.text
+    said = " ".join(page.text.split())
+    assert said.count("10.0 s an epoch: data 10 % compute 70 % held-out images 20 %") == 3
+    assert "communication" not in said
+    identities = re.findall(r'\sid="([^"]+)"', page.source)
+    assert len(identities) == len(set(identities))
+    assert Report.from_json(json.loads(json.dumps(Report.from_json(report).to_json()))) == Report.from_json(report)
+
+
 def test_what_was_skipped_says_why_and_shows_no_number(tmp_path: Path) -> None:
     page = page_of(synthetic(), tmp_path)
     kind, cells = page.row("onnx-half")

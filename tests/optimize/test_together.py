@@ -83,6 +83,12 @@ def test_two_processes_train_what_one_does():
     one, two = results
     assert [epoch.held_out_top1 for epoch in two.epochs] == [epoch.held_out_top1 for epoch in one.epochs]
     assert [epoch.loss for epoch in two.epochs] == pytest.approx([epoch.loss for epoch in one.epochs], abs=1e-5)
+    for mine, theirs in zip(two.history.points, one.history.points, strict=True):
+        assert dataclasses.replace(mine, loss=theirs.loss) == theirs
+        assert mine.loss == pytest.approx(theirs.loss, abs=1e-5)
+    assert (one.history.processes, one.history.times.communication) == (1, 0)
+    assert two.history.processes == 2
+    assert all(epoch.times.communication > 0 for epoch in two.epochs)
     assert (two.best, two.held_out_images, two.kept) == (one.best, one.held_out_images, one.kept)
     assert heard.fractions == sorted(heard.fractions)
     assert heard.fractions[-1] == 1.0
