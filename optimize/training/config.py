@@ -77,6 +77,11 @@ class TrainingConfig(Config):
         description="of a step's products and convolutions (automatic mixed precision); weights and their updates are "
         "float32 always, and so are the held-out images' answers",
     )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="forget what is within the network's blocks, which are found, and compute it again in the "
+        "backward: less memory for more time, and the same result",
+    )
     deterministic: bool = Field(
         default=False, description="only algorithms that repeat themselves bit for bit, which CPUs have anyway"
     )

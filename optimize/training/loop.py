@@ -37,6 +37,7 @@ from optimize.training.mixup import mixed
 from optimize.training.optimizers import clip, make_optimizer
 from optimize.training.precision import Precision
 from optimize.training.randomness import random_states, restore_random_states
+from optimize.training.recompute import checkpointed
 from optimize.training.records import Progress, TrainingResult
 from optimize.training.schedule import peak_rate, rate
 from optimize.training.stopwatch import Stopwatch
@@ -116,7 +117,7 @@ class _Run:
         """All epochs that are left, and the best of them kept."""
         saved = self.checkpoints.load()
         random = self._go_on(saved) if saved is not None else None
-        with group.timed(self.stopwatch), self.events.opened(self.done):
+        with group.timed(self.stopwatch), self.events.opened(self.done), self._checkpointed():
             if saved is None and from_start:
                 self._judge(None)
             self.stopwatch.taken()  # what was until here is of no epoch
@@ -134,6 +135,13 @@ class _Run:
         history = self.progress.history(len(self.batches), group.world())
         self.context.listener.said(f"training: {history.split}")
         return TrainingResult(history, self.progress.reached, len(self.held), tuple(dict.fromkeys(notes)))
+
+    def _checkpointed(self) -> contextlib.AbstractContextManager[None]:
+        if not self.config.activation_checkpointing:
+            return contextlib.nullcontext()
+        self._set_mode(self.progress.epoch, training=True)
+        images = self.config.batch_size // (self.config.accumulate * group.world())
+        return checkpointed(self.module, self.context.example, images, self.device)
 
     def _epoch(self, number: int, random: dict[str, Any] | None) -> None:
         """The rest of an epoch, and its judgement."""
