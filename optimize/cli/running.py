@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from json import dumps
 from pathlib import Path
@@ -117,6 +118,8 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     json: Annotated[bool, typer.Option("--json", help="Print report.json on stdout, and nothing else.")] = False,
 ) -> None:
     """Run a recipe on a model: build, measure, pack and report."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+        raise typer.Exit(2)  # one of several that torchrun has started: the first says that they are refused
     with reported("interrupted; what was finished is kept, the same command goes on from there"):
         with uncollected():
             from optimize import noise

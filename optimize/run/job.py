@@ -29,6 +29,7 @@ from optimize.run.identity import Identity
 from optimize.run.session import Session
 from optimize.store.objects import Store
 from optimize.training.events import tensorboard
+from optimize.training.together import refuse_torchrun
 from serve import layout
 from serve.config import Config
 from serve.runtime.errors import did_you_mean
@@ -150,6 +151,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     Raises:
         UserError: something is missing, unreadable, or does not fit.
     """
+    refuse_torchrun()
     if job.tensorboard is not None:
         tensorboard("writing a training's curves")
     device = resolve_device(job.device)

@@ -94,6 +94,22 @@ def train_together(
     return TrainingResult(**{**result, "history": History.from_json(result["history"])})
 
 
+def refuse_torchrun() -> None:
+    """Refuse to be one of several processes that torchrun has started.
+
+    Each would be a run of its own, from opening the data to measuring: only the trainings are to be shared.
+
+    Raises:
+        UserError: this is one.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if "TORCHELASTIC_RUN_ID" in os.environ and count > 1:
+        raise UserError(
+            f"torchrun has started this run {count} times, and each would make and measure everything; start it once, "
+            f"with --processes {count} (processes={count} in Python): it starts the processes of each training itself"
+        )
+
+
 def failure(folder: Path, number: int) -> Path:
     """Where the process ``number`` says why it fails: ``{"kind": …, "message": …}``."""
     return folder / f"failure-{number}.json"

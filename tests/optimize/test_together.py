@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from optimize.context import Context
 from optimize.data.loading import loader
 from optimize.errors import PassError
 from optimize.listener import Silent
-from optimize.passes import qat as qat_module
-from optimize.passes.qat import QAT, Qat
+from optimize.passes.qat import QAT
+from optimize.passes.qat_lowbit import QAT_LOWBIT
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
 from optimize.training.norms import AllReducedBatchNorm, synchronise
@@ -94,7 +95,15 @@ def test_two_processes_train_what_one_does():
     assert heard.fractions[-1] == 1.0
 
 
-def test_two_processes_train_for_int8_what_one_does(tmp_path, monkeypatch):
+LOW = {"weight_bits": 3, "activation_bits": 3, "ends_int8": False, "min_sqnr": -20.0, "min_agreement": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("of_pass", "more", "learned"),
+    [(QAT, {}, "activation_post_process.max_val"), (QAT_LOWBIT, LOW, "weight_fake_quant.step")],
+    ids=["qat", "qat-lowbit"],
+)
+def test_two_processes_train_for_integers_what_one_does(of_pass, more, learned, tmp_path, monkeypatch):
     """For a few steps: later a difference in the last digit turns a rounding, which is a whole step of an integer."""
     states: list[dict[str, Any]] = []
 
@@ -103,15 +112,17 @@ def test_two_processes_train_for_int8_what_one_does(tmp_path, monkeypatch):
         states.append({name: value.clone() for name, value in module.state_dict().items()})
         return result
 
-    monkeypatch.setattr(qat_module, "train", recording)
+    monkeypatch.setattr(sys.modules[of_pass.apply.__module__], "train", recording)
     context = brightness()
     for processes in (1, 2):
         torch.manual_seed(0)
         folder = tmp_path / str(processes)
         parent = parent_of(with_running_statistics(Normed()).eval(), context, folder / "parent")
-        settings = Qat(epochs=1, max_steps=5, batch_size=16, learning_rate=0.02, images=32, augment=False)
-        QAT.apply(parent, settings, dataclasses.replace(context, processes=processes), folder)
-    assert any("activation_post_process.max_val" in name for name in states[0])
+        settings = of_pass.config(
+            epochs=1, max_steps=5, batch_size=16, learning_rate=0.02, images=32, augment=False, **more
+        )
+        of_pass.apply(parent, settings, dataclasses.replace(context, processes=processes), folder)
+    assert any(learned in name for name in states[0])
     assert max(differences(*states).values()) < 1e-5
 
 

@@ -14,7 +14,9 @@ from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
 from optimize.data.draws import Draws
 from optimize.data.transforms import transform
+from optimize.passes import qat_lowbit
 from optimize.passes.qat import QAT, Qat
+from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
 from optimize.training import loop as training
 from optimize.training.averaging import Average
 from optimize.training.config import TrainingConfig
@@ -117,6 +119,40 @@ def test_qat_trains_in_bfloat16(tmp_path):
     settings = Qat(epochs=2, batch_size=16, learning_rate=0.01, images=32, augment=False, precision="bfloat16")
     product = QAT.apply(parent_of(network().eval(), context, tmp_path / "parent"), settings, context, tmp_path)
     assert product.precision == "int8"
+
+
+@pytest.mark.parametrize(
+    "quantizers",
+    [
+        {"weight_quantizer": "lsq", "activation_quantizer": "lsq"},
+        {"weight_bits": 2, "weight_quantizer": "ttq", "activation_quantizer": "pact"},
+    ],
+)
+def test_a_training_with_few_bits_computes_in_bfloat16_on_the_grids_of_float32(quantizers, tmp_path, monkeypatch):
+    context, seen, losses = brightness(), set(), list[float]()
+    settings = QatLowbit(
+        epochs=2, batch_size=16, images=32, augment=False, precision="bfloat16", ends_int8=False, min_sqnr=-20.0,
+        min_agreement=0.0, **quantizers,
+    )  # fmt: skip
+
+    def watched(module, *given, **options):
+        layer = module.get_submodule("0")
+        layer.register_forward_hook(lambda layer, given, out: seen.add((layer.training, out.dtype)))
+        before = {name: value.clone() for name, value in module.named_parameters()}
+        result = train(module, *given, **options)
+        losses.extend(epoch.loss for epoch in result.epochs)
+        assert {value.dtype for value in module.parameters()} == {torch.float32}
+        moved = {name for name, value in module.named_parameters() if not torch.equal(value, before[name])}
+        assert moved == before.keys() or result.best is None
+        weight = layer.weight_fake_quant(layer.weight.bfloat16())
+        assert len(weight[0].unique()) <= 2**settings.weight_bits
+        return result
+
+    monkeypatch.setattr(qat_lowbit, "train", watched)
+    product = QAT_LOWBIT.apply(parent_of(network().eval(), context, tmp_path / "parent"), settings, context, tmp_path)
+    assert product.precision in ("int8 (W4A4 executed)", "int8 (ternary A4 executed)")
+    assert seen == {(True, torch.bfloat16), (False, torch.float32)}
+    assert losses[1] < losses[0]
 
 
 def test_a_quantizer_in_mixed_precision_is_the_usual_one_in_float32():
