@@ -18,6 +18,8 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from optimize.export.trace import calls
+
 _ADDITIONS: Final = (operator.add, operator.iadd, torch.add)
 _METHODS: Final = ("add", "add_")
 _AXES: Final = 2
@@ -175,11 +177,7 @@ class _Looked:
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
-        self._called: dict[int, int] = {}
-        for node in module.graph.nodes:
-            if node.op == "call_module":
-                layer = id(module.get_submodule(str(node.target)))
-                self._called[layer] = self._called.get(layer, 0) + 1
+        self._called = calls(module)
         self._read = {str(node.target).rpartition(".")[0] for node in module.graph.nodes if node.op == "get_attr"}
         tied: dict[int, int] = {}
         for _, parameter in module.named_parameters(remove_duplicate=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 from torch import fx, nn
@@ -33,6 +34,12 @@ def trace(module: nn.Module) -> fx.GraphModule:
     _take_defaults(graph_module.graph)
     as_plain_layers(graph_module)
     return graph_module
+
+
+def calls(graph_module: fx.GraphModule) -> Counter[int]:
+    """How often each layer is called, by its `id`: one that has two names is one layer."""
+    called = (node.target for node in graph_module.graph.nodes if node.op == "call_module")
+    return Counter(id(graph_module.get_submodule(str(name))) for name in called)
 
 
 def _take_defaults(graph: fx.Graph) -> None:

@@ -9,24 +9,14 @@ from pathlib import Path
 
 import torch
 from pydantic import Field
-from torch import fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
-from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from optimize.context import Context
 from optimize.export.alike import require_alike
+from optimize.export.folding import fuse_module
 from optimize.export.program import write_program, write_weights
-from optimize.export.trace import trace
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LAYERS = (nn.Linear, *_CONVOLUTIONS)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-#: Weights this much smaller than the largest of their layer are far below what a sum in float32 can hold beside it.
-_NOTHING = 1e-20
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class Fuse(Config):
@@ -37,111 +27,6 @@ class Fuse(Config):
         gt=0,
         description="largest allowed difference of any logit to the parent's, relative to the parent's largest logit",
     )
-
-
-def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
-    """Fold and remove; returns a new traced module in eval mode, its layers' weights rewritten.
-
-    ``example`` is an input ``(N, C, H, W)`` with which the rank of inner tensors is found out.
-
-    A norm is folded only where nothing else sees what lies between: the layer before it feeds this norm
-    alone, and neither module is called anywhere else. A norm after a linear layer is folded only on
-    ``(N, features)`` inputs, where both speak of the same axis; `BatchNorm1d` on ``(N, L, C)`` does not.
-    """
-    graph_module = trace(module)
-    with torch.no_grad():
-        ShapeProp(graph_module).propagate(example)
-    modules = dict(graph_module.named_modules(remove_duplicate=False))
-    for node in list(graph_module.graph.nodes):
-        if node.op != "call_module":
-            continue
-        layer = modules[str(node.target)]
-        if isinstance(layer, (nn.Identity, *_DROPOUTS)):
-            _bypass(graph_module, node)
-        elif type(layer) in _NORMS and (before := _foldable(graph_module, modules, node)) is not None:
-            folded = _fold(modules[before], layer)
-            if type(folded) not in _LAYERS and not _same(folded, modules[before], layer, node):
-                continue
-            graph_module.set_submodule(before, folded)
-            modules[before] = folded
-            _bypass(graph_module, node)
-    graph_module.delete_all_unused_submodules()
-    graph_module.graph.lint()
-    graph_module.recompile()
-    return graph_module.eval()
-
-
-def _foldable(graph_module: fx.GraphModule, modules: dict[str, nn.Module], norm: fx.Node) -> str | None:
-    """The name of the layer that ``norm`` can be folded into, or None."""
-    layer = modules[str(norm.target)]
-    assert isinstance(layer, _NORMS)
-    before = norm.all_input_nodes[0]
-    if layer.running_mean is None or before.op != "call_module":
-        return None
-    candidate = modules[str(before.target)]
-    if not isinstance(candidate, _LAYERS):
-        return None
-    # A parametrised weight is computed, not stored; torch's folding mixes up the channels of a grouped
-    # transposed convolution, whose weight is (in, out / groups, …).
-    grouped = getattr(candidate, "transposed", False) and candidate.groups != 1
-    computed = nn.utils.parametrize.is_parametrized(candidate) or candidate._forward_pre_hooks
-    if computed or grouped:
-        return None
-    calls = [_identity(modules, node) for node in graph_module.graph.nodes if node.op == "call_module"]
-    if len(before.users) != 1 or calls.count(id(candidate)) != 1 or calls.count(id(layer)) != 1:
-        return None
-    if isinstance(candidate, nn.Linear) and not _is_matrix(before):
-        return None
-    return str(before.target)
-
-
-def _is_matrix(node: fx.Node) -> bool:
-    return len(node.meta["tensor_meta"].shape) == 2
-
-
-def _identity(modules: dict[str, nn.Module], node: fx.Node) -> int:
-    return id(modules[str(node.target)])
-
-
-def _fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
-    folded: nn.Module
-    if isinstance(layer, nn.Linear):
-        folded = fuse_linear_bn_eval(layer, norm)  # type: ignore[arg-type]
-    else:
-        transposed = isinstance(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
-        folded = fuse_conv_bn_eval(layer, norm, transpose=transposed)  # type: ignore[arg-type, type-var]
-    _flush(folded)
-    return folded
-
-
-def _flush(layer: nn.Module) -> None:
-    """Set to zero what cannot change an answer.
-
-    A channel that training has let die has tiny weights, and a tiny scale in its norm; their products are subnormal
-    numbers, which make a whole network 5 to 7 times slower on a CPU.
-    """
-    with torch.no_grad():
-        largest = max((float(tensor.abs().max()) for tensor in layer.parameters(recurse=False)), default=0.0)
-        for tensor in layer.parameters(recurse=False):
-            tensor[tensor.abs() < _NOTHING * largest] = 0.0
-
-
-def _same(folded: nn.Module, layer: nn.Module, norm: nn.Module, node: fx.Node) -> bool:
-    """Whether a layer of a foreign class, such as one that pads by itself, computes as layer and norm did.
-
-    It may use its weight for more than a convolution.
-    """
-    (before,) = node.all_input_nodes
-    shape = before.all_input_nodes[0].meta["tensor_meta"].shape
-    batch = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected, found = norm(layer(batch)), folded(batch)
-    return bool((found - expected).abs().max() <= 1e-4 * expected.abs().max())
-
-
-def _bypass(graph_module: fx.GraphModule, node: fx.Node) -> None:
-    node.replace_all_uses_with(node.all_input_nodes[0])
-    graph_module.graph.erase_node(node)
 
 
 def _apply(parent: Artifact, config: Fuse, context: Context, folder: Path) -> Product:

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from optimize.export.macs import weighted_macs
 from optimize.pruning.labels import Labels, channel_dims, squeezed
 from optimize.pruning.operations import (
     BINARY,
@@ -45,18 +46,20 @@ class Layer:
         out: labels of its outputs, ``int64 (out,)``.
         into: labels of its inputs, ``int64 (in,)``.
         per_group: input channels of each group; None where there is one group.
-        work: multiply-accumulates of one image for each output channel and each input channel that it reads.
+        kernel: shape of its weight behind the channels.
+        places: positions of its answer for one image, of all calls.
     """
 
     name: str
     out: torch.Tensor
     into: torch.Tensor
     per_group: int | None
-    work: int
+    kernel: tuple[int, ...]
+    places: int
 
     def macs(self, out: int, into: int) -> int:
         """Multiply-accumulates of one image with so many channels."""
-        return self.work * out * (self.per_group or into)
+        return weighted_macs((out, self.per_group or into, *self.kernel), self.places)
 
 
 @dataclass(frozen=True)
@@ -179,11 +182,12 @@ class _Propagation(fx.Interpreter):
         count = value.shape[dim]
         before = self.layers.get(name)
         out = before.out if before else self.labels.fresh(count)
-        work = value.numel() // (self.images * count) * int(layer.weight[0, 0].numel())
+        places = value.numel() // (self.images * count)
         if before is not None:
             self.labels.tie(before.into, into)
         per_group = len(into) // groups if groups > 1 else None
-        self.layers[name] = Layer(name, out, into, per_group, work + (before.work if before else 0))
+        kernel = tuple(layer.weight.shape[2:])
+        self.layers[name] = Layer(name, out, into, per_group, kernel, places + (before.places if before else 0))
         if groups > 1:
             for whole in zip(into.chunk(groups), out.chunk(groups), strict=True):
                 members = torch.cat(whole)

@@ -33,7 +33,10 @@ class Rounding:
 
 
 class Costs:
-    """Multiply-accumulates of one image as a function of how many units of each group stay."""
+    """Multiply-accumulates of one image as a function of how many units of each group stay.
+
+    Of convolutions and linear layers whose channels are followed; the rest of a network has as many as before.
+    """
 
     def __init__(self, grouping: Grouping) -> None:
         number = {unit: index for index, group in enumerate(grouping.groups) for unit in group.units}

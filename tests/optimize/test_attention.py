@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
 
 from optimize.context import Context
+from optimize.export.folding import fuse_module
 from optimize.export.trace import trace
-from optimize.passes.fuse import fuse_module
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat

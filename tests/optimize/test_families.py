@@ -25,8 +25,8 @@ from optimize.data.loading import loader
 from optimize.data.pixels import decoded
 from optimize.data.records import ImageData
 from optimize.data.splits import subset
+from optimize.export.folding import fuse_module
 from optimize.models.resolve import resolve_model
-from optimize.passes.fuse import fuse_module
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.calibration import calibrate

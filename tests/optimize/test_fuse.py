@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.errors import PassError
-from optimize.passes.fuse import FUSE, Fuse, fuse_module
+from optimize.export.folding import fuse_module
+from optimize.passes.fuse import FUSE, Fuse
 from tests.narrow import layer
 
 from .foreign_layers import (
@@ -239,13 +240,13 @@ def test_a_model_that_cannot_be_traced_is_refused_in_one_line(tmp_path):
 
 
 def test_a_fold_that_changes_the_numbers_is_refused(tmp_path, monkeypatch):
-    from optimize.passes import fuse
+    from optimize.export import folding
 
     context = noise_context()
     module = with_running_statistics(
         nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     )
-    monkeypatch.setattr(fuse, "_fold", lambda layer, norm: layer)  # drops the norm without folding it
+    monkeypatch.setattr(folding, "_fold", lambda layer, norm: layer)  # drops the norm without folding it
     with pytest.raises(PassError, match=r"logits differ from the parent's by .* more than the tolerance 0\.001"):
         FUSE.apply(parent_of(module, context, tmp_path / "parent"), Fuse(), context, tmp_path)
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from optimize.errors import NotApplicableError
 from optimize.export.branches import merge_blocks
+from optimize.export.folding import fuse_module
 from optimize.export.trace import trace
-from optimize.passes.fuse import fuse_module
 from optimize.passes.merge import MERGE, Merge, merge_module, peaked
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq

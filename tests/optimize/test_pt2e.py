@@ -13,9 +13,10 @@ from torch import nn
 from torchvision import models
 
 from optimize.context import Context
+from optimize.export.folding import fuse_module
 from optimize.measure.bench import Bench
 from optimize.measure.timing import Timing
-from optimize.passes.fuse import Fuse, fuse_module
+from optimize.passes.fuse import Fuse
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq, check
 from optimize.quantization.biases import WEIGHTED
