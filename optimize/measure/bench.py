@@ -346,13 +346,17 @@ class Bench:
 
 def surroundings(*executions: Execution, makers: Sequence[Callable[..., Any]]) -> dict[str, Any]:
     """The inputs that all keys of measurements have in common; ``makers`` are called to measure."""
+    return {**timing_here(*executions), "code": _code(frozenset(makers))}
+
+
+def timing_here(*executions: Execution) -> dict[str, Any]:
+    """What a time depends on beside what is timed and how: the machine, the processes' environment, libraries."""
     device = next((e.device for e in executions if e.device_type == "cuda"), "cpu")
     found = machine(torch.device(device))
     return {
         "environment": environment(),
         "machine": {name: found[name] for name in ("cpu", "cores", "threads", "memory_bytes", "gpu")},
         "libraries": versions(),
-        "code": _code(frozenset(makers)),
     }
 
 

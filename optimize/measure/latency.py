@@ -77,24 +77,28 @@ class Speed:
         return [sum(turn) / len(turn) / size for turn in self.rounds[size]]
 
 
-def measure_speed(turns: Mapping[str, Turn], timing: Timing, listener: Listener = SILENT) -> dict[str, Speed]:
+def measure_speed(
+    turns: Mapping[str, Turn], timing: Timing, listener: Listener = SILENT, sizes: Sequence[int] | None = None
+) -> dict[str, Speed]:
     """Time every variant in turns, one at a time.
 
     Args:
         turns: the variants by name, warmed up at every batch size.
         timing: see `Timing`.
         listener: told how far it is.
+        sizes: batch sizes, where they are not those of ``timing``.
 
     Returns:
         Times by variant; one whose turn raised a `PipelineError` has left, and is absent.
     """
-    times: dict[str, dict[int, list[list[float]]]] = {name: {size: [] for size in timing.batch_sizes} for name in turns}
+    sizes = sizes or timing.batch_sizes
+    times: dict[str, dict[int, list[list[float]]]] = {name: {size: [] for size in sizes} for name in turns}
     names = list(turns)
     for number in range(timing.rounds):
         # Each round begins with another variant: none always follows the same neighbour's heat.
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
-            for size in timing.batch_sizes if name in times else ():
+            for size in sizes if name in times else ():
                 try:
                     times[name][size].append(turns[name](size))
                 except PipelineError:

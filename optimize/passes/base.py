@@ -18,6 +18,7 @@ from optimize.store.artifact import EAGER, KIND_NAMES, Artifact, Kind, Product
 from optimize.store.sources import source_digest
 from serve.config import Config
 from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
 from serve.runtime.registry import Registry
 
 C = TypeVar("C", bound=Config)
@@ -42,6 +43,10 @@ class Pass(Generic[C]):
             module of this one's structure, into which its weights are then loaded.
         resize: instead, where only the pass could find that structure out: from the parent's eager module and what
             the product says of the structure.
+        timed: the executions that it times networks with, given its settings: its result then depends on the machine,
+            which is in its key. What was measured is not, nor its noise: it is measured once, and the answer kept.
+        leaves_zeros: whether zeros among the weights that it leaves are meant: whatever trains what descends from it
+            keeps them; see `zeros_are_meant`.
         check: refuses a config that does not fit the model, with a `UserError`, before anything is made. It is given
             a function that builds the model, with random weights.
     """
@@ -57,6 +62,8 @@ class Pass(Generic[C]):
     reads_device: bool = False
     rebuild: Callable[[nn.Module, torch.Tensor], nn.Module] | None = None
     resize: Callable[[nn.Module, Mapping[str, Any]], nn.Module] | None = None
+    timed: Callable[[C], tuple[Execution, ...]] = lambda config: ()
+    leaves_zeros: bool = False
     check: Callable[[Callable[[], nn.Module], C], None] | None = None
 
     def refuses(self, kind: Kind) -> str | None:
@@ -108,6 +115,13 @@ def find_pass(name: str) -> Pass[Any]:
         UserError: there is none; the message names the nearest and lists all.
     """
     return _REGISTRY.find(name)
+
+
+def zeros_are_meant(artifact: Artifact) -> bool:
+    """Whether a pass in an artifact's lineage has set weights to zero, so that a training must leave them so."""
+    known = passes()
+    made_by = (known.get(ancestor.operation) for ancestor in artifact.card.lineage)
+    return any(entry is not None and entry.leaves_zeros for entry in made_by)
 
 
 def pass_of(config: Config) -> Pass[Any]:

@@ -20,8 +20,8 @@ from optimize.errors import NotApplicableError
 from optimize.export.alike import require_alike
 from optimize.export.branches import blocks
 from optimize.export.program import write_program, write_weights
-from optimize.export.trace import trace
-from optimize.passes.base import Pass, register
+from optimize.export.trace import calls, trace
+from optimize.passes.base import Pass, register, zeros_are_meant
 from optimize.store.artifact import Artifact, Product
 from optimize.store.history import History
 from optimize.training.config import TrainingConfig
@@ -60,21 +60,24 @@ def expand_module(module: nn.Module, branches: Kind) -> tuple[fx.GraphModule, in
     """
     traced = trace(module)
     parallel = {branch.convolution for block in blocks(traced) for branch in block.branches}
+    called = calls(traced)
     count = 0
     for node in list(traced.graph.nodes):
-        layer = _plain(traced, node)
+        layer = _plain(traced, node, called)
         if layer is not None and str(node.target) not in parallel:
-            _put_beside(traced, node, layer, branches)
+            _put_beside(traced, node, layer, branches, called)
             count += 1
     traced.graph.lint()
     traced.recompile()
     return traced.eval(), count
 
 
-def _put_beside(module: fx.GraphModule, node: fx.Node, layer: nn.Conv2d, branches: Kind) -> None:
+def _put_beside(
+    module: fx.GraphModule, node: fx.Node, layer: nn.Conv2d, branches: Kind, called: Mapping[int, int]
+) -> None:
     """Add branches of what a convolution reads to what it, or its norm, gives."""
     name, given = str(node.target), node.all_input_nodes[0]
-    end = _norm_behind(module, node)
+    end = _norm_behind(module, node, called)
     users, total = list(end.users), end
     shapes = ((1, 1),) if branches == "repvgg" else ((1, 3), (3, 1))
     keeps_shape = layer.in_channels == layer.out_channels and set(layer.stride) == {1}
@@ -95,7 +98,7 @@ def _put_beside(module: fx.GraphModule, node: fx.Node, layer: nn.Conv2d, branche
         user.replace_input_with(end, total)
 
 
-def _plain(module: fx.GraphModule, node: fx.Node) -> nn.Conv2d | None:
+def _plain(module: fx.GraphModule, node: fx.Node, called: Mapping[int, int]) -> nn.Conv2d | None:
     """The layer that a node calls, if it is a 3x3 convolution with a border of one zero, called here alone."""
     if node.op != "call_module":
         return None
@@ -103,21 +106,16 @@ def _plain(module: fx.GraphModule, node: fx.Node) -> nn.Conv2d | None:
     if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or nn.utils.parametrize.is_parametrized(layer):
         return None
     plain = (layer.kernel_size, layer.dilation) == ((3, 3), (1, 1)) and layer.padding in ((1, 1), "same")
-    return layer if plain and _calls(module, layer) == 1 else None
+    return layer if plain and called[id(layer)] == 1 else None
 
 
-def _norm_behind(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+def _norm_behind(module: fx.GraphModule, node: fx.Node, called: Mapping[int, int]) -> fx.Node:
     """The batch norm that alone sees what a convolution gives, or the convolution."""
     user = next(iter(node.users)) if len(node.users) == 1 else None
     if user is None or user.op != "call_module":
         return node
     layer = module.get_submodule(str(user.target))
-    return user if type(layer) is nn.BatchNorm2d and _calls(module, layer) == 1 else node
-
-
-def _calls(module: fx.GraphModule, layer: nn.Module) -> int:
-    called = (str(node.target) for node in module.graph.nodes if node.op == "call_module")
-    return sum(module.get_submodule(name) is layer for name in called)
+    return user if type(layer) is nn.BatchNorm2d and called[id(layer)] == 1 else node
 
 
 def _beside(layer: nn.Conv2d, shape: tuple[int, int]) -> nn.Conv2d:
@@ -153,7 +151,7 @@ def _apply(parent: Artifact, config: Expand, context: Context, folder: Path) -> 
     trained: tuple[str, ...] = ()
     training: tuple[History, ...] = ()
     if config.train is not None:
-        result = train(module, context, config.train, from_start=True)
+        result = train(module, context, config.train, from_start=True, keep_zeros=zeros_are_meant(parent))
         trained, training = (result.kept, *result.notes), (result.history,)
     module.cpu()
     write_weights(module, folder)

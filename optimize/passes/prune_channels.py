@@ -6,25 +6,31 @@ later passes trace the parent and give it these shapes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import fx, nn
 
 from optimize.context import Context
 from optimize.errors import NotApplicableError, PassError
 from optimize.export.alike import require_alike
+from optimize.export.macs import total_macs
 from optimize.export.program import write_program, write_weights
 from optimize.export.trace import trace
 from optimize.models.patterns import around
-from optimize.passes.base import Pass, register
+from optimize.passes.base import Pass, register, zeros_are_meant
 from optimize.pruning.criteria import Criterion, first_order, scores
 from optimize.pruning.groups import Grouping, group
-from optimize.pruning.propagation import channels_of
+from optimize.pruning.latency import Budget, Kept, Latency, Race, Removed, Search
+from optimize.pruning.propagation import Channels, channels_of
+from optimize.pruning.regularised import Sparsifying, sparsify
 from optimize.pruning.settings import FineTuned, Pruning, check_keep, fine_tune, kept_by, listed
 from optimize.pruning.surgery import Structure, joined, masked, remove, resized
 from optimize.pruning.widths import Costs, Rounding, Spread, removed, widths
@@ -36,11 +42,16 @@ from optimize.training.events import part
 class PruneChannels(Pruning):
     """Settings of ``prune-channels``."""
 
-    macs: float = Field(
-        default=0.5,
+    latency: Latency | None = Field(
+        default=None,
+        description="in place of macs, the share of the time that may stay, as it is measured: {share: 0.6, execution: "
+        "openvino, batch: 1}",
+    )
+    macs: float | None = Field(
+        default=None,
         gt=0,
         lt=1,
-        description="share of the multiply-accumulates in convolutions and linear layers that may stay",
+        description="share of the network's multiply-accumulates that may stay; 0.5 where latency is not given either",
     )
     criterion: Criterion = Field(
         default="group",
@@ -56,6 +67,11 @@ class PruneChannels(Pruning):
     )
     min_width: int = Field(default=8, ge=1, description="fewest channels that a layer may be left with")
     steps: int = Field(default=1, ge=1, description="prunings, each followed by a fine-tuning, that share the removal")
+    sparsify: Sparsifying | None = Field(
+        default=None,
+        description="a training before the first pruning, with a pull that makes channels worth little: settings of a "
+        "training, pull (group or bn) and strength; by default none",
+    )
     images: int = Field(default=256, ge=1, description="training images that taylor's gradients are of")
     tolerance: float = Field(
         default=1e-3,
@@ -63,6 +79,18 @@ class PruneChannels(Pruning):
         description="largest allowed difference of any logit to those of the network in which the removed channels are "
         "there and nothing reads them, relative to the largest",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _half(cls, given: Any) -> Any:
+        """Half of the arithmetic, where nothing else is said."""
+        return {**given, "macs": 0.5} if isinstance(given, dict) and not {"macs", "latency"} & set(given) else given
+
+    @model_validator(mode="after")
+    def _one_measure(self) -> PruneChannels:
+        if (self.latency is None) == (self.macs is None):
+            raise ValueError("how much may stay is said by macs or by latency, and by one of them")
+        return self
 
 
 def _grouped(module: fx.GraphModule, example: torch.Tensor, config: PruneChannels, kept: frozenset[str]) -> Grouping:
@@ -85,72 +113,119 @@ def _grouped(module: fx.GraphModule, example: torch.Tensor, config: PruneChannel
     return gathered(bare) if bare else found
 
 
-def _smaller(
-    module: fx.GraphModule, grouping: Grouping, config: PruneChannels, most: float, context: Context
+class _Arithmetic:
+    """A budget of multiply-accumulates; `Race` is one of time.
+
+    Args:
+        module: the whole network, traced.
+        config: how much may stay.
+        example: ``(N, C, H, W)``.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, module: fx.GraphModule, config: PruneChannels, example: torch.Tensor) -> None:
+        self._config, self._example, self._full = config, example, total_macs(module, example)
+
+    def widest(self, module: fx.GraphModule, grouping: Grouping, removed: Removed, search: Search, part: float) -> Kept:
+        """See `Race.widest`."""
+        assert self._config.macs is not None
+        costs, most = Costs(grouping), self._full * self._config.macs**part
+        others = total_macs(module, self._example) - costs.full  # of what has no channels that are followed
+        stay = search(lambda kept: others + costs.macs(kept) <= most)
+        if stay is None:
+            config, rounding = self._config, _rounding(self._config)
+            fewest = others + costs.macs([rounding.nearest(0, each) for each in grouping.groups])
+            raise PassError(
+                f"prune-channels: at most {_millions(most)} multiply-accumulates were to stay (macs={config.macs:g}), "
+                f"and with the fewest channels that round_to={config.round_to} and min_width={config.min_width} allow "
+                f"there are {_millions(fewest)}; {len(grouping.kept)} of {len(grouping.channels.layers)} layers are "
+                "left whole"
+            )
+        return stay
+
+
+def _rounding(config: PruneChannels) -> Rounding:
+    return Rounding(config.round_to, config.min_width)
+
+
+def _gone(
+    module: fx.GraphModule, grouping: Grouping, config: PruneChannels, context: Context, widest: Callable[..., Kept]
 ) -> set[int]:
-    """The units to remove so that at most ``most`` multiply-accumulates stay."""
-    costs = Costs(grouping)
+    """The units to remove; ``widest`` is a budget's, with how far the removal is to go."""
     gradients = first_order(module, grouping, context, config.images) if config.criterion == "taylor" else None
     score = scores(module, grouping, config.criterion, gradients)
-    rounding = Rounding(config.round_to, config.min_width)
-    stay = widths(grouping, score, rounding, config.spread, lambda kept: costs.macs(kept) <= most)
-    if stay is None:
-        fewest = costs.macs([rounding.nearest(0, each) for each in grouping.groups])
-        raise PassError(
-            f"prune-channels: at most {_millions(most)} multiply-accumulates were to stay (macs={config.macs:g}), and "
-            f"with the fewest channels that round_to={config.round_to} and min_width={config.min_width} allow there "
-            f"are {_millions(fewest)}; {len(grouping.kept)} of {len(grouping.channels.layers)} layers are left whole"
-        )
-    return removed(grouping, score, stay)
+    going = functools.partial(removed, grouping, score)
+    search = functools.partial(widths, grouping, score, _rounding(config), config.spread)
+    return going(widest(module, grouping, going, search))
 
 
 def _apply(parent: Artifact, config: PruneChannels, context: Context, folder: Path) -> Product:
     example = context.example()
     # As the model's own code names them: a traced module keeps the names, and not all classes.
     kept = kept_by(next(parent.line()).module(), config) if config.keep else frozenset()
+    keep_zeros = zeros_are_meant(parent)
     module = trace(parent.module())
+    first = _grouped(module, example, config, kept)
+    if not first.groups:
+        raise NotApplicableError(f"no channels of this model can be removed: {'; '.join(_left(first))}")
     structure: Structure = {}
-    trained = FineTuned()
-    first, before = _grouped(module, example, config, kept), _parameters(module)
-    grouping, full = first, Costs(first).full
-    for step in range(1, config.steps + 1):
-        grouping = _grouped(module, example, config, kept)
-        if not grouping.groups:
-            raise NotApplicableError(f"no channels of this model can be removed: {'; '.join(_left(grouping))}")
-        units = _smaller(module, grouping, config, full * config.macs ** (step / config.steps), context)
-        whole = masked(module, grouping, units)
-        structure = joined(structure, remove(module, grouping, units))
-        _require_same(module, whole, example, config.tolerance)
-        own = dataclasses.replace(context, tensorboard=part(context.tensorboard, step, config.steps))
-        trained += fine_tune(module, own, config.train)
-    after = channels_of(module, example)
-    effects = [
-        Effect(name, f"{side} channels", float(len(was)), float(len(now)))
-        for name, layer in first.channels.layers.items()
-        for side, was, now in (
-            ("output", layer.out, after.layers[name].out),
-            ("input", layer.into, after.layers[name].into),
+    full, before = total_macs(module, example), _parameters(module)
+    trained, sparsified = FineTuned(), int(config.sparsify is not None)
+    trainings = sparsified + config.steps
+    if config.sparsify is not None:
+        own = dataclasses.replace(context, tensorboard=part(context.tensorboard, 1, trainings))
+        trained += sparsify(module, first, own, config.sparsify, keep_zeros=keep_zeros)
+    with contextlib.ExitStack() as stack:
+        budget: Budget = (
+            stack.enter_context(Race(module, config.latency, context))
+            if config.latency is not None
+            else _Arithmetic(module, config, example)
         )
-        if len(was) != len(now)
-    ]
-    left = Costs(group(after, {})).full
-    effects += [
+        for step in range(1, config.steps + 1):
+            grouping = _grouped(module, example, config, kept)
+            widest = functools.partial(budget.widest, part=step / config.steps)
+            units = _gone(module, grouping, config, context, widest)
+            whole = masked(module, grouping, units)
+            structure = joined(structure, remove(module, grouping, units))
+            _require_same(module, whole, example, config.tolerance)
+            own = dataclasses.replace(context, tensorboard=part(context.tensorboard, sparsified + step, trainings))
+            trained += fine_tune(module, own, config.train, keep_zeros=keep_zeros)
+    after = channels_of(module, example)
+    left, parameters = total_macs(module, example), _parameters(module)
+    channels = _changed(first.channels, after)
+    effects = [
+        *channels,
         Effect(WHOLE, "multiply-accumulates of one image (millions)", full / 1e6, left / 1e6),
-        Effect(WHOLE, "parameters (millions)", before / 1e6, _parameters(module) / 1e6),
+        Effect(WHOLE, "parameters (millions)", before / 1e6, parameters / 1e6),
     ]
     write_weights(module, folder)
     write_effects(effects, folder)
     file, file_format = write_program(module, example, folder)
     notes = (
-        f"multiply-accumulates of one image in convolutions and linear layers {_millions(full)} → {_millions(left)} "
-        f"({left / full:.0%}), parameters {_millions(before)} → {_millions(_parameters(module))}: channels are removed "
-        f"from {sum(effect.figure.startswith('output') for effect in effects)} of {len(after.layers)} layers",
+        f"multiply-accumulates of one image {_millions(full)} → {_millions(left)} ({left / full:.0%}), parameters "
+        f"{_millions(before)} → {_millions(parameters)}: channels are removed from "
+        f"{sum(effect.figure.startswith('output') for effect in channels)} of {len(after.layers)} layers",
+        *budget.notes,
         *_left(grouping),
         *trained.notes,
     )
     return Product(
         file, file_format, parent.card.precision, notes=notes, structure=structure, training=trained.training
     )
+
+
+def _changed(before: Channels, after: Channels) -> list[Effect]:
+    """Each layer's numbers of channels that are others than they were."""
+    return [
+        Effect(name, f"{side} channels", float(len(was)), float(len(now)))
+        for name, layer in before.layers.items()
+        for side, was, now in (
+            ("output", layer.out, after.layers[name].out),
+            ("input", layer.into, after.layers[name].into),
+        )
+        if len(was) != len(now)
+    ]
 
 
 def _require_same(module: nn.Module, whole: nn.Module, example: torch.Tensor, tolerance: float) -> None:
@@ -162,6 +237,12 @@ def _require_same(module: nn.Module, whole: nn.Module, example: torch.Tensor, to
         raise PassError(f"prune-channels: the smaller network does not run: {str(error).splitlines()[0]}") from None
     of = "those of the network in which nothing reads the removed channels"
     require_alike(actual, expected, tolerance, "prune-channels", of)
+
+
+def _check(build: Callable[[], nn.Module], config: PruneChannels) -> None:
+    check_keep(build, config)
+    if config.latency is not None:
+        config.latency.check()
 
 
 def _left(grouping: Grouping) -> list[str]:
@@ -189,8 +270,9 @@ PRUNE_CHANNELS = register(
         yields="module",
         apply=_apply,
         data="training",
-        libraries=("torch", "torchvision"),
+        libraries=("torch", "torchvision", "onnx", "onnxscript"),
         resize=resized,
-        check=check_keep,
+        timed=lambda config: (config.latency.by,) if config.latency is not None else (),
+        check=_check,
     )
 )

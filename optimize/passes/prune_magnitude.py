@@ -5,6 +5,7 @@ No engine here computes less for it: it shows what a network could do without, a
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from pydantic import Field
@@ -27,6 +28,11 @@ class PruneMagnitude(Pruning):
     scope: Scope = Field(
         default="global", description="among which weights the smallest are looked for: global (all layers') or layer"
     )
+    steps: int = Field(
+        default=1,
+        ge=1,
+        description="prunings, each followed by a training, which take the same share of the weights that are left",
+    )
 
 
 def _apply(parent: Artifact, config: PruneMagnitude, context: Context, folder: Path) -> Product:
@@ -34,7 +40,9 @@ def _apply(parent: Artifact, config: PruneMagnitude, context: Context, folder: P
     weights = weighted(module, kept_by(module, config))
     if not weights:
         raise NotApplicableError("this model has no weights of convolutions or linear layers but those that are kept")
-    return write_zeroed(module, smallest(weights, config.sparsity, config.scope), config.train, context, folder)
+    shares = (1 - (1 - config.sparsity) ** (step / config.steps) for step in range(1, config.steps + 1))
+    rounds = [functools.partial(smallest, weights, share, config.scope) for share in shares]
+    return write_zeroed(module, rounds, config.train, context, folder)
 
 
 PRUNE_MAGNITUDE = register(
@@ -47,6 +55,7 @@ PRUNE_MAGNITUDE = register(
         apply=_apply,
         data="training",
         rebuild=lambda module, example: module,
+        leaves_zeros=True,
         check=check_keep,
     )
 )

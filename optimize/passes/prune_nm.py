@@ -38,7 +38,7 @@ def _apply(parent: Artifact, config: PruneNm, context: Context, folder: Path) ->
     masks = n_of_m(weights, config.n, config.m)
     if not masks:
         raise NotApplicableError(f"no layer of this model has a multiple of {config.m} input channels in a group")
-    product = write_zeroed(module, masks, config.train, context, folder)
+    product = write_zeroed(module, [lambda: masks], config.train, context, folder)
     others = [name for name in weights if name not in masks]
     if not others:
         return product
@@ -56,6 +56,7 @@ PRUNE_NM = register(
         apply=_apply,
         data="training",
         rebuild=lambda module, example: module,
+        leaves_zeros=True,
         check=check_keep,
     )
 )

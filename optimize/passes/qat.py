@@ -17,7 +17,7 @@ from torch.ao.nn.intrinsic.qat import freeze_bn_stats
 from torch.ao.quantization.observer import ObserverBase
 
 from optimize.context import Context
-from optimize.passes.base import Pass, register
+from optimize.passes.base import Pass, register, zeros_are_meant
 from optimize.quantization.calibration import start_ranges
 from optimize.quantization.choices import Choices, Override, check_choices, of_activations, overrides_note, resolve
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
@@ -110,7 +110,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
                 if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                     layer.eval()  # those that no convolution absorbed
 
-    result = train(prepared, context, config, set_mode=set_mode, from_start=True)
+    result = train(prepared, context, config, set_mode=set_mode, from_start=True, keep_zeros=zeros_are_meant(parent))
     product = write_quantized(prepared.cpu(), example, target, folder)
     images = context.example(IMAGES)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from torch import fx
 
 from optimize.context import Context
 from optimize.export.program import write_weights
-from optimize.passes.base import Pass, register
+from optimize.passes.base import Pass, register, zeros_are_meant
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import check_choices, overrides_note, resolve
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
@@ -62,7 +62,7 @@ def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) 
     turn_signs(traced)
     layers = low_layers(traced, chosen, config, build)
     network = start_network(traced, layers, config, context, config.images)
-    result = train(network, context, config, from_start=True)
+    result = train(network, context, config, from_start=True, keep_zeros=zeros_are_meant(parent))
     network.cpu()
     settled = settle(network, traced)
     write_weights(settled.module, folder)

@@ -14,12 +14,11 @@ import onnx
 from onnx import shape_inference
 
 from optimize.export.macs import product_macs, weighted_macs
+from optimize.export.sparsity import constant_behind
 from optimize.profiling.names import called
 
 #: What has MACs, of the operators that our graphs have.
 _COMPUTING: Final = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-#: What only hands a weight on.
-_HANDING_ON: Final = frozenset({"DequantizeLinear", "QuantizeLinear", "Transpose", "Reshape", "Cast", "Identity"})
 #: What engines add to names: ONNX Runtime 1.31 (``_nchwc``, ``_token_7``, ``fused ``), OpenVINO 2026.4.
 _ADDED: Final = re.compile(r"^fused |/WithoutBiases$|/fq_\w+$|(_token_\d+)+$|_nchwc$|/duplicated$")
 _ROOT: Final = "module."
@@ -118,13 +117,7 @@ class GraphLayers:
 
     def _constant(self, tensor: str) -> onnx.TensorProto | None:
         """The constant that a tensor is, however it is stored."""
-        while tensor not in self._constants:
-            node = self._makers.get(tensor)
-            if node is None or node.op_type not in _HANDING_ON:
-                return None
-            tensor = node.input[0]
-        found: onnx.TensorProto = self._constants[tensor]
-        return found
+        return constant_behind(tensor, self._makers, self._constants)
 
 
 def _aliases(executed: str) -> Iterator[str]:

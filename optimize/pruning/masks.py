@@ -1,16 +1,14 @@
-"""Single weights as zeros: which, and how they stay zero while the others are trained."""
+"""Single weights as zeros: which, by their size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from optimize.errors import PassError
 from optimize.models.patterns import around
 from optimize.store.effects import WHOLE, Effect
 
@@ -59,44 +57,23 @@ def n_of_m(weights: Mapping[str, torch.Tensor], n: int, m: int) -> Masks:
     return found
 
 
-@contextmanager
-def held(module: nn.Module, masks: Masks) -> Iterator[None]:
-    """Set what is masked to zero, and keep it there while the block trains the module.
+def set_to_zero(module: nn.Module, masks: Masks) -> None:
+    """Set what is masked to zero, in place."""
+    with torch.no_grad():
+        for name, mask in masks.items():
+            weight: Any = module.get_submodule(name).weight
+            weight.mul_(mask)
 
-    A weight of zero without a gradient stays zero by SGD with momentum and decay, and by Adam.
 
-    Raises:
-        PassError: a weight that is masked is not zero at the end.
+def zeros(masks: Masks, were: Mapping[str, torch.Tensor]) -> list[Effect]:
+    """How many of each layer's weights are zero, and of all, in percent, before they are masked and after.
+
+    Args:
+        masks: what stays.
+        were: by layer's name, true where a weight was zero before.
     """
-    weights: dict[str, Any] = {name: module.get_submodule(name).weight for name in masks}
-    hooks = []
-    for name, weight in weights.items():
-        with torch.no_grad():
-            weight.mul_(masks[name])
-        hooks.append(weight.register_hook(_without(masks[name])))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name, mask in masks.items():
-        weight = module.get_submodule(name).weight
-        assert isinstance(weight, torch.Tensor)
-        if bool(weight.detach().cpu()[~mask].any()):
-            raise PassError(f"weights of {name} that were pruned have been trained")
-
-
-def _without(mask: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda gradient: gradient * mask.to(gradient.device)
-
-
-def zeros(masks: Masks, module: nn.Module) -> list[Effect]:
-    """How many of each layer's weights are zero, and of all, in percent, before they are masked and after."""
-    before, after = [], []
-    for name, mask in masks.items():
-        weight: Any = module.get_submodule(name).weight
-        before.append((weight == 0).flatten())
-        after.append(before[-1] | ~mask.flatten())
+    before = [were[name].flatten() for name in masks]
+    after = [was | ~mask.flatten() for was, mask in zip(before, masks.values(), strict=True)]
     whole = Effect(WHOLE, f"{ZEROS}, simulated at 1.0 times the speed", _share(*before), _share(*after))
     shares = zip(masks, before, after, strict=True)
     return [*(Effect(name, ZEROS, _share(was), _share(now)) for name, was, now in shares), whole]

@@ -81,11 +81,11 @@ class FineTuned:
         return FineTuned((*self.notes, *later.notes), (*self.training, *later.training))
 
 
-def fine_tune(module: nn.Module, context: Context, config: FineTuning) -> FineTuned:
+def fine_tune(module: nn.Module, context: Context, config: FineTuning, *, keep_zeros: bool) -> FineTuned:
     """Train ``module`` in place; leave it on the CPU in eval mode, at its best epoch or as it was."""
     if not config.epochs:
         return FineTuned()
-    result = train(module, context, config, from_start=True)
+    result = train(module, context, config, from_start=True, keep_zeros=keep_zeros)
     module.cpu().eval()
     return FineTuned((f"fine-tuned: {result.kept}", *result.notes), (result.history,))
 

@@ -72,6 +72,7 @@ def learn_rounding(
     nearest = exact.round().clamp(rounding.low, rounding.high)
     # The largest weight of a range is its end: on another integer, the range would be found to be another.
     fixed = (nearest.abs() >= rounding.high) & (not rounding.known)
+    fixed |= exact == down  # on the grid already, such as the zeros of a pruning: there is one integer around it
     images, targets = torch.cat(list(given)), torch.cat(list(expected))
     share = (exact - down - _GAMMA) / (_ZETA - _GAMMA)
     choice = torch.log(share / (1 - share)).requires_grad_()

@@ -22,6 +22,8 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers torch.ops.quantized_decomposed
 from torch import fx
 
+from optimize.export.sparsity import packed_kind, unpacked
+
 _ATEN = torch.ops.aten
 _OPS = torch.ops.quantized
 
@@ -138,7 +140,7 @@ def repack(converted: fx.GraphModule, layers: Layers) -> int:
     waiting = {digest: deque(equal) for digest, equal in layers.items()}
     count = 0
     for owner, name, packed in _packed(converted):
-        weight, own = packed if isinstance(packed, tuple) else _unpacked(packed)
+        weight, own = packed if isinstance(packed, tuple) else unpacked(packed)
         if own is None or weight.qscheme() != torch.per_channel_affine:
             continue
         equal = waiting.get(_digest(weight.int_repr(), weight.q_per_channel_scales()))
@@ -174,19 +176,8 @@ def _packed(converted: fx.GraphModule) -> Iterator[tuple[Any, str, Any]]:
             yield owner, name, getattr(owner, name)
 
 
-def _kind(packed: torch.ScriptObject) -> str:
-    """What the operators of packed weights are called after: linear, conv2d or conv3d (conv1d's are conv2d's)."""
-    name = str(packed._type()).rpartition(".")[2]
-    return name.removesuffix("PackedParamsBase").lower()
-
-
-def _unpacked(packed: torch.ScriptObject) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight, bias = getattr(_OPS, f"{_kind(packed)}_unpack")(packed)
-    return weight, bias
-
-
 def _repacked(packed: torch.ScriptObject, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-    kind = _kind(packed)
+    kind = packed_kind(packed)
     settings = () if kind == "linear" else ("stride", "padding", "dilation", "groups")
     values = [getattr(_OPS, f"{kind}_{setting}")(packed) for setting in settings]
     return getattr(_OPS, f"{kind}_prepack")(weight, bias, *values)

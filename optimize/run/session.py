@@ -17,11 +17,13 @@ import torch
 
 from optimize.context import Context
 from optimize.data.augment import IN_WORDS
+from optimize.export.sparsity import sparsity
+from optimize.measure.bench import timing_here
 from optimize.measure.machine import installed_version, machine, versions
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.preprocessing import ChosenPreprocessing
 from optimize.models.source import ModelSource
-from optimize.passes.base import Pass, find_pass, pass_of
+from optimize.passes.base import Pass, find_pass, pass_of, zeros_are_meant
 from optimize.quantization.targets import x86_target
 from optimize.store.artifact import EAGER, PRODUCT_FILE, Artifact, Kind, Made, Product, read_product, write_product
 from optimize.store.history import History
@@ -201,6 +203,7 @@ class Session(Described):
             )
         self.check(config)
         settings = config.model_dump(mode="json")
+        zeros = step.leaves_zeros or zeros_are_meant(parent)
         key = StageKey(
             operation=step.name,
             config=settings,
@@ -208,6 +211,8 @@ class Session(Described):
             target=x86_target().name,
             device=self.context.device.type if step.reads_device else None,
             processes=self.context.processes if trains(config) else 1,
+            zeros=code_of(sparsity) if zeros else None,
+            timed=timing_here(*timed) if (timed := step.timed(config)) else None,
             libraries=_versions(step.libraries),
             code=step.source_digest(),
             **self.surroundings(),
@@ -216,7 +221,7 @@ class Session(Described):
         def write(folder: Path) -> Product:
             torch.manual_seed(self.context.seed)
             product: Product = step.apply(parent, config, self._keeping(key, planned.name), folder)
-            return product
+            return _with_zeros_counted(product, folder) if zeros else product
 
         planned = Planned(name or step.name, step.yields, step.name, settings, key.digest)
         return self._obtain(planned, write, parent)
@@ -328,6 +333,14 @@ class Session(Described):
             machine=made.machine,
             notes=product.notes,
         )
+
+
+def _with_zeros_counted(product: Product, folder: Path) -> Product:
+    """A product whose notes say how many zeros its file holds, whatever the passes before it have promised."""
+    found = sparsity(folder, product.file, product.format)
+    if found is None or (note := found.words(product.file)) in product.notes:
+        return product
+    return dataclasses.replace(product, notes=(*product.notes, note))
 
 
 def _versions(libraries: tuple[str, ...]) -> dict[str, str | None]:

@@ -109,6 +109,9 @@ class StageKey(Making):
         target: which integers the machine's kernels speak.
         device: the run's, for a pass whose result depends on it; None for others.
         processes: see `BaselineKey`.
+        zeros: digest of the sources that count the zeros of what it makes, where zeros are meant in its lineage: these
+            are kept and counted. None where they are not.
+        timed: the machine, its environment and all libraries, for a pass that times networks; None for others.
     """
 
     kind = "stage"
@@ -118,6 +121,8 @@ class StageKey(Making):
     target: str
     device: str | None
     processes: int
+    zeros: str | None
+    timed: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,14 +37,13 @@ from optimize.training.optimizers import clip, make_optimizer
 from optimize.training.precision import Precision
 from optimize.training.randomness import random_states, restore_random_states
 from optimize.training.recompute import checkpointed
-from optimize.training.records import Progress, TrainingResult
+from optimize.training.records import Manner, Penalty, Progress, SetMode, TrainingResult
 from optimize.training.schedule import peak_rate, rate
 from optimize.training.stopwatch import Stopwatch
 from optimize.training.together import train_together
+from optimize.training.zeros import Zeros
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
-
-SetMode = Callable[[nn.Module, int, bool], None]
 
 #: At most so many points has a training's curve, but one for each epoch at least.
 _POINTS = 200
@@ -58,6 +56,8 @@ def train(
     *,
     set_mode: SetMode | None = None,
     from_start: bool = False,
+    keep_zeros: bool = False,
+    penalty: Penalty | None = None,
 ) -> TrainingResult:
     """Train ``module`` in place on ``context.device`` and leave it there in eval mode, at its best epoch.
 
@@ -68,22 +68,25 @@ def train(
         set_mode: called after the module was put into training mode (True) or eval mode (False), with the
             epoch's number from 0, for modules with more modes than those two.
         from_start: whether the module as it comes is kept where no epoch is better: for one that is trained already.
+        keep_zeros: whether weights of its layers that are zero as it comes stay zero: for one that was pruned.
+        penalty: what pulls weights beside the loss. With one the last epoch is kept, because it has pulled longest.
 
     Raises:
         PassError: the loss became NaN or infinite.
         UserError: no class has two training images.
     """
+    manner = Manner(set_mode, from_start, keep_zeros, penalty)
     if context.processes > 1 and not group.together():
-        return train_together(module, context, config, set_mode, from_start=from_start)
+        return train_together(module, context, config, manner)
     with deterministic(config.deterministic):
-        return _Run(module, context, config, set_mode).carried_out(from_start=from_start)
+        return _Run(module, context, config, manner).carried_out()
 
 
 class _Run:
     """One training run: what it works with, and how far it has come."""
 
-    def __init__(self, module: nn.Module, context: Context, config: TrainingConfig, set_mode: SetMode | None) -> None:
-        self.module, self.context, self.config, self.set_mode = module, context, config, set_mode
+    def __init__(self, module: nn.Module, context: Context, config: TrainingConfig, manner: Manner) -> None:
+        self.module, self.context, self.config, self.manner = module, context, config, manner
         self.device = context.device
         module.to(self.device)
         fit, self.held = hold_out(context.data.train, config.holdout, context.seed)
@@ -99,6 +102,7 @@ class _Run:
         self.precision = Precision(config, self.device)
         self.precision.prepare(module)
         self.forward = joined(module, self.device)
+        self.zeros = Zeros(module) if manner.keep_zeros else None
         self.optimizer = make_optimizer(module, config)
         self.average = Average(module, config.ema) if config.ema is not None else None
         planned = config.epochs * len(self.batches)
@@ -113,18 +117,20 @@ class _Run:
         """How many steps are."""
         return self.progress.epoch * len(self.batches) + self.progress.place
 
-    def carried_out(self, *, from_start: bool) -> TrainingResult:
+    def carried_out(self) -> TrainingResult:
         """All epochs that are left, and the best of them kept."""
         saved = self.checkpoints.load()
         random = self._go_on(saved) if saved is not None else None
         with group.timed(self.stopwatch), self.events.opened(self.done), self._checkpointed():
-            if saved is None and from_start:
+            if saved is None and self.manner.from_start:
                 self._judge(None)
             self.stopwatch.taken()  # what was until here is of no epoch
             for number in range(self.progress.epoch, math.ceil(self.steps / len(self.batches))):
                 self._epoch(number, random)
                 random = None
         load_state(self.module, self.progress.kept)
+        if self.zeros is not None:
+            self.zeros.check()
         self.module.eval()
         notes = tuple(
             f"of the {title} images, {note}"
@@ -224,6 +230,10 @@ class _Run:
             self.progress.loss += loss.detach() * (len(wanted) / batch.copies)
         self.progress.images += len(targets) / batch.copies
         self.precision.unscale(self.optimizer)
+        if self.manner.penalty is not None:
+            self.manner.penalty.add(self.module)
+        if self.zeros is not None:
+            self.zeros.drop_gradients()
         clip(self.optimizer, config.clip_norm)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate(step, self.steps, peak_rate(config), config.warm_up)
@@ -239,7 +249,8 @@ class _Run:
             self._set_mode(number or 0, training=False)
             score = top1(self.module, self.validation, self.context)
             # The later of two equal epochs has seen more; what was trained already is left only for something better.
-            if score > progress.reached or (progress.best is not None and score == progress.reached):
+            pulled = self.manner.penalty is not None and number is not None
+            if pulled or score > progress.reached or (progress.best is not None and score == progress.reached):
                 progress.best, progress.reached = number, score
                 progress.kept = copy.deepcopy(self.module.state_dict())
         if number is None:
@@ -248,8 +259,8 @@ class _Run:
 
     def _set_mode(self, number: int, *, training: bool) -> None:
         self.module.train(training)
-        if self.set_mode is not None:
-            self.set_mode(self.module, number, training)
+        if self.manner.set_mode is not None:
+            self.manner.set_mode(self.module, number, training)
 
     def _save(self) -> None:
         """Keep all that it takes to go on from here; what each process has of its own comes to the first."""

@@ -68,7 +68,7 @@ def main(folder: Path, number: int, count: int) -> None:
     else:
         other_random(task.context.seed, number)
     context = dataclasses.replace(task.context, device=device, listener=listener)
-    result = train(task.module, context, task.config, set_mode=task.set_mode, from_start=task.from_start)
+    result = train(task.module, context, task.config, **vars(task.manner))
     if number == 0:
         torch.save({"module": task.module.cpu().state_dict(), "result": dataclasses.asdict(result)}, folder / RESULT)
     distributed.barrier()

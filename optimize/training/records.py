@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from optimize.store.history import Epoch, History, Point, Times
+
+#: Puts a module's parts into modes of their own, given the epoch's number, from 0, and whether it is trained now.
+SetMode = Callable[[nn.Module, int, bool], None]
+
+
+class Penalty(Protocol):
+    """What pulls weights beside the loss. It travels to the processes that train, pickled."""
+
+    def add(self, module: nn.Module) -> None:
+        """Add its gradient to those that the loss has given to the parameters of ``module``."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a module is trained beside the settings: what whoever has it trained knows of it; see `loop.train`."""
+
+    set_mode: SetMode | None = None
+    from_start: bool = False
+    keep_zeros: bool = False
+    penalty: Penalty | None = None
 
 
 @dataclass(frozen=True)

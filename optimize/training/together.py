@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +28,7 @@ from optimize.store.history import History
 from optimize.training.checkpoints import load_state
 from optimize.training.config import TrainingConfig
 from optimize.training.randomness import random_states
-from optimize.training.records import TrainingResult
+from optimize.training.records import Manner, TrainingResult
 from serve.runtime.errors import UserError, one_line
 
 #: Files of the folder that the processes share.
@@ -45,6 +45,7 @@ class Task:
     """What each process is to do: the arguments of `train`, and what the caller's process had set.
 
     Attributes:
+        manner: how it is trained beside the settings.
         random: the caller's random states, which the first process goes on from.
         threads: that each computes with.
     """
@@ -52,20 +53,12 @@ class Task:
     module: nn.Module
     context: Context
     config: TrainingConfig
-    set_mode: Callable[[nn.Module, int, bool], None] | None
-    from_start: bool
+    manner: Manner
     random: dict[str, Any]
     threads: int
 
 
-def train_together(
-    module: nn.Module,
-    context: Context,
-    config: TrainingConfig,
-    set_mode: Callable[[nn.Module, int, bool], None] | None,
-    *,
-    from_start: bool,
-) -> TrainingResult:
+def train_together(module: nn.Module, context: Context, config: TrainingConfig, manner: Manner) -> TrainingResult:
     """`train` in ``context.processes`` processes, each with a part of every batch; ``module`` gets what they find.
 
     Raises:
@@ -75,7 +68,7 @@ def train_together(
     _check(context, config)
     threads = max(1, torch.get_num_threads() // context.processes)
     quiet = replace(context, listener=SILENT)
-    task = Task(module.cpu(), quiet, config, set_mode, from_start, random_states(context.device), threads)
+    task = Task(module.cpu(), quiet, config, manner, random_states(context.device), threads)
     try:
         body = pickled_by_value(task)
     except Exception as error:  # noqa: BLE001 - a user's object may raise anything

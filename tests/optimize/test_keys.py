@@ -38,6 +38,8 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
         "target": ("x86", "x86-vnni"),
         "device": (None, "cuda"),
         "processes": (1, 2),
+        "zeros": (None, "f" * 64),
+        "timed": (None, {"machine": {"cores": 2}}),
         "classes": (10, 11),
         "images": ("d" * 64, "e" * 64),
         "augmentation": ("shift", "none"),

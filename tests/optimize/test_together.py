@@ -69,17 +69,19 @@ def test_two_processes_train_what_one_does():
     for processes in (1, 2):
         torch.manual_seed(0)
         module = with_running_statistics(Normed())
+        module.second.weight.data[:, ::2] = 0  # as a pruning leaves them
         before = {name: value.clone() for name, value in module.state_dict().items()}
         there = dataclasses.replace(
             context, processes=processes, listener=heard if processes == 2 else context.listener
         )
-        results.append(train(module, there, config, set_mode=freeze))
+        results.append(train(module, there, config, set_mode=freeze, keep_zeros=True))
         states.append(module.state_dict())
         assert not module.training
     moved = differences(states[0], before)
     assert moved["first.weight"] > 1e-3
     assert moved["trained.running_var"] > 1e-3
     assert moved["frozen.running_var"] == 0
+    assert all(torch.equal(state["second.weight"] == 0, before["second.weight"] == 0) for state in states)
     assert max(differences(*states).values()) < 1e-5
     one, two = results
     assert [epoch.held_out_top1 for epoch in two.epochs] == [epoch.held_out_top1 for epoch in one.epochs]
