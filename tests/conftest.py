@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.programs import Programs, begun
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -62,6 +64,21 @@ def java_for_a_minute() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Limits, "java_options", lambda limits: [*options(limits), "-XX:TieredStopAtLevel=1"])
         yield
+
+
+#: What ``optimize run`` has imported when it ends, as far as it starts no thread (onnxruntime 1.31 does).
+OF_A_RUN = (
+    *("optimize.cli", "optimize.api", "optimize.run.pipeline", "optimize.report.plots", "sklearn.datasets"),
+    *("torch._dynamo", "torch.export._trace", "torch.onnx._internal.exporter._core", "onnxscript", "onnx"),
+)
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Starts commands of this project that need not begin cold, each computing with one thread."""
+    once = {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}  # which torch reads when it is imported
+    with begun(*OF_A_RUN, environment={**os.environ, **once}) as programs:
+        yield programs
 
 
 #: Files that one process runs, because they share a server, which each process would start for itself.

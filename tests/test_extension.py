@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.optimize.runs_fixtures import LEAN, ONE_THREAD, UNCOMPILED
+from tests.programs import Programs
 from tests.serve import artifacts
 
 ROOT = Path(__file__).parents[1]
@@ -40,16 +41,19 @@ def install(folder: Path, module: str, group: str, code: str) -> dict[str, str]:
     return {**os.environ, **UNCOMPILED, **ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
 
-def run(environment: dict[str, str], *words: object, code: int = 0, cwd: Path = ROOT) -> str:
-    result = subprocess.run(
-        [sys.executable, *map(str, words)], env=environment, cwd=cwd, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == code, result.stderr
-    return result.stdout + result.stderr
+def said(ended: subprocess.CompletedProcess[str], code: int = 0) -> str:
+    assert ended.returncode == code, ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def run(environment: dict[str, str], *words: object, cwd: Path = ROOT) -> str:
+    """What a process says that begins cold."""
+    command = [sys.executable, *map(str, words)]
+    return said(subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False))
 
 
 @pytest.mark.slow
-def test_a_foreign_pass_is_listed_run_and_followed_by_others(tmp_path: Path) -> None:
+def test_a_foreign_pass_is_listed_run_and_followed_by_others(tmp_path: Path, programs: Programs) -> None:
     there = install(tmp_path, "snap_pass", "optimize.passes", code_of("How to add a pass"))
     assert "snap: round weights to multiples of a step" in run(there, "-m", "optimize", "passes")
     stages = [{"pass": "fuse"}, {"pass": "snap", "config": {"step": 0.125}}, {"pass": "ptq", "config": {"images": 32}}]
@@ -58,29 +62,32 @@ def test_a_foreign_pass_is_listed_run_and_followed_by_others(tmp_path: Path) -> 
     recipe.write_text(yaml.safe_dump({"baseline": {"epochs": 1}, "stages": stages, "measure": measure}))
     model, store = f"{ROOT / 'examples' / 'tiny_cnn.py'}:tiny", tmp_path / "store"
     words = ("-c", LEAN, "run", model, "--recipe", recipe, "--store", store, "--device", "cpu", "--name", "snapped")
-    run(there, *words)
+    said(programs.run(*words, environment=there))
     weights = load_file(store / "snapped" / "artifacts" / "snap" / "weights.safetensors")
     assert weights
     for name, tensor in weights.items():
         assert torch.equal(tensor, (tensor * 8).round() / 8), name
-    assert "from the cache" in run(there, *words)
+    assert "from the cache" in said(programs.run(*words, environment=there))
     # Another source of the pass is another pass, and so are its children.
     module = tmp_path / "snap_pass.py"
     module.write_text(module.read_text().replace(".round()", ".floor()"))
-    lines = run(there, *words).splitlines()
+    lines = said(programs.run(*words, environment=there)).splitlines()
     assert [line.split()[1] for line in lines if re.match(r"  \+ (fuse|snap|ptq) .* from the cache", line)] == ["fuse"]
 
 
-def test_a_foreign_pass_that_does_not_import_is_named_in_one_line(tmp_path: Path) -> None:
+def test_a_foreign_pass_that_does_not_import_is_named_in_one_line(tmp_path: Path, programs: Programs) -> None:
     there = install(tmp_path, "broken_pass", "optimize.passes", "import nothing_of_this_name\n")
-    complaint = run(there, "-m", "optimize", "passes", code=2).splitlines()[-1]
+    complaint = said(programs.run("-m", "optimize", "passes", environment=there), 2).splitlines()[-1]
     assert complaint.startswith("error: the pass 'broken_pass' of broken_pass does not import: ModuleNotFoundError")
 
 
-def test_a_pass_that_yields_modules_and_cannot_rebuild_them_is_refused_when_it_registers(tmp_path: Path) -> None:
+def test_a_pass_that_yields_modules_and_cannot_rebuild_them_is_refused_when_it_registers(
+    tmp_path: Path, programs: Programs
+) -> None:
     code = code_of("How to add a pass").replace("        rebuild=lambda module, example: module,\n", "")
     there = install(tmp_path, "half_pass", "optimize.passes", code)
-    assert "'snap' yields modules: it must say how one is rebuilt" in run(there, "-m", "optimize", "passes", code=2)
+    complaint = said(programs.run("-m", "optimize", "passes", environment=there), 2)
+    assert "'snap' yields modules: it must say how one is rebuilt" in complaint
 
 
 ECHO_ARTIFACT = """
@@ -116,10 +123,11 @@ print(predictor.engine.provider, *(label.label for label in predictor.predict([s
 """
 
 
-def test_a_foreign_engine_travels_in_the_archives_of_what_it_opens(tmp_path: Path) -> None:
+def test_a_foreign_engine_travels_in_the_archives_of_what_it_opens(tmp_path: Path, programs: Programs) -> None:
     code = code_of("How to add an engine").replace('formats=("echo",)', 'formats=("echo",), libraries=("safetensors",)')
     there = install(tmp_path, "echo_engine", "serve.engines", code)
-    versions = json.loads(run(there, "-c", ECHO_ARTIFACT, tmp_path / "artifact").splitlines()[-1])
+    told = said(programs.run("-c", ECHO_ARTIFACT, tmp_path / "artifact", environment=there))
+    versions = json.loads(told.splitlines()[-1])
     assert versions["safetensors"] == metadata.version("safetensors")
     with zipfile.ZipFile(tmp_path / "echo.mar") as archive:
         archive.extractall(tmp_path / "unpacked")
@@ -135,18 +143,18 @@ def test_a_foreign_engine_travels_in_the_archives_of_what_it_opens(tmp_path: Pat
     assert "echo/cpu b c a" in run(there, "-c", OPEN_UNPACKED, tmp_path / "unpacked", cwd=tmp_path / "unpacked")
 
 
-def test_a_format_that_no_engine_opens_is_named_with_those_that_are_opened(tmp_path: Path) -> None:
-    complaint = run(dict(os.environ), "-c", ECHO_ARTIFACT, tmp_path / "artifact", code=1).splitlines()[-1]
+def test_a_format_that_no_engine_opens_is_named_with_those_that_are_opened(tmp_path: Path, programs: Programs) -> None:
+    complaint = said(programs.run("-c", ECHO_ARTIFACT, tmp_path / "artifact"), 1).splitlines()[-1]
     assert (
         "no engine here opens 'echo' files; there are engines for exported_program, onnx, openvino, torchscript"
         in complaint
     )
 
 
-def test_a_foreign_export_target_is_found(tmp_path: Path) -> None:
+def test_a_foreign_export_target_is_found(tmp_path: Path, programs: Programs) -> None:
     there = install(tmp_path, "notes_target", "serve.exports", code_of("How to add an export target"))
     artifacts.torchscript(tmp_path / "store" / "small" / "artifacts" / "script")
     words = ("-m", "serve", "export", "small", "--store", tmp_path / "store", "--to", "notes")
-    assert "read it: " in run(there, *words)
+    assert "read it: " in said(programs.run(*words, environment=there))
     written = tmp_path / "store" / "small" / "export" / "notes" / "notes.txt"
     assert written.read_text(encoding="utf-8") == "small-script: float32\n"

@@ -26,6 +26,7 @@ from optimize.measure.rows import ModelFile, Report, Row
 from optimize.run import floats
 from optimize.run.job import Job
 from optimize.run.pipeline import Outcome, run
+from tests.programs import Program, Programs
 
 ROOT = Path(__file__).parents[2]
 COMPILED = REFERENCES["torch.compile"]
@@ -131,26 +132,33 @@ def run_recipe(
 
 
 def command(*words: object, graphs: bool = True) -> list[str]:
-    """A user's command; ``graphs`` as in `references`."""
+    """A user's command, without the interpreter; ``graphs`` as in `references`."""
     begin = ["-m", "optimize"] if graphs else ["-c", LEAN]
-    return [sys.executable, *begin, *map(str, words)]
+    return [*begin, *map(str, words)]
 
 
-def start_run(store: Path, recipe: Path, *words: object, as_shared: bool = False) -> subprocess.Popen[str]:
-    """Run in another process, as a user does, without `torch.compile`.
-
-    ``as_shared``: with every float graph and all threads, as the run that all tests share, so that it is found in the
-    store.
-    """
+def run_command(store: Path, recipe: Path, *words: object, graphs: bool) -> list[str]:
+    """That of a run on the CPU, under the name ``tiny``."""
     options = ("--name", "tiny", "--recipe", recipe, "--store", store, "--device", "cpu", *words)
-    return subprocess.Popen(
-        command("run", TINY, *options, graphs=as_shared),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **UNCOMPILED, **({} if as_shared else ONE_THREAD), "COLUMNS": "200"},
-    )
+    return command("run", TINY, *options, graphs=graphs)
+
+
+def start_run(programs: Programs, store: Path, recipe: Path, *words: object) -> Program:
+    """Run in another process, without `torch.compile` and other references that take their time."""
+    environment = {**os.environ, **UNCOMPILED, **ONE_THREAD, "COLUMNS": "200"}
+    return programs.start(*run_command(store, recipe, *words, graphs=False), environment=environment)
+
+
+def run_afresh(store: Path, recipe: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run in a process that begins cold, as a user does, without `torch.compile`.
+
+    With every float graph and all threads, as the run that all tests share, so that it is found in the store.
+    """
+    return subprocess.run(
+        [sys.executable, *run_command(store, recipe, *words, graphs=True)],
+        capture_output=True, text=True, check=False, timeout=120, cwd=ROOT,
+        env={**os.environ, **UNCOMPILED, "COLUMNS": "200"},
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

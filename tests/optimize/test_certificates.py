@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,9 @@ from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.program_file import load_program
+from tests.programs import Programs
 
-from .runs_fixtures import ROOT, Heard, TinyRun, command, copied_store, tiny_run
+from .runs_fixtures import Heard, TinyRun, command, copied_store, tiny_run
 from .workbench import noise_context, parent_of
 
 __all__ = ["copied_store", "tiny_run"]  # fixtures
@@ -284,14 +284,6 @@ def test_the_page_and_the_terminal_show_it(tiny_run: TinyRun) -> None:
     assert "torchscript (on ptq)" in list(parity_lines(later))[-1], "a graph of a graph has its program"
 
 
-def certify(store: Path, *words: object) -> str:
-    ran = subprocess.run(
-        command("certify", *words, "--store", store), capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
-
-
 def test_layers_are_run_once_for_artifact_engine_and_images(copied_store: Path) -> None:
     for cached in (False, True):
         heard = Heard()
@@ -333,12 +325,14 @@ def test_of_a_run_that_measured_on_a_part_of_the_images_layers_are_run_on_that_p
 
 
 @pytest.mark.slow
-def test_the_command_shows_layers_and_the_whole(tiny_run: TinyRun, copied_store: Path) -> None:
-    said = json.loads(certify(copied_store, "tiny/onnx-int8", "--layers", "--images", "4", "--json"))
+def test_the_command_shows_layers_and_the_whole(tiny_run: TinyRun, copied_store: Path, programs: Programs) -> None:
+    words = ["certify", "tiny/onnx-int8", "--layers", "--images", "4", "--store", str(copied_store)]
+    ran = programs.run(*command(*words, "--json"))
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(ran.stdout)
     assert said["certificate"] == json.loads(json.dumps(certificate(tiny_run, "onnx-int8").to_json()))
     assert sorted(engine["execution"] for engine in said["layers"]) == list(GRAPH[:3])
     assert all(engine["layers"] and engine["reason"] is None for engine in said["layers"])
-    words = ["certify", "tiny/onnx-int8", "--layers", "--images", "4", "--store", str(copied_store)]
     shown = CliRunner().invoke(cli.app, words, catch_exceptions=False).stdout
     assert "openvino, layer by layer" in shown
     assert "tiny/onnx-int8, end to end" in shown

@@ -24,7 +24,7 @@ from .runs_fixtures import (
     TinyRun,
     copied_store,
     references,
-    start_run,
+    run_afresh,
     tiny_run,
     with_stages,
     write_recipe,
@@ -307,10 +307,10 @@ def test_json_is_all_of_standard_output_and_nothing_of_torch_reaches_the_termina
 ) -> None:
     """A model that prints must not spoil it, and everything but the speed is in the cache."""
     recipe = write_recipe(tmp_path, {**RECIPE, "measure": {"rounds": 1, "batch_sizes": [1], "seconds": 0.001}})
-    process = start_run(copied_store, recipe, "--json", as_shared=True)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    report = json.loads(out)
+    ended = run_afresh(copied_store, recipe, "--json")
+    err = ended.stderr
+    assert ended.returncode == 0, err
+    report = json.loads(ended.stdout)
     assert report["measurement"]["timing"]["rounds"] == 1
     assert "Warning" not in err
     assert "CUDA runtime" not in err

@@ -206,10 +206,9 @@ def foreign(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_format_from_outside_in_one_file_is_listed_opened_and_run(foreign, tmp_path):
+def test_a_format_from_outside_in_one_file_is_listed_opened_and_run(foreign, tmp_path, programs):
     def optimize(*arguments: str, graphs: bool = True) -> subprocess.CompletedProcess[str]:
-        words = command(*arguments, graphs=graphs)
-        return subprocess.run(words, env=foreign, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return programs.run(*command(*arguments, graphs=graphs), environment=foreign, cwd=tmp_path)
 
     assert "stripes:COUNTxSIDE" in optimize("run", "--help").stdout
     recipe = tmp_path / "recipe.yaml"

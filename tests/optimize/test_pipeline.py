@@ -37,6 +37,7 @@ from serve.runtime.known import KNOWN_FILE, read_known
 from serve.runtime.predictor import Predictor
 from serve.runtime.program_file import load_program
 from tests.narrow import encoded
+from tests.programs import Programs
 
 from .runs_fixtures import (
     RECIPE,
@@ -547,24 +548,21 @@ BRIEF = {"baseline": {**RECIPE["baseline"], "epochs": 1}}
 ENDLESS = with_stages(FUSE, {"pass": "qat", "from": "baseline", "config": {"epochs": 5000}}, **BRIEF)
 
 
-def interrupt_in_training(store: Path, folder: Path, number: signal.Signals) -> tuple[int, list[str]]:
+def interrupt_in_training(
+    programs: Programs, store: Path, folder: Path, number: signal.Signals
+) -> tuple[int, list[str]]:
     """Start a run whose third stage trains for hours, end it there, and return its exit code and last lines."""
-    process = start_run(store, write_recipe(folder, ENDLESS))
-    assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(line.strip())
-        if "+ fuse" in line:
-            break
+    started = start_run(programs, store, write_recipe(folder, ENDLESS))
+    assert any("+ fuse" in line for line in started.stderr)
     time.sleep(1.5)
-    process.send_signal(number)
-    _, rest = process.communicate(timeout=60)
-    return process.returncode, rest.splitlines()
+    started.send_signal(number)
+    ended = started.end()
+    return ended.returncode, ended.stderr.splitlines()
 
 
-def test_ctrl_c_ends_in_one_line_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_ends_in_one_line_and_the_next_run_goes_on(programs: Programs, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    code, last = interrupt_in_training(store, tmp_path, signal.SIGINT)
+    code, last = interrupt_in_training(programs, store, tmp_path, signal.SIGINT)
     assert code == 130
     assert last == ["interrupted; what was finished is kept, the same command goes on from there"]
     assert list((store / ".store" / "tmp").iterdir()) == []
@@ -572,9 +570,11 @@ def test_ctrl_c_ends_in_one_line_and_the_next_run_goes_on(tmp_path: Path) -> Non
     assert heard.made() == MEASUREMENTS
 
 
-def test_after_sigkill_nothing_half_written_is_used_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_after_sigkill_nothing_half_written_is_used_and_the_next_run_goes_on(
+    programs: Programs, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
-    code, _ = interrupt_in_training(store, tmp_path, signal.SIGKILL)
+    code, _ = interrupt_in_training(programs, store, tmp_path, signal.SIGKILL)
     assert code == -signal.SIGKILL
     whole = list((store / ".store" / "objects").iterdir())
     assert len(whole) == 4  # two steps, each with its name
@@ -584,12 +584,12 @@ def test_after_sigkill_nothing_half_written_is_used_and_the_next_run_goes_on(tmp
     assert faults_of(store, "tiny")[1] == []
 
 
-def test_two_runs_at_once_share_one_store_and_build_each_object_once(tmp_path: Path) -> None:
+def test_two_runs_at_once_share_one_store_and_build_each_object_once(programs: Programs, tmp_path: Path) -> None:
     store, recipe = tmp_path / "store", write_recipe(tmp_path, with_stages(FUSE, **BRIEF))
-    processes = [start_run(store, recipe, "--json") for _ in range(2)]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    reports = [json.loads(out) for out, _ in outputs]
+    started = [start_run(programs, store, recipe, "--json") for _ in range(2)]
+    ended = [program.end() for program in started]
+    assert [run.returncode for run in ended] == [0, 0], ended
+    reports = [json.loads(run.stdout) for run in ended]
     for position in range(2):
         first, second = (report["rows"][position] for report in reports)
         assert first["file"]["key"] == second["file"]["key"]

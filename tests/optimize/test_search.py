@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,8 +52,9 @@ from optimize.variant import Variant
 from serve.runtime.engines.base import execution_id
 from serve.runtime.errors import EngineError, PipelineError, UserError
 from serve.runtime.execution import Execution
+from tests.programs import Programs
 
-from .runs_fixtures import ROOT, Heard, write_recipe
+from .runs_fixtures import Heard, write_recipe
 from .workbench import TINY_NET, noting
 
 LAYERS = ("stem.0", "depthwise.0", "expand.0", "residual.0", "head")
@@ -360,49 +358,28 @@ UNCOMPILED = "from optimize.measure.references import REFERENCES as r; r.pop('to
 
 
 @pytest.mark.slow
-def test_a_search_that_was_killed_goes_on_where_it_was(bench, checkpoint, tmp_path: Path) -> None:
+def test_a_search_that_was_killed_goes_on_where_it_was(bench, checkpoint, tmp_path: Path, programs: Programs) -> None:
     recipe, store = tmp_path / "recipe.yaml", tmp_path / "store"
     recipe.write_text(yaml.safe_dump(RECIPE), encoding="utf-8")
     searched(bench)  # trial 1 and all float executions, which the store then has
     shutil.copytree(bench.session.store.root, store)
     words = [
-        *(
-            "search",
-            f"{TINY_NET}:tiny",
-            "--checkpoint",
-            str(checkpoint),
-            "--recipe",
-            str(recipe),
-            "--store",
-            str(store),
-        ),
-        *(
-            "--name",
-            "killed",
-            "--max-drop",
-            "5pp",
-            "--method",
-            "halving",
-            "--device",
-            "cpu",
-            "--measure",
-            "cpu",
-            "--json",
-        ),
+        *("search", f"{TINY_NET}:tiny", "--checkpoint", str(checkpoint), "--recipe", str(recipe)),
+        *("--store", str(store), "--name", "killed", "--max-drop", "5pp", "--method", "halving"),
+        *("--device", "cpu", "--measure", "cpu", "--json"),
     ]
     # It need not wait for whoever measures on this machine, as these tests do not.
     unheld = f"from optimize.measure import pool; pool.LOCK_FILE = {str(tmp_path / 'measuring.lock')!r}"
-    started = [sys.executable, "-c", f"{UNCOMPILED}; {unheld}; cli.main()", *words]
-    with subprocess.Popen(started, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as first:
-        assert first.stderr is not None
-        for line in first.stderr:
-            if "+ trial 2" in line:
-                os.kill(first.pid, signal.SIGKILL)
-                assert "from the cache" not in line
-                break
-            assert "trial" not in line or "from the cache" in line
-        else:
-            pytest.fail("the search ended before its second trial")
+    first = programs.start("-c", f"{UNCOMPILED}; {unheld}; cli.main()", *words)
+    for line in first.stderr:
+        if "+ trial 2" in line:
+            first.send_signal(signal.SIGKILL)
+            assert "from the cache" not in line
+            break
+        assert "trial" not in line or "from the cache" in line
+    else:
+        pytest.fail("the search ended before its second trial")
+    assert first.end().returncode == -signal.SIGKILL
     folder = store / "killed.search"
     assert not folder.exists()
     second = CliRunner().invoke(cli.app, words, catch_exceptions=False)

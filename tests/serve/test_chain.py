@@ -8,9 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any, Protocol
 
 import pytest
@@ -18,6 +16,7 @@ import pytest
 from serve.options import ServingOptions
 from serve.runtime.execution import ENVIRONMENT
 from serve.torchserve.archive import build_archive
+from tests.programs import Programs, begun
 from tests.serve import artifacts
 from tests.test_extension import install
 
@@ -54,80 +53,43 @@ print(json.dumps(served.describe_handle() | {"answer": answer, "torch_threads": 
 """
 
 
-#: What the processes below are forked from: it has imported what it is told, and no more.
-BEGUN = """
-import importlib, json, os, sys, traceback
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-for line in sys.stdin:
-    code, words, folder = json.loads(line)
-    if child := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    os.chdir(folder)
-    for name, number in (("out", 1), ("err", 2)):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.argv = ["-c", *words]
-    status = 1
-    try:
-        exec(code, {"__name__": "__main__"})
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-"""
-
-
-@contextmanager
-def begun(*libraries: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", *ENVIRONMENT}}
-    # -I: neither the folder that it is started in, nor this project.
-    words = [sys.executable, "-I", "-c", BEGUN, *libraries]
-    with subprocess.Popen(words, env=environment, stdin=PIPE, stdout=PIPE, text=True) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
 class Opening(Protocol):
     """What a process says of an unpacked archive, and its log; ``code`` is the one that it ends with."""
 
     def __call__(self, archive: Path, missing: str, code: int = 0) -> tuple[dict[str, Any], str]: ...
 
 
-def opening(begun: subprocess.Popen[str]) -> Opening:
+def opening(programs: Programs) -> Opening:
     def opened(archive: Path, missing: str, code: int = 0) -> tuple[dict[str, Any], str]:
-        assert begun.stdin is not None
-        assert begun.stdout is not None
         folder = archive.with_suffix("")
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(folder / "x")
         image = folder / "image.jpg"
         image.write_bytes(artifacts.jpeg(1))
-        words = [str(folder / "x"), missing, str(image)]
-        begun.stdin.write(json.dumps([SERVE_UNPACKED, words, str(folder)]) + "\n")
-        begun.stdin.flush()
-        ended, out, log = int(begun.stdout.readline()), *((folder / name).read_text() for name in ("out", "err"))
-        assert ended == code, log
-        return json.loads(out.splitlines()[-1]) if code == 0 else {}, log
+        ended = programs.run("-c", SERVE_UNPACKED, folder / "x", missing, image, cwd=folder, environment=stock())
+        assert ended.returncode == code, ended.stderr
+        return json.loads(ended.stdout.splitlines()[-1]) if code == 0 else {}, ended.stderr
 
     return opened
+
+
+def stock() -> dict[str, str]:
+    """The variables of a process that knows nothing of this project."""
+    return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", *ENVIRONMENT}}
 
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[Opening]:
     """By a process that was forked from one with torch in it: its import is most of what a process takes to begin."""
-    with begun("torch") as process:
-        yield opening(process)
+    with begun("torch", environment=stock(), isolated=True) as programs:
+        yield opening(programs)
 
 
 @pytest.fixture
 def opened_afresh() -> Iterator[Opening]:
     """By a process that imports everything itself: torch has the threads that it finds when it is imported."""
-    with begun() as process:
-        yield opening(process)
+    with begun(environment=stock(), isolated=True) as programs:
+        yield opening(programs)
 
 
 def archived(tmp_path: Path, **options: Any) -> Path:
