@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadFileScheduling
 
+# Millions of objects are made while tests are collected, and stay; see `pytest_collection_finish`.
+gc.disable()
+
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
@@ -102,6 +105,7 @@ def pytest_collection_finish() -> None:
     """What the libraries and the tests' files brought stays until the end: looking through it took 7 % of the time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,12 +19,10 @@ from serve.runtime.errors import PipelineError, UserError
 
 
 @pytest.fixture(autouse=True, scope="module")
-def settled() -> Iterator[None]:
+def settled() -> None:
     """As in an execution's process: what was there before is not collected again at every turn."""
     gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.freeze()  # for good, as what `tests.conftest` freezes: there is one place for all that is frozen
 
 
 class Machine:

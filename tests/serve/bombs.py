@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable, Iterator
 from functools import cache
 
 from PIL import Image
@@ -114,33 +115,55 @@ def sequential(scans: int, side: int = 2000) -> bytes:
     return data[:frame] + three + data[ended:scan] + data[scan:-2] + empty * (scans - 1) + data[-2:]
 
 
-_INFLATES = b"k\0\0" + zlib.compress(bytes(1 << 20), 9)
-_JPEG = encoded(picture(1), "JPEG")
+@cache
+def _inflates() -> bytes:
+    return b"k\0\0" + zlib.compress(bytes(1 << 20), 9)
 
-#: By name: encoded images that must be refused with 413, and quickly.
-BOMBS = {
-    "webp": webp(7100),
-    "webp header": webp_that_claims(16_000),
-    "png": png_of(10_000, 10_000),
-    "png of 16 bits": encoded(Image.new("I;16", (8000, 7000)), "PNG"),
-    "interlaced png": png_of(60_000, 60_000, interlaced=True),
-    "png with texts": png_of(10, 10, chunk(b"zTXt", _INFLATES) * 60),
-    "png with colour profiles": png_of(10, 10, chunk(b"iCCP", _INFLATES) * 2000),
-    "png of empty chunks": png_of(10, 10, chunk(b"abCd", b"") * 100_000),
-    "png of empty pixels": png_of(10, 10, chunk(b"IDAT", b"") * 100_000),
-    "tiff": tiff_that_claims(60_000),
-    "tiff with a tile": tiff_with_a_tile_of(30_000),
-    "tiff of strips": tiff_of_strips(500_000),
-    "tiff of tags": tiff_of_tags(60_000),
-    "gif": gif_that_claims(60_000),
-    "gif with a frame": gif_with_a_frame_of(60_000),
-    "bmp": bmp_that_claims(60_000),
-    "jpeg": jpeg_that_claims(60_000),
-    "progressive jpeg": progressive(2000),
-    "jpeg of many scans": sequential(2000),
-    "jpeg of segments": _JPEG[:2] + b"\xff\xe5\0\2" * 500_000 + _JPEG[2:],
-    "jpeg of fill bytes": _JPEG[:2] + b"\xff" * 2_000_000 + _JPEG[2:],
-    "jpeg of stray bytes": _JPEG[:2] + b"\xff\xe0\0\2" + b"\1" * 2_000_000 + _JPEG[2:],
-    "jpeg that ends": b"\xff\xd8\xff\xd9" + bytes(2_000_000),
-    "jpeg of nothing": b"\xff\xd8\xff" + bytes(2_000_000),
+
+def _behind(start: bytes) -> bytes:
+    """A JPEG with something behind its first marker."""
+    data = encoded(picture(1), "JPEG")
+    return data[:2] + start + data[2:]
+
+
+#: By name: what makes the encoded images that must be refused with 413, and quickly. They take a second together.
+_MAKERS: dict[str, Callable[[], bytes]] = {
+    "webp": lambda: webp(7100),
+    "webp header": lambda: webp_that_claims(16_000),
+    "png": lambda: png_of(10_000, 10_000),
+    "png of 16 bits": lambda: encoded(Image.new("I;16", (8000, 7000)), "PNG"),
+    "interlaced png": lambda: png_of(60_000, 60_000, interlaced=True),
+    "png with texts": lambda: png_of(10, 10, chunk(b"zTXt", _inflates()) * 60),
+    "png with colour profiles": lambda: png_of(10, 10, chunk(b"iCCP", _inflates()) * 2000),
+    "png of empty chunks": lambda: png_of(10, 10, chunk(b"abCd", b"") * 100_000),
+    "png of empty pixels": lambda: png_of(10, 10, chunk(b"IDAT", b"") * 100_000),
+    "tiff": lambda: tiff_that_claims(60_000),
+    "tiff with a tile": lambda: tiff_with_a_tile_of(30_000),
+    "tiff of strips": lambda: tiff_of_strips(500_000),
+    "tiff of tags": lambda: tiff_of_tags(60_000),
+    "gif": lambda: gif_that_claims(60_000),
+    "gif with a frame": lambda: gif_with_a_frame_of(60_000),
+    "bmp": lambda: bmp_that_claims(60_000),
+    "jpeg": lambda: jpeg_that_claims(60_000),
+    "progressive jpeg": lambda: progressive(2000),
+    "jpeg of many scans": lambda: sequential(2000),
+    "jpeg of segments": lambda: _behind(b"\xff\xe5\0\2" * 500_000),
+    "jpeg of fill bytes": lambda: _behind(b"\xff" * 2_000_000),
+    "jpeg of stray bytes": lambda: _behind(b"\xff\xe0\0\2" + b"\1" * 2_000_000),
+    "jpeg that ends": lambda: b"\xff\xd8\xff\xd9" + bytes(2_000_000),
+    "jpeg of nothing": lambda: b"\xff\xd8\xff" + bytes(2_000_000),
 }  # fmt: skip
+
+BOMBS = tuple(_MAKERS)
+
+
+@cache
+def bomb(name: str) -> bytes:
+    """One of them."""
+    return _MAKERS[name]()
+
+
+def each() -> Iterator[tuple[str, bytes]]:
+    """All of them, with their names."""
+    for name in BOMBS:
+        yield name, bomb(name)

@@ -132,7 +132,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_no_byte_beyond_the_budget_reaches_a_decoder(artifact: Path) -> None:
     decoder = Partner(decode)
-    refused = [bombs.jpeg_that_claims(60_000), bombs.BOMBS["progressive jpeg"], jpeg(1, (400, 400)), b"no image", b""]
+    refused = [bombs.jpeg_that_claims(60_000), bombs.bomb("progressive jpeg"), jpeg(1, (400, 400)), b"no image", b""]
     with service_of(artifact, decoder, replace(SERVING, image_pixels=100_000, request_pixels=200_000)) as service:
         found = service.submit(Request((*refused, GOOD[0]), 2, listed=True)).result(30)
         many = service.submit(Request((jpeg(1, (300, 300)),) * 3, 2, listed=True)).result(30)

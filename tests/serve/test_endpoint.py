@@ -200,7 +200,7 @@ def test_64_images_of_49_megapixels_in_one_request_cost_the_worker_nothing(serve
 def test_what_a_batch_has_too_little_for_is_told_to_try_again_and_its_neighbours_are_answered(served: Served) -> None:
     large = encoded(Image.new("1", (6000, 5000 + 1)), "PNG")  # two of them are too much for one batch
     assert BATCH_PIXELS < 2 * 6000 * 5001
-    bodies = [large, jpeg(1), large, bombs.BOMBS["progressive jpeg"], jpeg(2)]
+    bodies = [large, jpeg(1), large, bombs.bomb("progressive jpeg"), jpeg(2)]
     together = threading.Barrier(len(bodies))
 
     def send(body: bytes) -> httpx.Response:

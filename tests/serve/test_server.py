@@ -261,7 +261,7 @@ def test_help_says_of_each_setting_what_it_means_and_what_it_usually_is_on_two_s
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = command(name, "--help").stdout
+    shown = invoked(name, "--help").stdout
     assert len(shown.splitlines()) <= 100
     assert max(map(len, shown.splitlines())) <= 80
     words = " ".join(shown.split())
