@@ -29,13 +29,23 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache of the module's own: the user's may hold what another version of the test compiled.
 
     What calls the kernels is compiled without optimising, which takes the compiler less time, and the kernels as ever.
+    Headers are looked for changes once: torch 2.14 preprocesses them twice for each package.
     """
-    from torch._inductor import config
+    from torch._inductor import codecache, config
+
+    precompile, precompiled = codecache._precompile_header, dict[str, str]()
+
+    def once(*header: str, **options: object) -> str:
+        asked = repr((header, sorted(options.items())))
+        if asked not in precompiled:
+            precompiled[asked] = precompile(*header, **options)
+        return precompiled[asked]
 
     hurried = config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
     with pytest.MonkeyPatch.context() as patch, hurried:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setattr(codecache, "_precompile_header", once)
         yield folder
 
 
