@@ -10,7 +10,6 @@ from optimize.passes.base import pass_of
 from optimize.passes.fine_tune import FineTune
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
-from optimize.passes.prune_channels import PruneChannels
 from optimize.run.recipe import Recipe
 from optimize.run.session import BASELINE
 from optimize.training.config import TrainingConfig
@@ -54,33 +53,28 @@ def control(links: Chain) -> Chain:
     """
     found = []
     for link in links:
-        training = training_of(link.config)
-        if training is not None:
+        own = trainings(link.config)
+        for number, training in enumerate(own, start=1):
             config = FineTune(**{name: getattr(training, name) for name in TrainingConfig.model_fields})
-            often = trained_often(link.config)
-            names = [f"{link.name}-control{f'-{number}' if often > 1 else ''}" for number in range(1, often + 1)]
-            found += [Link(name, config) for name in names]
-        elif isinstance(link.config, _KEPT):
+            found.append(Link(f"{link.name}-control{f'-{number}' if len(own) > 1 else ''}", config))
+        if isinstance(link.config, _KEPT):
             found.append(Link(f"{link.name}-control", link.config))
     return tuple(found)
 
 
-def training_of(config: Config) -> TrainingConfig | None:
-    """How a stage trains; None where it does not."""
-    parts = (config, *(getattr(config, name) for name in type(config).model_fields))
-    found = next((part for part in parts if isinstance(part, TrainingConfig)), None)
-    return found if found is not None and found.epochs else None
-
-
-def trained_often(config: Config) -> int:
-    """How many times a stage carries its training out: after each of its prunings, where it prunes."""
-    return config.steps if isinstance(config, PruneChannels) else 1
+def trainings(config: Config) -> tuple[TrainingConfig, ...]:
+    """The trainings that a stage carries out, one after another; a pruning in steps has one after each of them."""
+    if isinstance(config, TrainingConfig):
+        return (config,) if config.epochs else ()
+    parts = {name: getattr(config, name) for name in type(config).model_fields}
+    found = {name: part for name, part in parts.items() if isinstance(part, TrainingConfig) and part.epochs}
+    last = [found.pop("train")] * parts.get("steps", 1) if "train" in found else []
+    return (*found.values(), *last)
 
 
 def epochs(links: Chain) -> int:
     """How many epochs are trained in all."""
-    trained = ((link.config, training_of(link.config)) for link in links)
-    return sum(trained_often(config) * training.epochs for config, training in trained if training is not None)
+    return sum(training.epochs for link in links for training in trainings(link.config))
 
 
 def with_epochs(links: Chain, number: int) -> Chain:

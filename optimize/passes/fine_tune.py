@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 
 from optimize.context import Context
 from optimize.export.program import write_program, write_weights
-from optimize.passes.base import Pass, register
+from optimize.passes.base import Pass, register, zeros_are_meant
 from optimize.store.artifact import Artifact, Product
 from optimize.training.config import TrainingConfig, by_optimizer
 from optimize.training.loop import train
@@ -33,11 +33,12 @@ class FineTune(TrainingConfig):
 
 def _apply(parent: Artifact, config: FineTune, context: Context, folder: Path) -> Product:
     module = parent.module()
-    result = train(module, context, config, from_start=True)
+    result = train(module, context, config, from_start=True, keep_zeros=zeros_are_meant(parent))
     module.cpu().eval()
     write_weights(module, folder)
     file, file_format = write_program(module, context.example(), folder)
-    return Product(file, file_format, parent.card.precision, notes=(f"fine-tuned: {result.kept}", *result.notes))
+    notes = (f"fine-tuned: {result.kept}", *result.notes)
+    return Product(file, file_format, parent.card.precision, notes=notes, training=(result.history,))
 
 
 FINE_TUNE = register(

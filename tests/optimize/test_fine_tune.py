@@ -9,6 +9,8 @@ import torch
 
 from optimize.passes.fine_tune import FineTune
 from optimize.passes.fuse import Fuse
+from optimize.passes.prune_magnitude import PruneMagnitude
+from optimize.pruning.settings import FineTuning
 from optimize.store.artifact import Artifact
 
 from .branch_nets import plain
@@ -41,6 +43,16 @@ def test_it_goes_on_from_its_parents_weights_and_the_same_network_comes_out(tmp_
     fused = session.apply(tuned, Fuse(), "fused").artifact
     torch.testing.assert_close(run(fused, batch), run(tuned, batch), rtol=1e-3, atol=1e-4)
     assert session.apply(base, SHORT, "again").cached
+
+
+def test_zeros_that_a_pruning_left_stay(tmp_path: Path) -> None:
+    session = session_of("plain", tmp_path / "store")
+    sparse = session.apply(baseline(session, plain), PruneMagnitude(sparsity=0.6, train=FineTuning(epochs=0))).artifact
+    before, after = weights(sparse), weights(session.apply(sparse, SHORT).artifact)
+    zero = {name: tensor == 0 for name, tensor in before.items() if tensor.dim() > 1}
+    assert sum(int(mask.sum()) for mask in zero.values()) > 100
+    for name, mask in zero.items():
+        assert bool((after[name][mask] == 0).all()), name
 
 
 def test_each_optimizer_has_a_rate_of_its_own() -> None:
