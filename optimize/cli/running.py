@@ -119,7 +119,9 @@ def run(  # noqa: PLR0917 - each is an option of the command line
 ) -> None:
     """Run a recipe on a model: build, measure, pack and report."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
-        raise typer.Exit(2)  # one of several that torchrun has started: the first says that they are refused
+        # One of several that torchrun has started. The first says that they are refused; if another failed before it,
+        # torchrun (2.14) would end it unheard.
+        raise typer.Exit
     with reported("interrupted; what was finished is kept, the same command goes on from there"):
         with uncollected():
             from optimize import noise
