@@ -52,3 +52,4 @@ def _accuracies(axes: Axes, history: History, palette: Palette) -> None:
     axes.set_xlabel("epochs")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.margins(y=0.15)
+    axes.set_ylim(top=min(axes.get_ylim()[1], 101.0))

@@ -53,7 +53,7 @@ def canvas(palette: Palette, *, height: float, right: float, top: float) -> tupl
 def canvases(palette: Palette, count: int, *, height: float) -> tuple[Figure, list[Axes]]:
     """``count`` empty charts beside each other, with room for a second axis at the right of each."""
     figure = _figure(palette, height)
-    figure.subplots_adjust(left=0.08, right=0.97, top=1 - 0.3 / height, bottom=0.48 / height, wspace=0.36)
+    figure.subplots_adjust(left=0.08, right=0.97, top=1 - 0.3 / height, bottom=0.48 / height, wspace=0.5)
     axes = [figure.add_subplot(1, count, number + 1, facecolor="none") for number in range(count)]
     return figure, [_styled(each, palette) for each in axes]
 
