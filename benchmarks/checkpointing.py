@@ -117,8 +117,8 @@ def page(steps: int) -> Iterator[str]:
     yield (
         f"Made by `python -m benchmarks.checkpointing` on {datetime.datetime.now(datetime.UTC):%Y-%m-%d}: {where}, "
         f"torch {torch.__version__}, torchvision {torchvision.__version__}; forward and backward at {SIDE}², peak "
-        f"above what the process holds before it (weights and optimizer), median {_TIME[device.type]} of {steps - 1} "
-        "steps."
+        "above what the process holds before it (gradients are in it, weights are not), median "
+        f"{_TIME[device.type]} of {steps - 1} steps."
     )
     yield ""
     yield f"| step | memory without | with | | {_TIME[device.type]} without | with | |"
