@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from optimize.passes.reestimate import Reestimate
     from optimize.report.comparison import Comparison
     from optimize.training.config import TrainingConfig as Training
+    from optimize.training.distil import Distil
     from optimize.variant import Variant
     from serve.options import ServingOptions
     from serve.runtime.card import Preprocessing
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Comparison",
+    "Distil",
     "Dynamic",
     "Equalize",
     "Expand",
@@ -118,6 +120,7 @@ _HOMES = {
     "PtqLowbit": "optimize.passes.ptq_lowbit",
     "Qat": "optimize.passes.qat",
     "QatLowbit": "optimize.passes.qat_lowbit",
+    "Distil": "optimize.training.distil",
     "Training": "optimize.training.config",
     "Variant": "optimize.variant",
     **dict.fromkeys(("NotApplicableError", "PassError"), "optimize.errors"),

@@ -20,7 +20,7 @@ _LONGEST_NAME = 64
 def step_name(config: Config) -> str:
     """The name of a step: the pass's and the settings that were given: ``ptq-observer-minmax``."""
     usual = defaults(type(config))
-    plain = config.model_dump(mode="json")
+    plain = config.model_dump(mode="json", exclude_unset=True)
     given = {
         name: plain[name] for name in plain if name in config.model_fields_set and getattr(config, name) != usual[name]
     }

@@ -10,6 +10,8 @@ import torch
 from optimize.data.loading import Loader, loader
 from optimize.data.records import ImageData
 from optimize.listener import SILENT, Listener
+from optimize.models.teacher import Teacher
+from optimize.store.objects import Store
 from serve.runtime.card import Preprocessing
 from serve.runtime.described import Described
 from serve.runtime.images import normalise
@@ -35,6 +37,8 @@ class Context(Described):
         checkpoint_seconds: how long after one such checkpoint the next is due.
         processes: how many train together.
         tensorboard: folder for the events of what trains; None: none are written.
+        teacher: of what is being made, where its training has one.
+        store: where a teacher's answers are kept; None: nowhere.
     """
 
     data: ImageData
@@ -48,6 +52,8 @@ class Context(Described):
     checkpoint_seconds: float = 60.0
     processes: int = 1
     tensorboard: Path | None = None
+    teacher: Teacher | None = None
+    store: Store | None = None
 
     def _facts(self) -> dict[str, str]:
         shape = " × ".join(map(str, self.preprocessing.shape))

@@ -117,8 +117,8 @@ def _told(kind: type[BaseModel], entries: Sequence[Mapping[str, Any]]) -> list[F
     found = []
     for entry in entries:
         name = str(entry["loc"][0]) if entry["loc"] else ""
-        within = kind.model_fields[name].annotation if name in kind.model_fields else None
-        if len(entry["loc"]) > 1 and isinstance(within, type) and issubclass(within, BaseModel):
+        within = settings_within(kind, name)
+        if len(entry["loc"]) > 1 and within is not None:
             deeper = {**entry, "loc": entry["loc"][1:]}
             found += [Fault(name, f"{fault.field}: {fault.message}") for fault in _told(within, [deeper])]
             continue
@@ -132,6 +132,15 @@ def _told(kind: type[BaseModel], entries: Sequence[Mapping[str, Any]]) -> list[F
         given = f" (it is {reprlib.repr(entry['input'])})" if name else ""
         found.append(Fault(name, message[0].lower() + message[1:] + given))
     return found
+
+
+def settings_within(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The kind of the settings that a setting holds, or may hold beside None; None if it is of another type."""
+    annotation: Any = kind.model_fields[name].annotation if name in kind.model_fields else None
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    parts = [part for part in (typing.get_args(annotation) if union else (annotation,)) if part is not types.NoneType]
+    alone = parts[0] if len(parts) == 1 else None
+    return alone if isinstance(alone, type) and issubclass(alone, BaseModel) else None
 
 
 def _known(kind: type[BaseModel], name: str) -> list[str]:

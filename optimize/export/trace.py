@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from typing import Any
@@ -40,6 +41,29 @@ def calls(graph_module: fx.GraphModule) -> Counter[int]:
     """How often each layer is called, by its `id`: one that has two names is one layer."""
     called = (node.target for node in graph_module.graph.nodes if node.op == "call_module")
     return Counter(id(graph_module.get_submodule(str(name))) for name in called)
+
+
+def graph_as_is(module: nn.Module, *, training: bool = False) -> fx.Graph:
+    """The graph of a module whose layers stay what they are, in the mode in which it is to be run.
+
+    `trace` makes a module that computes the same in eval mode; this is of the module itself, to be trained in it. Of a
+    graph module it is its own graph.
+
+    Raises:
+        PassError: as `trace`.
+    """
+    if isinstance(module, fx.GraphModule):
+        return copy.deepcopy(module.graph)
+    before = [(layer, layer.training) for layer in module.modules()]
+    try:
+        graph = LayerTracer().trace(module.train(training))
+    except Exception as error:  # noqa: BLE001 - as above
+        raise PassError(f"torch.fx cannot trace this model: {one_line(error)}") from None
+    finally:
+        for layer, mode in before:
+            layer.training = mode
+    _take_defaults(graph)
+    return graph
 
 
 def _take_defaults(graph: fx.Graph) -> None:

@@ -21,6 +21,7 @@ from optimize.passes.base import Pass, register, zeros_are_meant
 from optimize.quantization.calibration import start_ranges
 from optimize.quantization.choices import Choices, Override, check_choices, of_activations, overrides_note, resolve
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
+from optimize.quantization.fusions import nodes_in
 from optimize.quantization.gate import IMAGES, check_quantized
 from optimize.quantization.observers import activations, observe, watched
 from optimize.quantization.ranges import Observer
@@ -110,7 +111,8 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
                 if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                     layer.eval()  # those that no convolution absorbed
 
-    result = train(prepared, context, config, set_mode=set_mode, from_start=True, keep_zeros=zeros_are_meant(parent))
+    zeros, nodes = zeros_are_meant(parent), nodes_in(prepared, traced)
+    result = train(prepared, context, config, set_mode=set_mode, from_start=True, keep_zeros=zeros, nodes=nodes)
     product = write_quantized(prepared.cpu(), example, target, folder)
     images = context.example(IMAGES)
     with torch.no_grad():
@@ -119,6 +121,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
         *overridden,
         check_quantized(folder, product.file, images, expected, config),
         result.kept,
+        *result.notes,
     )
     return dataclasses.replace(product, notes=(*product.notes, *notes), training=(result.history,))
 

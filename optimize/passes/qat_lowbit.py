@@ -85,6 +85,7 @@ def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) 
             *overrides_note(watched(prepared).values(), chosen),
             check_quantized(folder, product.file, images, expected, config),
             result.kept,
+            *result.notes,
         ),
         training=(result.history,),
     )

@@ -34,7 +34,7 @@ class FineTuning(TrainingConfig):
 def _as_fine_tuning(given: object) -> object:
     """Settings of a training as those of a fine-tuning; anything else as it is."""
     if isinstance(given, TrainingConfig) and not isinstance(given, FineTuning):
-        return FineTuning(**given.model_dump(exclude_unset=True))
+        return FineTuning(**{name: getattr(given, name) for name in given.model_fields_set})
     return given
 
 

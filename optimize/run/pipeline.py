@@ -29,6 +29,7 @@ from optimize.run.job import Job, Opened, open_job
 from optimize.run.publishing import publish
 from optimize.run.recipe import DEFAULT_RECIPE, Recipe, Stage, load_recipe
 from optimize.run.recommendation import Recommend, recommend
+from optimize.run.rehearsal import check_teaching
 from optimize.run.results import measure
 from optimize.run.session import BASELINE, Step
 from optimize.store.files import write_atomically, write_json
@@ -124,9 +125,15 @@ def run(job: Job, listener: Listener) -> Outcome:
 def _check(opened: Opened, recipe: Recipe, path: Path) -> None:
     """Refuse all settings that do not fit the model, each with its stage's line."""
     wrong = []
+    if opened.checkpoint is None:
+        try:
+            check_teaching(opened.session, recipe, None)
+        except UserError as error:
+            wrong += [f"{path}: baseline.{line}" for line in str(error).splitlines()]
     for stage in recipe.stages:
         try:
             opened.session.check(stage.config)
+            check_teaching(opened.session, recipe, stage)
         except UserError as error:
             wrong += [f"{path}:{stage.line}: {line}" for line in str(error).splitlines()]
     if wrong:
@@ -148,7 +155,7 @@ def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Step | Ro
     steps: dict[str, Step | Row] = {BASELINE: baseline}
     for stage in recipe.stages:
         listener.started(stage.name)
-        step = _carry_out(opened, stage, steps[stage.parent])
+        step = _carry_out(opened, stage, steps)
         steps[stage.name] = step
         if isinstance(step, Step):
             listener.ended(stage.name, step.seconds, cached=step.cached, skipped=None)
@@ -157,14 +164,19 @@ def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Step | Ro
     return list(steps.values())
 
 
-def _carry_out(opened: Opened, stage: Stage, parent: Step | Row) -> Step | Row:
+def _carry_out(opened: Opened, stage: Stage, steps: Mapping[str, Step | Row]) -> Step | Row:
     """The stage's step, or a row that says why there is none."""
-    if isinstance(parent, Row):
-        return _not_made(stage, Skip(kind="parent_skipped", reason=f"its parent {parent.name} was skipped"))
+    needed = [("parent", stage.parent), *(("teacher", name) for name in stage.teachers)]
+    for what, name in needed:
+        if isinstance(steps[name], Row):
+            return _not_made(stage, Skip(kind="parent_skipped", reason=f"its {what} {name} was skipped"))
+    parent = steps[stage.parent]
+    assert isinstance(parent, Step)
+    others = {step.artifact.name: step.artifact for step in steps.values() if isinstance(step, Step)}
     log = _error_log(opened, stage.name)
     log.unlink(missing_ok=True)
     try:
-        return opened.session.apply(parent.artifact, stage.config, stage.name)
+        return opened.session.apply(parent.artifact, stage.config, stage.name, others)
     except NotApplicableError as error:
         return _not_made(stage, Skip(kind="not_applicable", reason=str(error)))
     except EngineError as error:  # no kernels for it on this machine

@@ -26,8 +26,10 @@ from optimize.models.preprocessing import PreprocessingConfig
 from optimize.passes.base import Pass, find_pass, passes
 from optimize.run.recommendation import Recommend
 from optimize.run.session import BASELINE
-from optimize.training.config import TrainingConfig
-from serve.config import Config, faults
+from optimize.store.artifact import KIND_NAMES
+from optimize.training.config import TrainingConfig, distillations
+from optimize.training.distil import SELF, Distil
+from serve.config import Config, faults, settings_within
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError, did_you_mean, one_line
 
@@ -49,6 +51,11 @@ class Stage:
     config: Config
     parent: str
     line: int = field(default=1, compare=False)
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """The names of the artifacts that teach; none where nothing does, or none that has a name of its own."""
+        return tuple(name for each in distillations(self.config) if (name := _word(each)) not in (None, SELF))
 
 
 @dataclass(frozen=True)
@@ -179,9 +186,13 @@ def _parse(text: str, found: _Faults) -> Recipe:
         raise _Fault(1, "the recipe is empty; it needs a list of stages")
     known = ("stages", "baseline", "preprocessing", "measure", "recommend", "serving")
     fields = root.mapping("the recipe", known, found)
+    baseline: TrainingConfig = _config(TrainingConfig, fields.get("baseline"), "baseline", found)
+    if any(_word(each) for each in distillations(baseline)):
+        reason = "is made first, and no artifact can teach it; give a model with its weights: {model: …, checkpoint: …}"
+        found.add(_line_of_teacher(fields["baseline"]), f"baseline.distil.teacher: the baseline {reason}")
     return Recipe(
         stages=_stages(fields.get("stages"), root.line, found),
-        baseline=_config(TrainingConfig, fields.get("baseline"), "baseline", found),
+        baseline=baseline,
         measure=_measure(fields.get("measure"), found),
         recommend=_config(Recommend, fields.get("recommend"), "recommend", found),
         preprocessing=_config(PreprocessingConfig, fields.get("preprocessing"), "preprocessing", found),
@@ -231,10 +242,44 @@ def _stages(node: _Node | None, line: int, found: _Faults) -> tuple[Stage, ...]:
                 found.add(parent_line, f"{name or operation.name} cannot follow {parent}: {reason}")
             config = _config(operation.config, fields.get("config"), operation.name, found, entry.line)
             stages.append(Stage(name or operation.name, operation, config, parent or BASELINE, entry.line))
+            if (wrong := _unable_to_teach(stages[-1], kinds)) is not None:
+                found.add(_line_of_teacher(fields.get("config", entry)), f"{operation.name}: distil.teacher: {wrong}")
         if name is not None:
             kinds[name] = operation.yields if operation else None
         previous = name
     return tuple(stages)
+
+
+def _word(distil: Distil) -> str | None:
+    """The word for a teacher, of settings of which only what is no fault is there; None if none is given by a word."""
+    teacher = getattr(distil, "teacher", None)
+    return teacher if isinstance(teacher, str) else None
+
+
+def _unable_to_teach(stage: Stage, kinds: Mapping[str, str | None]) -> str | None:
+    """Why an artifact that a stage names as its teacher is none; None if all may be, or none is named."""
+    for distil in distillations(stage.config):
+        teacher = _word(distil)
+        if teacher is None or teacher == SELF:
+            continue
+        if teacher not in kinds:
+            return f"{teacher!r} is no earlier stage{did_you_mean(teacher, kinds)}; earlier are {', '.join(kinds)}"
+        kind = kinds[teacher]
+        if kind not in (None, "module") and getattr(distil, "features", None):
+            return f"{teacher} is {KIND_NAMES[kind]}, which has no features; a float module has"  # type: ignore[index]
+    return None
+
+
+def _line_of_teacher(node: _Node) -> int:
+    """Where settings name a teacher, however deep."""
+    if isinstance(node.value, dict):
+        for name, entry in node.value.items():
+            if name == "distil":
+                named: _Node = entry.value["teacher"] if isinstance(entry.value, dict) else entry
+                return named.line
+            if isinstance(entry.value, dict) and (line := _line_of_teacher(entry)) != entry.line:
+                return line
+    return node.line
 
 
 def _operation(fields: Mapping[str, _Node], entry: _Node) -> Pass[Any]:
@@ -276,8 +321,8 @@ def _config(kind: type[Any], node: _Node | None, what: str, found: _Faults, line
     fields = node.mapping(f"the config of {what}", tuple(kind.model_fields), found) if node is not None else {}
     values = {name: entry.plain() for name, entry in fields.items()}
     for name, entry in fields.items():
-        within = kind.model_fields[name].annotation
-        if isinstance(within, type) and issubclass(within, BaseModel) and isinstance(entry.value, dict):
+        within = settings_within(kind, name)
+        if within is not None and isinstance(entry.value, dict):
             values[name] = _config(within, entry, f"{what}.{name}", found, entry.line)
     for name in list(values):
         # YAML 1.1 reads yes and on as true, which pydantic would take for 1.

@@ -23,8 +23,10 @@ from optimize.measure.machine import installed_version, machine, versions
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.preprocessing import ChosenPreprocessing
 from optimize.models.source import ModelSource
+from optimize.models.teacher import Teaching
 from optimize.passes.base import Pass, find_pass, pass_of, zeros_are_meant
 from optimize.quantization.targets import x86_target
+from optimize.run.teaching import find_teacher
 from optimize.store.artifact import EAGER, PRODUCT_FILE, Artifact, Kind, Made, Product, read_product, write_product
 from optimize.store.history import History
 from optimize.store.keys import BaselineKey, Key, NamedKey, StageKey, content
@@ -32,7 +34,7 @@ from optimize.store.locks import Hold
 from optimize.store.objects import Store, StoredObject
 from optimize.store.sources import code_of
 from optimize.training.baseline import make_baseline, new_module
-from optimize.training.config import TrainingConfig, trains
+from optimize.training.config import TrainingConfig, distillations, in_words, inputs, trains
 from optimize.training.events import write_histories
 from serve.config import Config
 from serve.runtime.card import Ancestor, Card, read_card, write_card
@@ -136,7 +138,10 @@ class Session(Described):
         self._hold.close()
 
     def baseline(
-        self, config: TrainingConfig | None = None, checkpoint: Checkpoint | None = None, origin: Path | None = None
+        self,
+        config: TrainingConfig | None = None,
+        checkpoint: Checkpoint | None = None,
+        origin: Path | None = None,
     ) -> Step:
         """The float32 model: with the checkpoint's weights, or trained here with ``config``.
 
@@ -149,26 +154,42 @@ class Session(Described):
             UserError: the checkpoint does not fit.
         """
         config = config or TrainingConfig()
-        training = None if checkpoint else config.model_dump(mode="json")
+        training = None if checkpoint else inputs(config)
+        teaching = None if checkpoint else self.teaching(config, None)
         key = BaselineKey(
             # One file may hold many factories.
             architecture=(self.source.fingerprint, self.source.name),
             weights=(checkpoint.sha256, checkpoint.place) if checkpoint else None,
             training=training,
             processes=1 if checkpoint else self.context.processes,
+            teacher=teaching.digest if teaching else None,
             libraries=_versions(("torch", "torchvision")),
             code=code_of(make_baseline),
             **self.surroundings(),
         )
 
         def write(folder: Path) -> Product:
-            context = self._keeping(key, BASELINE)
-            return make_baseline(self.source, context, checkpoint or config, folder, origin=origin)
+            context = self._keeping(key, BASELINE, teaching)
+            return make_baseline(self.source, context, checkpoint or in_words(config), folder, origin=origin)
 
         settings: dict[str, Any] = config.model_dump(mode="json")
         if checkpoint is not None:
             settings = {"checkpoint": checkpoint.sha256, "place": checkpoint.place}
         return self._obtain(Planned(BASELINE, "module", BASELINE, settings, key.digest), write, None)
+
+    def teaching(
+        self, config: Config, parent: Artifact | None, others: Mapping[str, Artifact] | None = None
+    ) -> Teaching | None:
+        """Who teaches in the trainings of these settings; None: nobody. See `find_teacher`.
+
+        Raises:
+            UserError: as `find_teacher`; or there are two.
+        """
+        found = [find_teacher(each, self.context, parent, others or {}) for each in distillations(config)]
+        if len({each.digest for each in found}) > 1:
+            names = " and ".join(each.named for each in distillations(config))
+            raise UserError(f"distil.teacher: the trainings of a pass have one teacher, and not {names}")
+        return found[0] if found else None
 
     def check(self, config: Config) -> None:
         """Find out whether a pass's settings fit the model, without making anything.
@@ -180,16 +201,23 @@ class Session(Described):
         if step.check is not None:
             step.check(functools.partial(first_module, self), config)
 
-    def apply(self, parent: Artifact, config: Config, name: str | None = None) -> Step:
+    def apply(
+        self,
+        parent: Artifact,
+        config: Config,
+        name: str | None = None,
+        others: Mapping[str, Artifact] | None = None,
+    ) -> Step:
         """Run the pass that ``config`` belongs to on ``parent``, or take its result from the store.
 
         Args:
             parent: what to run it on; must be of a kind that the pass accepts.
             config: the pass's settings.
             name: the artifact's name; the pass's own by default.
+            others: artifacts that a teacher may be, by name, beside those that ``parent`` was made from.
 
         Raises:
-            UserError: the pass cannot follow ``parent``.
+            UserError: the pass cannot follow ``parent``, or there is no such teacher.
             NotApplicableError: it has nothing to do here.
             PassError: its result is not what it promises.
         """
@@ -202,34 +230,44 @@ class Session(Described):
                 f"{self.store.root}: {parent.name} was taken from a folder"
             )
         self.check(config)
+        teaching = self.teaching(config, parent, others)
         settings = config.model_dump(mode="json")
         zeros = step.leaves_zeros or zeros_are_meant(parent)
         key = StageKey(
             operation=step.name,
-            config=settings,
+            config=inputs(config),
             ancestors=tuple(content(artifact.card) for artifact in parent.line()),
             target=x86_target().name,
             device=self.context.device.type if step.reads_device else None,
             processes=self.context.processes if trains(config) else 1,
             zeros=code_of(sparsity) if zeros else None,
             timed=timing_here(*timed) if (timed := step.timed(config)) else None,
+            teacher=teaching.digest if teaching else None,
             libraries=_versions(step.libraries),
             code=step.source_digest(),
             **self.surroundings(),
         )
 
         def write(folder: Path) -> Product:
+            context = self._keeping(key, planned.name, teaching)
             torch.manual_seed(self.context.seed)
-            product: Product = step.apply(parent, config, self._keeping(key, planned.name), folder)
+            product: Product = step.apply(parent, in_words(config), context, folder)
             return _with_zeros_counted(product, folder) if zeros else product
 
         planned = Planned(name or step.name, step.yields, step.name, settings, key.digest)
         return self._obtain(planned, write, parent)
 
-    def _keeping(self, key: Key, name: str) -> Context:
-        """The context of making what has this key: it goes on where it was interrupted; ``name`` is for its events."""
+    def _keeping(self, key: Key, name: str, teaching: Teaching | None) -> Context:
+        """The context of making what has this key: it goes on where it was interrupted, and has its teacher opened.
+
+        ``name`` is for its events.
+        """
         return dataclasses.replace(
-            self.context, unfinished=self.store.unfinished(key.digest), tensorboard=self._events(name)
+            self.context,
+            unfinished=self.store.unfinished(key.digest),
+            tensorboard=self._events(name),
+            teacher=teaching.open() if teaching else None,
+            store=self.store,
         )
 
     def _events(self, name: str) -> Path | None:

@@ -89,6 +89,7 @@ class BaselineKey(Making):
         training: how it is trained; None if it has a checkpoint.
         processes: how many train together; 1 where nothing is trained. Dropout draws in each, and some norms see the
             images of their own process alone.
+        teacher: digest of the network that it learns from; None if it has no teacher.
     """
 
     kind = "baseline"
@@ -96,6 +97,7 @@ class BaselineKey(Making):
     weights: tuple[str, str] | None
     training: Mapping[str, Any] | None
     processes: int
+    teacher: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,7 @@ class StageKey(Making):
         target: which integers the machine's kernels speak.
         device: the run's, for a pass whose result depends on it; None for others.
         processes: see `BaselineKey`.
+        teacher: see `BaselineKey`.
         zeros: digest of the sources that count the zeros of what it makes, where zeros are meant in its lineage: these
             are kept and counted. None where they are not.
         timed: the machine, its environment and all libraries, for a pass that times networks; None for others.
@@ -121,8 +124,31 @@ class StageKey(Making):
     target: str
     device: str | None
     processes: int
+    teacher: str | None
     zeros: str | None
     timed: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherKey(Key):
+    """A teacher's answers on the images that a student is trained on.
+
+    Attributes:
+        teacher: its digest.
+        images: fingerprint of the images, in their order.
+        preprocessing: of the images, as the student has them.
+        precision: that the answers are computed with.
+        libraries: versions of the libraries that compute them.
+        code: digest of the sources that do.
+    """
+
+    kind = "teacher"
+    teacher: str
+    images: str
+    preprocessing: Preprocessing
+    precision: str
+    libraries: Mapping[str, str]
+    code: str
 
 
 @dataclass(frozen=True, kw_only=True)

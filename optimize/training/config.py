@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from optimize.data.records import Augmentation, ImageData
+from optimize.training.distil import Distil, as_distil
 from serve.config import Config
 
 Optimizer = Literal["sgd", "adamw"]
+
+C = TypeVar("C", bound=Config)
 
 
 def by_optimizer(*, sgd: float | None, adamw: float | None) -> Callable[[dict[str, Any]], Any]:
@@ -108,18 +111,61 @@ class TrainingConfig(Config):
         default=0.1, gt=0, lt=0.5, description="share of the training images that the best epoch is chosen on"
     )
 
+    distil: Annotated[Distil | None, BeforeValidator(as_distil)] = Field(
+        default=None,
+        description="learn from a teacher, too: the teacher alone (self, an artifact's name), or with temperature, "
+        "weight and features; see opt.Distil",
+    )
+
     @field_validator("augment", mode="before")
     @classmethod
     def _in_words(cls, value: object) -> object:
         """A truth value as a word, so that what means the same is the same."""
         return {True: "data", False: "none"}[value] if isinstance(value, bool) else value
 
+    @model_validator(mode="after")
+    def _keeps_what_it_compares(self) -> Self:
+        if self.activation_checkpointing and self.distil is not None and self.distil.features:
+            raise ValueError(
+                "activation_checkpointing forgets what is within a network and distil.features compare it; take one"
+            )
+        return self
+
     def augmentation(self, data: ImageData) -> Augmentation:
         """What is done to the training images of ``data``."""
         return data.augment if self.augment == "data" or isinstance(self.augment, bool) else self.augment
 
 
+def trainings(config: Config) -> dict[str, TrainingConfig]:
+    """The settings of trainings in a pass's: itself by the name ``""``, those within it by the settings' names."""
+    within = {name: getattr(config, name) for name in type(config).model_fields}
+    return {name: part for name, part in {"": config, **within}.items() if isinstance(part, TrainingConfig)}
+
+
 def trains(config: Config) -> bool:
     """Whether settings are those of a training, or have such settings within them."""
-    within = (getattr(config, name) for name in type(config).model_fields)
-    return any(isinstance(part, TrainingConfig) for part in (config, *within))
+    return bool(trainings(config))
+
+
+def distillations(config: Config) -> list[Distil]:
+    """What is learned from a teacher in the trainings of a pass."""
+    return [part.distil for part in trainings(config).values() if part.distil is not None]
+
+
+def in_words(config: C) -> C:
+    """The same settings with a teacher's name in its place: what can be written down and sent to other processes."""
+    update: dict[str, Any] = {}
+    for holder, training in trainings(config).items():
+        if training.distil is not None:
+            distil = training.distil.model_copy(update={"teacher": training.distil.named})
+            update |= {holder: training.model_copy(update={"distil": distil})} if holder else {"distil": distil}
+    return config.model_copy(update=update)
+
+
+def inputs(config: Config) -> dict[str, Any]:
+    """The settings as inputs of a key, JSON values: without the teacher, whose name is none."""
+    settings = config.model_dump(mode="json")
+    for holder, training in trainings(config).items():
+        if training.distil is not None:
+            (settings[holder] if holder else settings)["distil"].pop("teacher")
+    return settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,16 +40,22 @@ class Joined:
             yield
 
 
-def joined(module: nn.Module, device: torch.device) -> Joined:
-    """``module``, changed in place, as one of a group trains it; as it is where there is no group."""
+def joined(module: nn.Module, device: torch.device, student: Callable[[nn.Module], nn.Module]) -> Joined:
+    """``module``, changed in place, as one of a group trains it; as it is where there is no group.
+
+    Args:
+        module: the network.
+        device: that it is on.
+        student: what is called in its place, of its own layers; see `Objective`.
+    """
     if not group.together():
-        return Joined(module)
+        return Joined(student(module))
     synchronise(module, device)
     share_ranges(module)
     # Buffers are not the first's: norms' statistics and ranges are made of all images already. Some networks have
     # parameters that an output in training mode does not depend on.
     together = DistributedDataParallel(
-        module,
+        student(module),
         device_ids=[device] if device.type == "cuda" else None,
         broadcast_buffers=False,
         find_unused_parameters=True,

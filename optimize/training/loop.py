@@ -1,4 +1,4 @@
-"""The one training loop: for the baseline and for quantization-aware training.
+"""The one training loop: for the baseline, for quantization-aware training, for what was pruned.
 
 The best epoch is chosen on images held out of the training split, never on those that accuracy is
 reported on: choosing on them would flatter the result. A run that was interrupted goes on where its last checkpoint
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from optimize.training.determinism import deterministic
 from optimize.training.events import Events
 from optimize.training.joining import joined
 from optimize.training.mixup import mixed
+from optimize.training.objective import Piece, objective
 from optimize.training.optimizers import clip, make_optimizer
 from optimize.training.precision import Precision
 from optimize.training.randomness import random_states, restore_random_states
@@ -58,6 +60,7 @@ def train(
     from_start: bool = False,
     keep_zeros: bool = False,
     penalty: Penalty | None = None,
+    nodes: Mapping[str, str] | None = None,
 ) -> TrainingResult:
     """Train ``module`` in place on ``context.device`` and leave it there in eval mode, at its best epoch.
 
@@ -70,12 +73,14 @@ def train(
         from_start: whether the module as it comes is kept where no epoch is better: for one that is trained already.
         keep_zeros: whether weights of its layers that are zero as it comes stay zero: for one that was pruned.
         penalty: what pulls weights beside the loss. With one the last epoch is kept, because it has pulled longest.
+        nodes: what a teacher's features may name, and what that is called in the module's graph, where the module was
+            made of the network that users know; None: the graph's nodes by their names.
 
     Raises:
         PassError: the loss became NaN or infinite.
-        UserError: no class has two training images.
+        UserError: no class has two training images, or the teacher does not fit.
     """
-    manner = Manner(set_mode, from_start, keep_zeros, penalty)
+    manner = Manner(set_mode, from_start, keep_zeros, penalty, nodes)
     if context.processes > 1 and not group.together():
         return train_together(module, context, config, manner)
     with deterministic(config.deterministic):
@@ -101,9 +106,11 @@ class _Run:
         self.checkpoints = Checkpoints(context.unfinished, start, context.checkpoint_seconds, context.listener)
         self.precision = Precision(config, self.device)
         self.precision.prepare(module)
-        self.forward = joined(module, self.device)
+        self.objective = objective(module, context, config, fit, precision=self.precision, nodes=manner.nodes)
+        self.objective.own.to(self.device)
+        self.forward = joined(module, self.device, self.objective.student)
         self.zeros = Zeros(module) if manner.keep_zeros else None
-        self.optimizer = make_optimizer(module, config)
+        self.optimizer = make_optimizer(nn.ModuleList([module, self.objective.own]), config)
         self.average = Average(module, config.ema) if config.ema is not None else None
         planned = config.epochs * len(self.batches)
         self.steps = min(planned, config.max_steps or planned)
@@ -132,11 +139,14 @@ class _Run:
         if self.zeros is not None:
             self.zeros.check()
         self.module.eval()
-        notes = tuple(
-            f"of the {title} images, {note}"
-            for title, read in (("training", self.batches), ("held-out", self.validation))
-            for note in group.gathered(read.note() if read.left_out else None)
-            if note is not None
+        notes = (
+            *self.objective.notes,
+            *(
+                f"of the {title} images, {note}"
+                for title, read in (("training", self.batches), ("held-out", self.validation))
+                for note in group.gathered(read.note() if read.left_out else None)
+                if note is not None
+            ),
         )
         history = self.progress.history(len(self.batches), group.world())
         self.context.listener.said(f"training: {history.split}")
@@ -218,16 +228,15 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         # Two images at least, for norms in training; and as many pieces in each process.
         pieces = max(1, min(config.accumulate, min(counts) // 2))
-        divided = zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True)
-        for piece, (some, wanted) in enumerate(divided, start=1):
-            with self.forward.unsynchronised(piece < pieces, batch.copies):
-                logits = self.precision.forward(self.forward.module, some)
-                loss = nn.functional.cross_entropy(logits, wanted, label_smoothing=config.label_smoothing)
+        divided = zip(*(each.tensor_split(pieces) for each in (inputs, targets, batch.rows)), strict=True)
+        for number, piece in enumerate(map(Piece._make, divided), start=1):
+            with self.forward.unsynchronised(number < pieces, batch.copies):
+                loss = self.objective.loss(self.precision.forward(self.forward.module, piece.inputs), piece)
                 # Of the whole batch's mean, which is the mean of the processes' gradients.
-                weight = len(wanted) * len(counts) / sum(counts)
+                weight = len(piece.targets) * len(counts) / sum(counts)
                 self.precision.backward(loss if weight == 1 else loss * weight)
                 self.stopwatch.to("compute")  # it may have ended with waiting for the others
-            self.progress.loss += loss.detach() * (len(wanted) / batch.copies)
+            self.progress.loss += loss.detach() * (len(piece.targets) / batch.copies)
         self.progress.images += len(targets) / batch.copies
         self.precision.unscale(self.optimizer)
         if self.manner.penalty is not None:
@@ -275,6 +284,7 @@ class _Run:
             state = {
                 "progress": self.progress.state(),
                 "module": self.module.state_dict(),
+                "beside": self.objective.own.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "average": self.average.state() if self.average is not None else None,
                 "precision": self.precision.state(),
@@ -290,6 +300,7 @@ class _Run:
         """
         self.progress = Progress.of_state(saved["progress"], self.device)
         load_state(self.module, saved["module"])
+        self.objective.own.load_state_dict(saved["beside"])
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.average is not None:
             self.average.load(saved["average"])

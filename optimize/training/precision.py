@@ -26,14 +26,13 @@ class Precision:
         if self._type is not None:
             in_float32(module)
 
-    def forward(self, module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        """Logits in float32."""
+    def forward(self, module: nn.Module, inputs: torch.Tensor) -> Any:
+        """What the module gives, a tensor or tuples of tensors, in float32."""
         if self._type is None:
-            logits: torch.Tensor = module(inputs)
-            return logits
+            return module(inputs)
         with torch.autocast(self._device.type, dtype=self._type):
-            logits = module(inputs)
-        return logits.float()
+            given = module(inputs)
+        return _float32(given)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the loss's gradients, scaled where they would vanish."""
@@ -55,3 +54,7 @@ class Precision:
     def load(self, state: dict[str, Any]) -> None:
         """Take the scale of a checkpoint."""
         self._scaler.load_state_dict(state)
+
+
+def _float32(given: Any) -> Any:
+    return given.float() if isinstance(given, torch.Tensor) else tuple(map(_float32, given))

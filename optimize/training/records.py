@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ class Manner:
     from_start: bool = False
     keep_zeros: bool = False
     penalty: Penalty | None = None
+    nodes: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class TrainingResult:
         history: its epochs and curves.
         held_out_top1: of what is kept, on the held-out images (fraction).
         held_out_images: how many there are.
-        notes: the images that could not be read.
+        notes: who taught, and the images that could not be read.
     """
 
     history: History

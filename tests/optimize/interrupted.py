@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from optimize.data.formats.base import open_data
 from optimize.data.splits import subset
 from optimize.listener import Silent
 from optimize.models.resolve import resolve_model
+from optimize.models.teacher import Teacher
 from optimize.passes import qat
 from optimize.passes.qat import Qat
 from optimize.run.session import Session
 from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig
+from optimize.training.distil import Distil
 from optimize.training.loop import train
 from optimize.training.records import TrainingResult
 
@@ -40,7 +43,7 @@ PLAIN = TrainingConfig(epochs=2, batch_size=32)
 STEPS = 8
 RICH = TrainingConfig(
     epochs=3, max_steps=10, batch_size=32, optimizer="adamw", ema=0.9, accumulate=2, precision="bfloat16",
-    label_smoothing=0.1,
+    label_smoothing=0.1, distil=Distil(teacher="master", features={"relu": "stem_2"}),
 )  # fmt: skip
 INT8 = Qat(epochs=2, batch_size=32, images=32, freeze_observers_at=1, min_sqnr=0.0, min_agreement=0.0)
 
@@ -78,6 +81,14 @@ def carry_out(folder: Path, settings: TrainingConfig, at: int | None, *, while_w
     else:
         torch.manual_seed(0)
         module = Tiny(10)
+        if settings.distil is not None:
+            master = nn.Sequential(
+                OrderedDict(stem=nn.Sequential(nn.Conv2d(1, 9, 3, 2, 1), nn.BatchNorm2d(9), nn.ReLU()))
+            )
+            master.append(nn.Flatten()).append(nn.Linear(9 * 64, 10))
+            context = dataclasses.replace(
+                context, teacher=Teacher("master", "", master.eval(), GREY16.mean, GREY16.std)
+            )
         result = train(module, context, settings)
         losses = [(epoch.loss, epoch.held_out_top1) for epoch in result.epochs]
         notes = [f"best={result.best} {losses} {result.history.points}", *result.notes]

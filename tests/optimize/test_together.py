@@ -16,9 +16,11 @@ from optimize.context import Context
 from optimize.data.loading import loader
 from optimize.errors import PassError
 from optimize.listener import Silent
+from optimize.models.teacher import Teacher
 from optimize.passes.qat import QAT
 from optimize.passes.qat_lowbit import QAT_LOWBIT
 from optimize.training.config import TrainingConfig
+from optimize.training.distil import Distil
 from optimize.training.loop import train
 from optimize.training.norms import AllReducedBatchNorm, synchronise
 from serve.runtime.errors import UserError
@@ -64,8 +66,13 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 
 
 def test_two_processes_train_what_one_does():
+    """With a teacher, whose features reach the network through a projection that is trained, too."""
     context, results, states, heard = uneven(), [], [], Heard()
-    config = TrainingConfig(epochs=2, batch_size=27, learning_rate=0.1, ema=0.8, clip_norm=1.0)
+    torch.manual_seed(1)
+    master = nn.Sequential(nn.Conv2d(1, 5, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 49, 4))
+    context = dataclasses.replace(context, teacher=Teacher("master", "", master.eval(), GREY16.mean, GREY16.std))
+    distil = Distil(teacher="master", features={"relu": "_1"})
+    config = TrainingConfig(epochs=2, batch_size=27, learning_rate=0.1, ema=0.8, clip_norm=1.0, distil=distil)
     for processes in (1, 2):
         torch.manual_seed(0)
         module = with_running_statistics(Normed())

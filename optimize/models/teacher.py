@@ -1,0 +1,97 @@
+"""A teacher: a network whose answers another learns from, with what its answers depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from serve.runtime.card import Card, Preprocessing
+from serve.runtime.engines.base import Engine, open_engine
+from serve.runtime.execution import Execution
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A network that answers a student's images.
+
+    Attributes:
+        name: what people call it; nothing depends on it.
+        digest: SHA-256 of all that its answers depend on beside the images.
+        module: maps ``float32 (N, C, H, W)`` to logits ``(N, classes)``; in eval mode, on the CPU.
+        mean: of each channel, that its own images are normalised with.
+        std: likewise.
+    """
+
+    name: str
+    digest: str
+    module: nn.Module
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def renormalised(self, inputs: torch.Tensor, student: Preprocessing) -> torch.Tensor:
+        """Images normalised for a student, ``(N, C, H, W)``, as this network takes them."""
+        if (self.mean, self.std) == (student.mean, student.std):
+            return inputs
+        mean, std, own_mean, own_std = (
+            torch.tensor(numbers, dtype=inputs.dtype, device=inputs.device).view(-1, 1, 1)
+            for numbers in (student.mean, student.std, self.mean, self.std)
+        )
+        return (inputs * std + (mean - own_mean)) / own_std
+
+
+class Served(nn.Module):
+    """An artifact without an eager module of what it computes, as a network that answers by its file, as it is served.
+
+    It is copied and pickled closed, and opened when it is first asked. A file that takes pixels is given the nearest
+    whole ones, which are the images' own unless these were mixed.
+
+    Args:
+        folder: the artifact's.
+        card: its card.
+        execution: what runs it.
+    """
+
+    def __init__(self, folder: Path, card: Card, execution: Execution) -> None:
+        super().__init__()
+        self._opens = folder, card, execution
+        self._engine: Engine | None = None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits ``float32 (N, classes)``, on the images' device."""
+        if self._engine is None:
+            self._engine = open_engine(*self._opens)
+        card = self._opens[1]
+        if card.input_dtype == "uint8":
+            batch = _pixels(images, card.preprocessing)
+        else:
+            batch = images.to(getattr(torch, card.input_dtype))
+        return self._engine.run(batch.to(self._engine.device).contiguous()).to(images.device, torch.float32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_engine": None}
+
+
+def _pixels(images: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
+    """Normalised images, ``(N, C, H, W)``, as the ``uint8`` that they were."""
+    mean, std = (
+        torch.tensor(each, device=images.device).view(-1, 1, 1) for each in (preprocessing.mean, preprocessing.std)
+    )
+    return ((images.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """A teacher that was found and fits, and need not be opened where what it would teach is stored already.
+
+    Attributes:
+        digest: see `Teacher`.
+        open: opens it.
+    """
+
+    digest: str
+    open: Callable[[], Teacher]

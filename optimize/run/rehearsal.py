@@ -1,0 +1,70 @@
+"""A recipe's teachers tried before anything trains: what they answer, and whether their features fit the students'."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from optimize.errors import PassError
+from optimize.run.recipe import Recipe, Stage
+from optimize.run.session import BASELINE, Session, first_module
+from optimize.run.teaching import find_teacher
+from optimize.training.config import distillations
+from optimize.training.distil import SELF, Distil
+from optimize.training.features import match
+from optimize.training.objective import check_answers
+
+
+def check_teaching(session: Session, recipe: Recipe, stage: Stage | None) -> None:
+    """Refuse a teacher that does not fit, as far as it is known before anything is made.
+
+    Artifacts that there are not yet have the structure that their passes will give to the model, with other weights;
+    where only the making will tell that structure (pruned channels), features are checked then.
+
+    Args:
+        session: of the run.
+        recipe: whose artifacts may teach.
+        stage: what is taught; None: the baseline.
+
+    Raises:
+        UserError: the teacher has no weights or other classes, there is no such feature, or shapes do not fit.
+    """
+    config = recipe.baseline if stage is None else stage.config
+    for distil in distillations(config):
+        teacher = _taught_by(session, recipe, distil, stage)
+        student = (
+            _structure(session, recipe, stage.parent if stage is not None else BASELINE) if distil.features else None
+        )
+        if student is not None and teacher is not None:
+            match(student, teacher, distil.features, session.context.example(2))
+
+
+def _taught_by(session: Session, recipe: Recipe, distil: Distil, stage: Stage | None) -> nn.Module | None:
+    """A model that teaches, once it has answered; or the structure of an artifact whose features are wanted."""
+    if not isinstance(distil.teacher, str):
+        opened = find_teacher(distil, session.context, None, {}).open()
+        check_answers(opened, session.context, session.context.example(2))
+        return opened.module
+    if not distil.features:
+        return None
+    assert stage is not None
+    name = distil.teacher
+    if name == SELF:
+        stages = {each.name: each for each in recipe.stages}
+        name = stage.parent
+        while name != BASELINE and stages[name].operation.yields != "module":
+            name = stages[name].parent
+    return _structure(session, recipe, name)
+
+
+def _structure(session: Session, recipe: Recipe, name: str) -> nn.Module | None:
+    """A module of an artifact's structure, with random weights; None if it cannot be known yet."""
+    if name == BASELINE:
+        return first_module(session).eval()
+    stage = next(each for each in recipe.stages if each.name == name)
+    parent = _structure(session, recipe, stage.parent)
+    if parent is None or stage.operation.rebuild is None:
+        return None
+    try:
+        return stage.operation.rebuild(parent, session.context.example()).eval()
+    except PassError:  # as it will say when it is its turn
+        return None

@@ -1,0 +1,140 @@
+"""Who teaches: a word, an artifact or a model of a training's settings, found and checked before anything trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from optimize.context import Context
+from optimize.measure.machine import installed_version
+from optimize.models.checkpoint import Checkpoint, read_checkpoint
+from optimize.models.fitting import load_into
+from optimize.models.module import module_source
+from optimize.models.resolve import resolve_model, with_checkpoint, with_named_weights
+from optimize.models.source import ModelSource
+from optimize.models.teacher import Served, Teacher, Teaching
+from optimize.store.artifact import KIND_NAMES, Artifact
+from optimize.store.keys import content, make_key
+from optimize.store.sources import source_digest
+from optimize.training.distil import SELF, Distil, TeacherModel
+from serve.runtime.card import Preprocessing
+from serve.runtime.engines.base import find_engine, preferred
+from serve.runtime.errors import UserError, did_you_mean
+from serve.runtime.execution import Execution
+
+
+def find_teacher(distil: Distil, context: Context, parent: Artifact | None, others: Mapping[str, Artifact]) -> Teaching:
+    """The teacher that settings name.
+
+    Args:
+        distil: the settings.
+        context: of the student, whose classes and images the teacher must have.
+        parent: what the pass starts from, which knows what itself was made from; None: the baseline is made.
+        others: artifacts by the names that settings may give.
+
+    Raises:
+        UserError: there is no such teacher, it has no weights, or it has other classes, another input than the student
+            or no features.
+        EngineError: it is an artifact that no engine runs here.
+    """
+    given = distil.teacher
+    if isinstance(given, TeacherModel | nn.Module):
+        return _model(given, context)
+    if isinstance(given, str):
+        line = {artifact.name: artifact for artifact in parent.line()} if parent is not None else {}
+        given = _itself(line) if given == SELF else _called(given, {**line, **others})
+    return _artifact(given, distil, context)
+
+
+def _itself(line: Mapping[str, Artifact]) -> Artifact:
+    """The last float module of a line."""
+    floats = [artifact for artifact in line.values() if artifact.kind == "module"]
+    if not floats:
+        raise UserError(
+            f"distil.teacher: {SELF!r} is the float network that a pass starts from, and the baseline starts from "
+            "none; give a model with its weights: {model: …, checkpoint: …}"
+        )
+    return floats[-1]
+
+
+def _called(name: str, known: Mapping[str, Artifact]) -> Artifact:
+    if name not in known:
+        there = ", ".join(known) or "none yet"
+        raise UserError(f"distil.teacher: there is no artifact {name!r}{did_you_mean(name, known)}; there are {there}")
+    return known[name]
+
+
+def _artifact(artifact: Artifact, distil: Distil, context: Context) -> Teaching:
+    card, name = artifact.card, artifact.name
+    if distil.features and artifact.kind != "module":
+        raise UserError(f"distil.features: {name} is {KIND_NAMES[artifact.kind]}; a float module has features")
+    if card.classes != context.data.classes:
+        counts = len(card.classes), len(context.data.classes)
+        which = f"{counts[0]} classes, the data has {counts[1]}" if counts[0] != counts[1] else "other classes"
+        raise UserError(f"distil.teacher: {name} ({card.model}) has {which}; a teacher must have the student's")
+    own, ours = card.preprocessing, context.preprocessing
+    if own.shape != ours.shape:
+        shapes = " and ".join("x".join(map(str, each.shape)) for each in (own, ours))
+        raise UserError(f"distil.teacher: inputs of {name} ({card.model}) and the student differ: {shapes}")
+    if artifact.kind == "module":
+        digest = _digest(content(card), own)
+        return Teaching(digest, lambda: Teacher(name, digest, artifact.module(), own.mean, own.std))
+    execution = preferred(card, "cpu")
+    served = Served(artifact.folder, card, execution)
+    digest = _digest(make_key(network=content(card), runs=_runs(execution)), own)
+    return Teaching(digest, lambda: Teacher(name, digest, served.eval(), own.mean, own.std))
+
+
+def _runs(execution: Execution) -> dict[str, Any]:
+    """What the answers of an artifact depend on that an engine runs."""
+    engine = find_engine(execution.engine)
+    versions = {name: installed_version(name) for name in ("torch", *engine.libraries)}
+    return {"execution": execution.to_json(), "libraries": versions, "code": source_digest(engine.module)}
+
+
+def _model(given: TeacherModel | nn.Module, context: Context) -> Teaching:
+    """A model with weights, built for the student's classes and image size."""
+    source, checkpoint, origin = _weights(given)
+    own = _normalised(source, context)
+
+    def build() -> Teacher:
+        module = source.build(len(context.data.classes), context.preprocessing.crop[0])
+        try:
+            load_into(module, checkpoint, origin)
+        except UserError as error:
+            raise UserError(f"distil.teacher: {source.name}: {error}") from None
+        return Teacher(source.name, digest, module.eval(), own.mean, own.std)
+
+    digest = _digest(
+        make_key(source=[source.fingerprint, source.name], weights=[checkpoint.sha256, checkpoint.place]), own
+    )
+    return Teaching(digest, build)
+
+
+def _weights(given: TeacherModel | nn.Module) -> tuple[ModelSource, Checkpoint, Path]:
+    if isinstance(given, nn.Module):
+        source, checkpoint = module_source(given)
+        return source, checkpoint, Path(source.name)
+    source = resolve_model(given.model)
+    if given.weights is not None:
+        source, checkpoint = with_named_weights(source, given.weights)
+        return source, checkpoint, Path(f"torchvision's {given.weights}")
+    assert given.checkpoint is not None
+    checkpoint = read_checkpoint(given.checkpoint, trust_pickle=given.trust_checkpoint, weights_key=given.weights_key)
+    return with_checkpoint(source, checkpoint), checkpoint, given.checkpoint
+
+
+def _normalised(source: ModelSource, context: Context) -> Preprocessing:
+    """The student's images with the mean and std that a model declares, where it declares them for these channels."""
+    ours, own = context.preprocessing, source.preprocessing
+    if own is None or {"mean", "std"} & source.undeclared or own.channels != ours.channels:
+        return ours
+    return dataclasses.replace(ours, mean=own.mean, std=own.std)
+
+
+def _digest(network: str, preprocessing: Preprocessing) -> str:
+    return make_key(network=network, mean=preprocessing.mean, std=preprocessing.std)

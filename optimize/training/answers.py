@@ -1,0 +1,94 @@
+"""A teacher's answers on the training images, computed once and kept in the store: for images that never change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from optimize.context import Context
+from optimize.data.loading import loader
+from optimize.data.records import Split
+from optimize.errors import PassError
+from optimize.models.teacher import Teacher
+from optimize.store.keys import TeacherKey
+from optimize.store.objects import Store
+from optimize.store.sources import code_of
+from optimize.training.config import TrainingConfig
+from serve.runtime.images import normalise
+
+_FILE = "answers.npy"
+
+Answer = Callable[[torch.Tensor], torch.Tensor]
+
+
+def changing(config: TrainingConfig, context: Context) -> tuple[str, ...]:
+    """The settings by which a training image is another one each time it is seen, as they are written."""
+    augmentation = config.augmentation(context.data)
+    said = {
+        f"augment: {augmentation}": augmentation != "none",
+        f"crop_scale: {config.crop_scale}": config.crop_scale is not None,
+        "trivial_augment: true": config.trivial_augment,
+        f"mixup: {config.mixup}": config.mixup is not None,
+    }
+    return tuple(setting for setting, changes in said.items() if changes)
+
+
+def kept_answers(
+    store: Store, teacher: Teacher, fit: Split, context: Context, *, config: TrainingConfig, answer: Answer
+) -> Path:
+    """The file of a teacher's logits on ``fit``, made if it is not there: `answers_of` reads it.
+
+    Of several processes that want it one makes it, and the others wait.
+
+    Args:
+        store: where it is kept.
+        teacher: whose answers.
+        fit: the images that are trained on.
+        context: preprocessing, device, listener.
+        config: whose precision the answers are computed with, and how many images may be unreadable.
+        answer: what the teacher answers to images that are normalised for the student.
+
+    Raises:
+        PassError: an answer is NaN or infinite.
+        UserError: too many images cannot be read.
+    """
+    key = TeacherKey(
+        teacher=teacher.digest,
+        images=fit.fingerprint,
+        preprocessing=context.preprocessing,
+        precision=config.precision,
+        libraries={"torch": torch.__version__},
+        code=code_of(kept_answers),
+    ).digest
+
+    def make(folder: Path) -> None:
+        batches = loader(
+            fit,
+            context.preprocessing,
+            batch_size=256,
+            device=context.device,
+            skip_unreadable=config.skip_unreadable,
+            remedy=f"at most {config.skip_unreadable:.2%} may be, to be left out of training (skip_unreadable)",
+            scratch=context.scratch,
+        )
+        shape = (len(fit), len(context.data.classes))
+        answers = np.lib.format.open_memmap(folder / _FILE, mode="w+", dtype=np.float32, shape=shape)
+        answers[:] = np.nan  # of images that cannot be read, which are not asked for
+        for done, (rows, images, _) in enumerate(batches.numbered(), start=1):
+            logits = answer(normalise(images, context.preprocessing, context.device, torch.float32))
+            if not torch.isfinite(logits).all():
+                raise PassError(f"the teacher {teacher.name} answers with NaN or infinity")
+            answers[rows.numpy()] = logits.cpu().numpy()
+            context.listener.progressed(done / len(batches), "teacher")
+        answers.flush()
+
+    found = store.obtain(key, make, about=f"{teacher.name} on {context.data.name}: a teacher's answers")
+    return found.folder / _FILE
+
+
+def answers_of(file: Path) -> np.memmap[tuple[int, int], np.dtype[np.float32]]:
+    """The logits, ``float32 (images, classes)``, mapped: of a large data set they are gigabytes."""
+    return np.lib.format.open_memmap(file, mode="r")

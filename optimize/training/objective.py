@@ -1,0 +1,201 @@
+"""What a training step makes smaller: the cross-entropy with the labels, and with a teacher what `Distil` says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optimize.context import Context
+from optimize.data.records import Split
+from optimize.errors import PassError
+from optimize.models.teacher import Teacher
+from optimize.training.answers import answers_of, changing, kept_answers
+from optimize.training.config import TrainingConfig
+from optimize.training.distil import Distil
+from optimize.training.features import Student, match, relative_error
+from optimize.training.precision import Precision
+from serve.runtime.errors import UserError, one_line
+
+
+class Piece(NamedTuple):
+    """Images that a step computes together.
+
+    Attributes:
+        inputs: ``float32 (N, C, H, W)``, as the student sees them: changed, mixed, normalised for it.
+        targets: labels ``int64 (N,)``, or shares ``float32 (N, classes)`` where images are mixed.
+        rows: of the images that are trained on, ``int64 (N,)``, on the CPU.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    rows: torch.Tensor
+
+
+class Objective:
+    """The cross-entropy with the labels.
+
+    Attributes:
+        own: what is trained beside the network and left behind; it has parameters or not.
+        notes: for the artifact's card.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._smoothing = config.label_smoothing
+        self.own = nn.ModuleList()
+
+    def student(self, module: nn.Module) -> nn.Module:
+        """What gives of a network that is trained all that `loss` takes; its layers are the network's own."""
+        return module
+
+    def loss(self, outputs: Any, piece: Piece) -> torch.Tensor:
+        """The mean over a piece's images; ``outputs`` are the student's, in float32."""
+        return functional.cross_entropy(outputs, piece.targets, label_smoothing=self._smoothing)
+
+
+def soft_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+    """``T**2 KL(teacher || student)`` of softened logits ``(N, classes)``, the mean over images in nats.
+
+    Hinton et al. 2015 (arXiv:1503.02531), section 2: multiplied by ``T**2``, its gradients stay as large as those of
+    the labels whatever the temperature.
+    """
+    own, wanted = (functional.log_softmax(logits / temperature, 1) for logits in (student, teacher))
+    return functional.kl_div(own, wanted, reduction="batchmean", log_target=True) * temperature**2
+
+
+class Distillation(Objective):
+    """The labels, and what a teacher answers to the same images; see `Distil` for the sum.
+
+    Args:
+        module: the student, as it is trained.
+        context: data, device, listener; the teacher, and where its answers are kept.
+        config: has a teacher.
+        fit: the images that are trained on.
+        precision: that a step is computed with.
+        nodes: by what settings may name, what it is called in the student's graph; None: every node by its name.
+
+    Raises:
+        UserError: the teacher has other classes, a feature is none, or its shapes do not fit.
+        PassError: the teacher answers with NaN.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        context: Context,
+        config: TrainingConfig,
+        fit: Split,
+        *,
+        precision: Precision,
+        nodes: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(config)
+        if config.distil is None or context.teacher is None:
+            raise ValueError("there is no teacher")
+        self._settings, self._teacher, self._context = config.distil, context.teacher, context
+        self._precision = precision
+        features, example, asked = self._settings.features, context.example(2), self._teacher.module
+        check_answers(self._teacher, context, example)
+        if features:
+            matched = match(module, asked, features, example, nodes)
+            self._graph, self.own, asked = matched.student, matched.projections, matched.teacher
+        # A copy: it may teach again, and is on the CPU then.
+        self._asked = copy.deepcopy(asked).to(context.device).eval().requires_grad_(False)
+        self._kept = None
+        changes = (*changing(config, context), *(["features"] if features else []))
+        if context.store is not None and not changes:
+            file = kept_answers(context.store, self._teacher, fit, context, config=config, answer=self._answer)
+            self._kept = answers_of(file)
+        self.notes = (_note(self._teacher, self._settings, changes, kept=self._kept is not None),)
+
+    def student(self, module: nn.Module) -> nn.Module:
+        """See `Objective`."""
+        return Student(module, self._graph, self.own) if self._settings.features else module
+
+    def loss(self, outputs: Any, piece: Piece) -> torch.Tensor:
+        """See `Objective`; a teacher is shown the piece's images as they are, mixed ones too."""
+        settings = self._settings
+        logits, values = outputs if settings.features else (outputs, ())
+        wanted, others = self._answers(piece)
+        parts = []
+        if settings.weight < 1:
+            parts.append((1 - settings.weight) * super().loss(logits, piece))
+        if settings.weight:
+            parts.append(settings.weight * soft_loss(logits, wanted, settings.temperature))
+        if values:
+            errors = [relative_error(own, other) for own, other in zip(values, others, strict=True)]
+            parts.append(settings.feature_weight * torch.stack(errors).mean())
+        return torch.stack(parts).sum()
+
+    def _answers(self, piece: Piece) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The teacher's logits and its features of a piece."""
+        if self._kept is not None:
+            return torch.from_numpy(self._kept[piece.rows.numpy()]).to(piece.inputs.device), ()
+        given = self._answer(piece.inputs)
+        return given if self._settings.features else (given, ())
+
+    @torch.no_grad()
+    def _answer(self, inputs: torch.Tensor) -> Any:
+        """The teacher's logits, and with features `Outputs`; ``inputs`` are normalised for the student."""
+        images = self._teacher.renormalised(inputs, self._context.preprocessing)
+        return self._precision.forward(self._asked, images)
+
+
+def check_answers(teacher: Teacher, context: Context, images: torch.Tensor) -> None:
+    """Refuse a teacher that does not answer a student's images with a logit for each of its classes.
+
+    Args:
+        teacher: who is asked.
+        context: of the student.
+        images: normalised for the student, ``float32 (N, C, H, W)`` on the CPU.
+
+    Raises:
+        UserError: it gives something else, or fails.
+        PassError: it gives NaN or infinity.
+    """
+    classes = len(context.data.classes)
+    try:
+        with torch.no_grad():
+            logits = teacher.module(teacher.renormalised(images, context.preprocessing))
+    except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
+        shape = "x".join(map(str, images.shape[1:]))
+        raise UserError(f"distil: the teacher {teacher.name} fails on images of {shape}: {one_line(error)}") from None
+    if not isinstance(logits, torch.Tensor) or logits.shape != (len(images), classes):
+        found = "x".join(map(str, logits.shape[1:])) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise UserError(
+            f"distil: the teacher {teacher.name} gives {found} for an image and the data has {classes} classes; "
+            "a teacher must have the student's classes"
+        )
+    if not torch.isfinite(logits).all():
+        raise PassError(f"the teacher {teacher.name} answers with NaN or infinity")
+
+
+def _note(teacher: Teacher, settings: Distil, changes: tuple[str, ...], *, kept: bool) -> str:
+    """Who taught what, and whether the answers were kept."""
+    what = [f"{settings.weight:g} of the loss at temperature {settings.temperature:g}"] if settings.weight else []
+    if settings.features:
+        what.append(f"features {', '.join(settings.features)} with weight {settings.feature_weight:g}")
+    why = f" ({', '.join(changes)})" if changes else ""
+    how = "its answers are kept in the store" if kept else f"it answered each step's images anew{why}"
+    return f"taught by {teacher.name}: {'; '.join(what)}; {how}"
+
+
+def objective(
+    module: nn.Module,
+    context: Context,
+    config: TrainingConfig,
+    fit: Split,
+    *,
+    precision: Precision,
+    nodes: Mapping[str, str] | None = None,
+) -> Objective:
+    """What ``config`` asks to be made smaller; arguments and errors as of `Distillation`."""
+    if config.distil is None:
+        return Objective(config)
+    return Distillation(module, context, config, fit, precision=precision, nodes=nodes)
