@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import optimize as opt
 from benchmarks.cifar import __main__ as cifar
-from benchmarks.cifar.chains import chain, control, epochs, shortened, told, with_epochs
+from benchmarks.cifar.chains import chain, control, epochs, shortened, taught, told, trainings, with_epochs
 from benchmarks.cifar.page import over_seeds, page, student
 from benchmarks.cifar.provenance import changed
 from benchmarks.cifar.record import Cell, Faster, Judged, Table, read, write
@@ -25,6 +26,7 @@ from optimize.run.recipe import Recipe, load_recipe
 from optimize.training.config import TrainingConfig
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
+from tests.optimize.workbench import noise_context, parent_of
 
 CPU = torch.device("cpu")
 TINY = f"{EXAMPLES / 'tiny_cnn.py'}:tiny"
@@ -106,6 +108,26 @@ def test_a_control_trains_as_often_as_long_and_at_the_same_rates_and_does_nothin
     assert control(chain(recipe, "ptq")) == (), "what trains nothing is held against what it was made of"
 
 
+def test_a_control_has_the_teacher_too_unless_that_is_what_is_looked_at(tmp_path: Path) -> None:
+    rows = {row.name: row for row in ROWS}
+    links = chain(load_recipe(EXAMPLES / rows["w3a3"].recipe), rows["w3a3"].stage)
+    beside = control(links)
+    assert [config["distil"]["teacher"] for _, config in told(beside)] == ["self", "self"]
+    context = noise_context()
+    start, other = (parent_of(nn.Linear(2, 2), context, tmp_path / name) for name in ("start", "other"))
+    for each in (links, beside):
+        trained = [training for link in taught(each, start, None) for training in trainings(link.config)]
+        found = [training.distil.teacher for training in trained if training.distil is not None]
+        assert found == [start, start], "not what each stage starts from, which in the control would be another"
+    assert rows["distilled"].teacher == "resnet56"
+    links = chain(load_recipe(EXAMPLES / rows["distilled"].recipe), rows["distilled"].stage)
+    (training,) = trainings(taught(links, start, other)[0].config)
+    assert training.distil is not None
+    assert training.distil.teacher is other
+    assert training.distil.temperature == 5
+    assert "distil" not in told(control(links, untaught=True))[0][1]
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_each_row_is_a_stage_of_a_legal_recipe_and_its_control_has_as_many_epochs(row: Row) -> None:
     links = chain(load_recipe(EXAMPLES / row.recipe), row.stage)
@@ -150,7 +172,10 @@ def test_rows_stand_in_their_order_and_what_is_not_finished_is_empty() -> None:
     titles = [line.split(" | ")[0].strip("| ") for line in text.splitlines() if line.startswith("| ")]
     assert titles[1 : len(ROWS) + 1] == [row.title for row in ROWS]
     found = lines(text)
-    epochs_and_seeds, (control_top1, top1, difference, aim, said) = found["W4A4, LSQ"][2:4], found["W4A4, LSQ"][4:9]
+    epochs_and_seeds, (control_top1, top1, difference, aim, said) = (
+        found["W4A4, LSQ, self-distilled"][2:4],
+        found["W4A4, LSQ, self-distilled"][4:9],
+    )
     assert epochs_and_seeds == ["10", "1"]
     assert (control_top1, top1, aim, said) == ("90.00", "89.70", "−0.40", "reached")
     assert difference.startswith("−0.30 [−")
@@ -167,7 +192,7 @@ def test_seeds_are_averaged_and_another_schedule_is_a_line_of_its_own() -> None:
     seeds = [cell(delta=delta, seed=seed) for seed, delta in enumerate((-3, -1, -2))]
     longer = cell(delta=-5, trained=100, stages=(("qat-lowbit", {"epochs": 100}),))
     text = page(Table(cells=(*seeds, longer)))
-    rows = [line for line in text.splitlines() if line.startswith("| W4A4, LSQ ")]
+    rows = [line for line in text.splitlines() if line.startswith("| W4A4, LSQ, self-distilled ")]
     assert [row.split(" | ")[2:4] for row in rows] == [["100", "1"], ["10", "3"]], "the longest first"
     assert "| −0.20 [−0.45, +0.05] |" in rows[1]
     assert "| missed |" in rows[0]
@@ -188,7 +213,9 @@ def test_what_could_not_be_made_says_why_and_what_has_changed_stands_beside_its_
     text = page(table, lambda each: ["the code has changed since"])
     assert "- ternary weights, A8, seed 0, could not be made: training diverged" in text
     assert lines(text)["w4a4"][8] == "the code has changed since"
-    assert "W4A4, LSQ, by another recipe than now" in lines(page(table, lambda each: ["the recipe has changed since"]))
+    assert "W4A4, LSQ, self-distilled, by another recipe than now" in lines(
+        page(table, lambda each: ["the recipe has changed since"])
+    )
     recipe = load_recipe(EXAMPLES / "w4a4.yaml")
     links = chain(recipe, "w4a4-packed")
     as_it_is = cell(stages=tuple(told(links)))

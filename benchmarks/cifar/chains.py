@@ -12,7 +12,9 @@ from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
 from optimize.run.recipe import Recipe
 from optimize.run.session import BASELINE
+from optimize.store.artifact import Artifact
 from optimize.training.config import TrainingConfig
+from optimize.training.distil import SELF, Distil
 from serve.config import Config, defaults
 
 #: Passes that compute what their parent does, and that a control has, too.
@@ -46,29 +48,41 @@ def chain(recipe: Recipe, stage: str | None = None) -> Chain:
     return tuple(reversed(found))
 
 
-def control(links: Chain) -> Chain:
+def control(links: Chain, *, untaught: bool = False) -> Chain:
     """The float network that a cell is held against: trained whenever the cell is, with the very settings.
 
-    Where nothing is trained, it is the float network that the cell was made of.
+    Where nothing is trained, it is the float network that the cell was made of. ``untaught`` leaves the teacher out,
+    where that is what is looked at.
     """
     found = []
     for link in links:
         own = trainings(link.config)
         for number, training in enumerate(own, start=1):
-            config = FineTune(**{name: getattr(training, name) for name in TrainingConfig.model_fields})
+            same = {name: getattr(training, name) for name in TrainingConfig.model_fields}
+            config = FineTune(**(same | {"distil": None} if untaught else same))
             found.append(Link(f"{link.name}-control{f'-{number}' if len(own) > 1 else ''}", config))
         if isinstance(link.config, _KEPT):
             found.append(Link(f"{link.name}-control", link.config))
     return tuple(found)
 
 
+def taught(links: Chain, itself: Artifact, other: Artifact | None) -> Chain:
+    """With the artifacts that teach in the place of the words for them.
+
+    Args:
+        links: of a cell or a control.
+        itself: who ``self`` is, for all stages of both: what the row starts from.
+        other: who is meant where a model is named.
+    """
+    return tuple(Link(link.name, _taught(link.config, itself, other)) for link in links)
+
+
 def trainings(config: Config) -> tuple[TrainingConfig, ...]:
     """The trainings that a stage carries out, one after another; a pruning in steps has one after each of them."""
     if isinstance(config, TrainingConfig):
         return (config,) if config.epochs else ()
-    parts = {name: getattr(config, name) for name in type(config).model_fields}
-    found = {name: part for name, part in parts.items() if isinstance(part, TrainingConfig) and part.epochs}
-    last = [found.pop("train")] * parts.get("steps", 1) if "train" in found else []
+    found = {name: part for name, part in _trainings_within(config).items() if part.epochs}
+    last = [found.pop("train")] * getattr(config, "steps", 1) if "train" in found else []
     return (*found.values(), *last)
 
 
@@ -116,9 +130,24 @@ def _retrained(config: Config, **changes: Any) -> Config:
         last = changed.get("epochs", config.epochs)
         ends = {name: min(value, last) for name, value in changed.items() if name.endswith("_at")}
         return type(config)(**(changed | ends))
+    within = {name: _retrained(part, **changes) for name, part in _trainings_within(config).items()}
+    return config.model_copy(update=within) if within else config
+
+
+def _taught(config: Config, itself: Artifact, other: Artifact | None) -> Config:
+    if isinstance(config, TrainingConfig):
+        if config.distil is None:
+            return config
+        teacher = itself if config.distil.teacher == SELF else other
+        return _retrained(config, distil=Distil(**{**dict(config.distil), "teacher": teacher}))
+    within = {name: _taught(part, itself, other) for name, part in _trainings_within(config).items()}
+    return config.model_copy(update=within) if within else config
+
+
+def _trainings_within(config: Config) -> dict[str, TrainingConfig]:
+    """The trainings among the settings of a stage that is more than one, by the word for each."""
     parts = {name: getattr(config, name) for name in type(config).model_fields}
-    trained = {name: _retrained(part, **changes) for name, part in parts.items() if isinstance(part, TrainingConfig)}
-    return config.model_copy(update=trained) if trained else config
+    return {name: part for name, part in parts.items() if isinstance(part, TrainingConfig)}
 
 
 def _shortened(config: Config) -> Config:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -21,6 +21,7 @@ from benchmarks.cifar.chains import (
     epochs,
     quickest,
     shortened,
+    taught,
     told,
     unusual,
     with_epochs,
@@ -55,21 +56,31 @@ _LIBRARIES = ("python", "optimize", "torch", "torchvision", "onnxruntime-gpu", "
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is carried out for a row: from the weights to what rows start from, from there to the cell and its control.
-
-    ``baseline`` is how a network is trained that has no weights; None where it has some.
-    """
+class Origin:
+    """How a network comes to be what rows start from: ``baseline`` trains it, or its weights go through ``links``."""
 
     baseline: TrainingConfig | None
-    start: Chain
+    links: Chain
+
+    def told(self) -> dict[str, Any]:
+        """Settings that are not defaults, as JSON values."""
+        return {"baseline": unusual(self.baseline) if self.baseline else None, "start": told(self.links)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is carried out for a row: what it starts from, the cell and its control of that, and who teaches it."""
+
+    origin: Origin
     cell: Chain
     control: Chain
+    teacher: Origin | None
 
     @property
     def links(self) -> Chain:
-        """All of it."""
-        return (*self.start, *self.cell, *self.control)
+        """All passes that are run."""
+        others = self.teacher.links if self.teacher is not None else ()
+        return (*others, *self.origin.links, *self.cell, *self.control)
 
 
 @dataclass
@@ -108,26 +119,33 @@ class Workshop:
         Raises:
             UserError: a recipe is illegal.
         """
-        first, recipe = (load_recipe(EXAMPLES / name) for name in (START, row.recipe))
-        trained = row.network not in self.checkpoints
-        baseline, start, links = first.baseline if trained else None, chain(first), chain(recipe, row.stage)
-        if trained:  # on these very images
-            start = ()
+        links = chain(load_recipe(EXAMPLES / row.recipe), row.stage)
         if self.epochs is not None:
             links = with_epochs(links, self.epochs)
         if self.short:
-            start, links = shortened(start), shortened(links)
-            baseline = quickest(baseline) if baseline else None
-        return Plan(baseline, start, links, control(links))
+            links = shortened(links)
+        beside = control(links, untaught=row.teacher is not None)
+        return Plan(self._origin(row.network), links, beside, self._origin(row.teacher) if row.teacher else None)
+
+    def _origin(self, network: Network) -> Origin:
+        """How a network comes to be what rows start from; one that is trained on these images needs nothing more."""
+        recipe = load_recipe(EXAMPLES / START)
+        if network in self.checkpoints:
+            return Origin(None, shortened(chain(recipe)) if self.short else chain(recipe))
+        return Origin(quickest(recipe.baseline) if self.short else recipe.baseline, ())
 
     def key(self, row: Row) -> str:
         """Of all that a cell depends on but the code: equal cells have equal ones."""
         plan, opened = self.plan(row), self._open(row.network)
         data = opened.session.context.data
+        teaching: dict[str, Any] = {}
+        if row.teacher is not None and plan.teacher is not None:
+            weights = self._open(row.teacher).checkpoint
+            teaching = {"teacher": plan.teacher.told(), "teachers_weights": weights.sha256 if weights else None}
         return make_key(
             row=row.name,
-            baseline=unusual(plan.baseline) if plan.baseline else None,
-            start=told(plan.start),
+            **plan.origin.told(),
+            **teaching,
             cell=told(plan.cell),
             control=told(plan.control),
             model=opened.session.source.name,
@@ -155,8 +173,8 @@ class Workshop:
             epochs=self.epochs,
             trained=epochs(plan.cell),
             short=self.short,
-            baseline=unusual(plan.baseline) if plan.baseline else None,
-            start=tuple(told(plan.start)),
+            baseline=unusual(plan.origin.baseline) if plan.origin.baseline else None,
+            start=tuple(told(plan.origin.links)),
             stages=tuple(told(plan.cell)),
             control=tuple(told(plan.control)),
             model=opened.session.source.name,
@@ -183,8 +201,11 @@ class Workshop:
             self._opened.popitem()[1].session.close()
 
     def _judged(self, cell: Cell, row: Row, plan: Plan) -> Cell:
-        start = self._start(row.network, plan)
-        wanted, beside = _carried_out(start, plan.cell), _carried_out(start, plan.control)
+        start = self._start(row.network)
+        teacher = self._start(row.teacher).artifact if row.teacher else None
+        wanted, beside = (
+            _carried_out(start, taught(links, start.artifact, teacher)) for links in (plan.cell, plan.control)
+        )
         session, last = start.session, wanted[-1].artifact
         timing = opt.Timing(rounds=7, batch_sizes=(1, _BATCH), seconds=0.3)
         devices = measured_devices("auto", session.context.device)
@@ -222,12 +243,12 @@ class Workshop:
             self._opened[network] = open_job(job, shown_here())
         return self._opened[network]
 
-    def _start(self, network: Network, plan: Plan) -> Variant:
+    def _start(self, network: Network) -> Variant:
         """What rows of a network start from: the same for all of them."""
         if network not in self._starts:
-            opened = self._open(network)
-            base = opened.session.baseline(plan.baseline, opened.checkpoint, opened.origin)
-            self._starts[network] = _carried_out(Variant(opened.session, base), plan.start)[-1]
+            opened, origin = self._open(network), self._origin(network)
+            base = opened.session.baseline(origin.baseline, opened.checkpoint, opened.origin)
+            self._starts[network] = _carried_out(Variant(opened.session, base), origin.links)[-1]
         return self._starts[network]
 
 
