@@ -49,7 +49,7 @@ def milliseconds(module: nn.Module, batch: torch.Tensor) -> float:
 def test_channels_go_until_the_measured_time_is_the_share_that_was_asked_for(
     session: Session, trained: Artifact
 ) -> None:
-    config = PruneChannels(latency={"share": 0.8, **FAST}, spread="uniform", round_to=4, min_width=4, train=WITHOUT)
+    config = PruneChannels(latency={"share": 0.8, **FAST}, spread="uniform", train=WITHOUT)
     assert (config.macs, PruneChannels().macs) == (None, 0.5)
     made = session.apply(trained, config, "faster")
     (note,) = (note for note in made.artifact.card.notes if note.startswith("time of a batch of 64 in torchscript["))
