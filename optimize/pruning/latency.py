@@ -143,8 +143,8 @@ class Race:
     def widest(self, module: fx.GraphModule, grouping: Grouping, removed: Removed, search: Search, part: float) -> Kept:
         """See `Budget`; asked by measured times.
 
-        What the search ends at has been chosen for a low time, and is timed once more: if the whole interval of that
-        lies above the share, it counts as too slow, and the search goes on.
+        What the search ends at has been chosen for a low time, and is timed once more: if that is above the share, it
+        counts as too slow, and the search goes on.
         """
         share: float = self._config.share**part
         times: dict[tuple[int, ...], RatioInterval] = {}
@@ -162,7 +162,7 @@ class Race:
 
         while (stay := search(reached)) is not None:
             again = time_of(stay)
-            if again.low <= share:
+            if again.median <= share:
                 self.notes = (*self.notes, self._note(again, share, len(times)))
                 return stay
             times[tuple(stay)] = again

@@ -14,6 +14,7 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.errors import PassError
+from optimize.export.folding import fuse_module
 from optimize.measure.machine import machine
 from optimize.measure.statistics import RatioInterval
 from optimize.passes.prune_channels import PRUNE_CHANNELS, PruneChannels
@@ -49,19 +50,20 @@ def milliseconds(module: nn.Module, batch: torch.Tensor) -> float:
 def test_channels_go_until_the_measured_time_is_the_share_that_was_asked_for(
     session: Session, trained: Artifact
 ) -> None:
-    config = PruneChannels(latency={"share": 0.8, **FAST}, spread="uniform", train=WITHOUT)
+    config = PruneChannels(latency={"share": 0.5, **FAST}, spread="uniform", train=WITHOUT)
     assert (config.macs, PruneChannels().macs) == (None, 0.5)
     made = session.apply(trained, config, "faster")
     (note,) = (note for note in made.artifact.card.notes if note.startswith("time of a batch of 64 in torchscript["))
-    found = re.search(r": (\S+) \((\S+) to (\S+)\) of the whole network's, 0.8 asked for; (\d+) candidates", note)
+    found = re.search(r": (\S+) \((\S+) to (\S+)\) of the whole network's, 0.5 asked for; (\d+) candidates", note)
     assert found is not None
     median, low, high, tried = map(float, found.groups())
-    assert low <= min(median, 0.8)
-    assert median <= high
+    assert low <= median <= high
+    assert median <= 0.5
     assert tried >= 2
     assert note.endswith(f"timed on {machine(CPU)['cpu']}, {machine(CPU)['cores']} cores")
     batch = torch.randn(64, 1, 16, 16)
-    assert milliseconds(made.artifact.module(), batch) < 0.95 * milliseconds(trained.module(), batch)
+    small, whole = (fuse_module(artifact.module(), batch) for artifact in (made.artifact, trained))
+    assert milliseconds(small, batch) < 0.9 * milliseconds(whole, batch)
     # Nothing is timed anew: the widths that were found are the answer.
     again = session.apply(trained, config, "faster")
     assert again.cached
