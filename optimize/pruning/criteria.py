@@ -55,19 +55,26 @@ def first_order(graph_module: fx.GraphModule, grouping: Grouping, context: Conte
     In eval mode, on training images with their labels.
     """
     graph_module.to(context.device).eval()
+    weights: dict[str, Any] = {name: graph_module.get_submodule(name).weight for name in grouping.channels.layers}
+    frozen = [weight for weight in weights.values() if not weight.requires_grad]
     found: dict[str, torch.Tensor] = {}
     batches = context.calibration(images)
-    for done, (pixels, labels) in enumerate(batches, start=1):
-        inputs = normalise(pixels, context.preprocessing, context.device, torch.float32)
-        graph_module.zero_grad()
-        loss = torch.nn.functional.cross_entropy(graph_module(inputs), labels.to(context.device))
-        loss.backward()  # type: ignore[no-untyped-call]
-        for name in grouping.channels.layers:
-            weight: Any = graph_module.get_submodule(name).weight
-            change = (weight.grad * weight).detach().flatten(1).sum(1).square().cpu()
-            found[f"out {name}"] = found.get(f"out {name}", 0) + change / len(batches)
-        context.listener.progressed(done / len(batches), "gradients")
-    graph_module.zero_grad()
+    try:
+        for weight in frozen:  # what is not to be trained is worth something, too
+            weight.requires_grad_(True)
+        for done, (pixels, labels) in enumerate(batches, start=1):
+            inputs = normalise(pixels, context.preprocessing, context.device, torch.float32)
+            loss = torch.nn.functional.cross_entropy(graph_module(inputs), labels.to(context.device))
+            gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+            for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+                # None: the loss does not depend on it.
+                change = (torch.zeros_like(weight) if gradient is None else gradient * weight).detach()
+                share = change.flatten(1).sum(1).square().cpu() / len(batches)
+                found[f"out {name}"] = found.get(f"out {name}", 0) + share
+            context.listener.progressed(done / len(batches), "gradients")
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
     graph_module.cpu()
     return found
 

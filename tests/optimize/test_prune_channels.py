@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import shutil
 import subprocess
@@ -247,6 +248,32 @@ def test_criteria_are_those_of_their_papers() -> None:
     wanted = sum((slope * weight).flatten().square() for slope, weight in zip(slopes, weights, strict=True))
     assert isinstance(wanted, torch.Tensor)
     torch.testing.assert_close(found("taylor"), wanted.detach())
+
+
+def test_taylors_score_of_what_is_frozen_is_as_of_what_is_trained_and_of_what_nothing_reads_zero() -> None:
+    class Aside(Pair):
+        """With a layer whose answer changes no logit."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.aside = nn.Conv2d(1, 4, 1)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return super().forward(batch) + 0 * self.aside(batch).detach().sum()
+
+    torch.manual_seed(0)
+    context, found = noise_context(), []
+    network = with_running_statistics(Aside())
+    for frozen in (False, True):
+        network.one.weight.requires_grad_(not frozen)
+        traced = torch.fx.symbolic_trace(copy.deepcopy(network))
+        grouping = group(channels_of(traced, context.example(2)), {})
+        found.append(first_order(traced, grouping, context, 32))
+        assert layer(traced, "one", nn.Conv2d).weight.requires_grad is not frozen, "it is as it was"
+    trained, frozen_too = found
+    assert float(trained["out one"].max()) > 0
+    torch.testing.assert_close(frozen_too, trained)
+    assert trained["out aside"].tolist() == [0.0] * 4
 
 
 def test_numbers_of_channels_are_multiples_and_never_too_few() -> None:
