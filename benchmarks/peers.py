@@ -133,8 +133,18 @@ def _pt2e(parent: Artifact, config: Pt2e, context: Context, folder: Path) -> Pro
         for batch, _ in context.calibration(config.images):
             prepared(normalise(batch, context.preprocessing, torch.device("cpu"), torch.float32))
     converted = convert_pt2e(prepared)
+    _drop_unread(converted)
     save_program(torch.export.export(converted, (example,), dynamic_shapes=dynamic), folder / "model.pt2")
     return Product("model.pt2", "exported_program", precision="int8", device="cpu", target=VNNI_X86)
+
+
+def _drop_unread(module: fx.GraphModule) -> None:
+    """Take away the float weights that torchao (0.18) keeps beside their integers: no engine needs them in the file."""
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for name, _ in list(module.named_parameters()):
+        if name not in read:
+            path, _, own = name.rpartition(".")
+            delattr(module.get_submodule(path), own)
 
 
 def _each_call_alone(module: fx.GraphModule) -> fx.GraphModule:

@@ -12,6 +12,7 @@ from optimize.passes import base
 from optimize.passes.onnx import Onnx
 from serve.runtime.engines.base import executions_for, open_engine
 from serve.runtime.errors import UserError
+from serve.runtime.program_file import load_program
 
 pytestmark = pytest.mark.peers
 pytest.importorskip("nncf")
@@ -44,3 +45,11 @@ def test_what_a_peer_makes_is_smaller_and_answers_as_the_float_graph(name, engin
         for execution in executions:
             found = open_engine(artifact.folder, artifact.card, execution).run(batch)
             assert (found.argmax(1) == wanted.argmax(1)).float().mean() >= 0.9, execution.engine
+
+
+@pytest.mark.slow
+def test_the_program_of_torchaos_pt2e_holds_each_weight_once_as_integers(session, trained):
+    """Its size stands in a table beside ours."""
+    artifact = session.apply(trained, base.find_pass("pt2e").config(images=32), "pt2e").artifact
+    weights = [tensor for tensor in load_program(artifact.path).state_dict.values() if tensor.dim() > 1]
+    assert [tensor.dtype for tensor in weights] == 5 * [torch.int8]
