@@ -20,9 +20,13 @@ _KNOWN: tuple[tuple[type[Warning], str], ...] = (
     (UserWarning, r"Please use quant_min and quant_max to specify the range for observers"),  # of a layer norm
 )
 
+#: Of torch.compile, that a machine without a GPU has no CUDA runtime; of what torchao (0.18) does when it is imported,
+#: that torch 2.14 wants it otherwise.
+_LOGGERS = ("torch.utils.cpp_extension", "torch.utils._pytree")
+
 
 def silence() -> None:
-    """Ignore the warnings above, and torch.compile's remark that a machine without a GPU has no CUDA runtime."""
+    """Ignore the warnings above, and what the loggers above remark."""
     import torch
 
     for category, message in _KNOWN:
@@ -30,7 +34,8 @@ def silence() -> None:
     # Said once a process. Where a TorchScript file is the first to make a quantized tensor, it is said by a thread
     # of C++ that no filter hears; so it is said here.
     torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, torch.quint8)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager

@@ -185,8 +185,8 @@ def test_silence_covers_the_known_warnings_and_no_other(recwarn) -> None:
 
     from torch.ao.quantization import HistogramObserver
 
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    level = logger.level
+    loggers = [logging.getLogger(f"torch.utils.{name}") for name in ("cpp_extension", "_pytree")]
+    levels = [logger.level for logger in loggers]
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
@@ -195,8 +195,10 @@ def test_silence_covers_the_known_warnings_and_no_other(recwarn) -> None:
             HistogramObserver(reduce_range=True)  # torch's own for a layer norm
             warnings.warn("your data is deprecated", FutureWarning, 1)
         assert [str(warning.message) for warning in heard] == ["your data is deprecated"]
+        assert not any(logger.isEnabledFor(logging.WARNING) for logger in loggers)
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def test_a_reason_in_brackets_is_shown_as_it_is(capsys) -> None:
