@@ -143,8 +143,8 @@ def trainings(config: Config) -> dict[str, TrainingConfig]:
 
 
 def trains(config: Config) -> bool:
-    """Whether settings are those of a training, or have such settings within them."""
-    return bool(trainings(config))
+    """Whether settings are those of a training of an epoch at least, or have such settings within them."""
+    return any(training.epochs > 0 for training in trainings(config).values())
 
 
 def distillations(config: Config) -> list[Distil]:

@@ -21,6 +21,7 @@ from optimize.passes.fuse import Fuse
 from optimize.passes.half import Half
 from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8
+from optimize.passes.prune_channels import PruneChannels
 from optimize.passes.ptq import Ptq
 from optimize.passes.qat import Qat
 from optimize.run import session as session_file
@@ -305,6 +306,7 @@ def test_the_passes_that_train_are_known_by_their_settings():
     training = {name for name, step in passes().items() if trains(step.config())}
     assert training == {"fine-tune", "qat", "qat-lowbit", "prune-channels", "prune-magnitude", "prune-nm"}
     assert trains(Expand(train=TrainingConfig()))
+    assert not trains(PruneChannels(train={"epochs": 0}))
 
 
 def test_a_pass_that_reads_the_device_is_made_for_each(quick, checkpoint, monkeypatch):
