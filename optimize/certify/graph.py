@@ -32,7 +32,8 @@ class GraphLayers:
         self.image = next(iter(self._graph.inputs.keys() - {tensor.name for tensor in model.graph.initializer}))
         quantizers = [node for node in self._graph.of("QuantizeLinear") if not self._graph.constant(node.output[0])]
         self._quantizers = dict(zip((layer.number for layer in layers), self._matched(quantizers, layers), strict=True))
-        self._numbers = {node.output[0]: number for number, node in self._quantizers.items()}
+        self._ends = {number: self._graph.kept_to(node) or node for number, node in self._quantizers.items()}
+        self._numbers = {node.output[0]: number for number, node in self._ends.items()}
         self._makers = {output: node for node in model.graph.node for output in node.output}
 
     @property
@@ -45,7 +46,7 @@ class GraphLayers:
 
         That may be the image beside integers: a graph that asks for the number of images asks it of its own input.
         """
-        _, names = self._slice(self._quantizers[layer.number])
+        _, names = self._slice(self._ends[layer.number])
         image = (batch.pixels if self.takes_pixels else batch.images).numpy()
         return {
             name: image if name == self.image else batch.integers[self._numbers[name]].contiguous().numpy()
@@ -59,15 +60,15 @@ class GraphLayers:
             layer: which.
             batch: as the reference was shown it; the shapes are its integers', for any number of images.
         """
-        quantizer = self._quantizers[layer.number]
-        inside, given = self._slice(quantizer)
+        end = self._ends[layer.number]
+        inside, given = self._slice(end)
         if {number for name in given if (number := self._numbers.get(name)) is not None} != set(layer.before):
             raise PipelineError(
                 f"the graph gives layer {layer.number} ({layer.name}) other inputs than the program does"
             )
         inputs = [self._value(name, batch) for name in given]
-        kind = self._graph.integers(quantizer)
-        output = helper.make_tensor_value_info(quantizer.output[0], kind, _shape(batch, layer.number))
+        kind = self._graph.integers(self._quantizers[layer.number])
+        output = helper.make_tensor_value_info(end.output[0], kind, _shape(batch, layer.number))
         used = {name for node in inside for name in node.input}
         constants = [tensor for tensor in self._model.graph.initializer if tensor.name in used]
         graph = helper.make_graph(inside, "layer", inputs, [output], constants)
@@ -75,11 +76,14 @@ class GraphLayers:
         body: bytes = alone.SerializeToString()
         return body
 
-    def _slice(self, quantizer: onnx.NodeProto) -> tuple[list[onnx.NodeProto], list[str]]:
-        """The nodes between a quantizer and those before it, in order, itself last; and what they are given."""
+    def _slice(self, end: onnx.NodeProto) -> tuple[list[onnx.NodeProto], list[str]]:
+        """The nodes between a layer's last and those of the layers before it, in order, and what they are given.
+
+        Its last gives its integers: the quantizer, or the Clip that keeps these to a range.
+        """
         made: set[str] = set()
         given: dict[str, None] = {}
-        waiting = list(quantizer.input)
+        waiting = list(end.input)
         while waiting:
             name = waiting.pop()
             maker = self._makers.get(name)
@@ -89,7 +93,7 @@ class GraphLayers:
                 made.add(maker.output[0])
                 waiting += [each for each in maker.input if each]
         inside = [node for node in self._model.graph.node if node.output[0] in made]
-        return [*inside, quantizer], list(given)
+        return [*inside, end], list(given)
 
     def _value(self, name: str, batch: Batch) -> onnx.ValueInfoProto:
         if name == self.image:

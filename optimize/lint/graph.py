@@ -85,11 +85,18 @@ class Graph:
             if (data := self.tensor(node, 0)) is not None:
                 return data.data_type
             before = self.producer(node)
+            if before is not None and before.op_type == "Clip":
+                before = self.producer(before)
             if before is not None and before.op_type == "QuantizeLinear":
                 return self.integers(before)
         if (zero := self.tensor(node, 2)) is not None:
             return zero.data_type
         return int(attribute(node, "output_dtype", 0)) or TensorProto.UINT8
+
+    def kept_to(self, quantizer: NodeProto) -> NodeProto | None:
+        """The Clip that all of a QuantizeLinear's integers go through; None if there is none."""
+        takers = self.takers(quantizer)
+        return takers[0] if len(takers) == 1 and takers[0].op_type == "Clip" else None
 
     def weight(self, layer: NodeProto) -> NodeProto | None:
         """The DequantizeLinear that gives a layer its weight, if its weight is a quantized constant."""

@@ -42,8 +42,10 @@ _FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
 #: What the linter calls each target.
 LINTED: dict[str, LintTarget] = {VNNI_X86: "cpu", ANY_X86: "x86", TENSORRT: "tensorrt"}
 
+_ATEN = torch.ops.aten
+
 #: Operators that give what they are given, in eval mode.
-_AS_IT_IS = (torch.ops.aten.dropout.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
+_AS_IT_IS = (_ATEN.dropout.default, _ATEN.alias.default, _ATEN.clone.default)
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,8 @@ def verify(
         target: what it is for, in the linter's words.
         activations: how many activation tensors torch quantizes.
         weights: how many different weights torch quantizes per channel; the exporter writes equal ones once.
-        clamps: the activation ranges that are narrower than their integer type. A Clip before the quantizer counts
-            where its bounds become integers within the range; that of a ReLU6 may not.
+        clamps: the activation ranges that are narrower than their integer type. A Clip of the quantizer's integers
+            counts, or one before it whose bounds become integers within the range; that of a ReLU6 may not.
 
     Raises:
         PassError: a quantizer or a clamp was lost, nothing is quantized (a silently float graph), a weight
@@ -198,7 +200,14 @@ def verify(
             f"QDQ graph: {len(quantizers)} activation and {len(folded_weights)} weight quantizers came out of the "
             f"export, torch has {activations} and {weights}"
         )
-    clamped = sum(_clamped(node, producers.get(node.input[0]), constants, clamps) for node in quantizers)
+    takers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in dict.fromkeys(node.input):
+            takers.setdefault(name, []).append(node)
+    clamped = sum(
+        _clamped(node, producers.get(node.input[0]), takers.get(node.output[0], []), constants, clamps)
+        for node in quantizers
+    )
     if clamped < len(clamps):
         raise PassError(f"QDQ graph: {len(clamps)} activation ranges need a clamp, only {clamped} have one")
     if not folded_weights:
@@ -214,17 +223,20 @@ def verify(
 def _clamped(
     quantizer: onnx.NodeProto,
     before: onnx.NodeProto | None,
+    behind: Sequence[onnx.NodeProto],
     constants: Mapping[str, onnx.TensorProto],
     ranges: Sequence[NarrowRange],
 ) -> bool:
-    """Whether ``before`` is a Clip that keeps ``quantizer``, one of ``ranges``, within its range."""
-    if before is None or before.op_type != "Clip" or len(before.input) < 3:
+    """Whether a Clip ``before`` or ``behind`` it keeps ``quantizer``, one of ``ranges``, within its range."""
+    in_integers = len(behind) == 1 and behind[0].op_type == "Clip"
+    clip = behind[0] if in_integers else before
+    if clip is None or clip.op_type != "Clip" or len(clip.input) < 3:
         return False
-    values = [constants.get(name) for name in (*quantizer.input[1:3], *before.input[1:3])]
+    values = [constants.get(name) for name in (*quantizer.input[1:3], *clip.input[1:3])]
     if any(value is None for value in values):
         return False
     scale, zero_point, low, high = (float(onnx.numpy_helper.to_array(value)) for value in values if value is not None)
-    integers = [round(bound / scale) + zero_point for bound in (low, high)]
+    integers = [bound if in_integers else round(bound / scale) + zero_point for bound in (low, high)]
     return any(
         range_.zero_point == zero_point
         and math.isclose(range_.scale, scale, rel_tol=1e-6)
@@ -313,7 +325,12 @@ def _replace(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tens
 
 
 def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:
-    """Write the clamp of each activation range that is narrower than its integer type; returns them."""
+    """Write the clamp of each activation range that is narrower than its integer type; returns them.
+
+    Of uint8, it is computed in integers behind the quantizer: in front of it, a float Clip would keep ONNX Runtime
+    (1.31) from seeing layer and quantizer side by side, and it would compute the layer in float. OpenVINO (2026.4)
+    makes it part of the layer in either place.
+    """
     clamps = []
     for node in _quantizers(module, "quantize_per_tensor"):
         value, scale, zero_point, low, high, dtype = node.args
@@ -324,10 +341,15 @@ def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:
         assert isinstance(dtype, torch.dtype)
         if (low, high) == _FULL_RANGE[dtype]:
             continue
-        with module.graph.inserting_before(node):
-            bounds = ((low - zero_point) * scale, (high - zero_point) * scale)
-            clamped = module.graph.call_function(torch.ops.aten.clamp.default, (value, *bounds))
-        node.args = (clamped, scale, zero_point, *_FULL_RANGE[dtype], dtype)
+        if dtype is torch.uint8:
+            with module.graph.inserting_after(node):
+                clamped = module.graph.call_function(_ATEN.clamp.default, (node, low, high))
+            node.replace_all_uses_with(clamped, delete_user_cb=lambda user, own=clamped: user is not own)
+        else:
+            with module.graph.inserting_before(node):
+                bounds = ((low - zero_point) * scale, (high - zero_point) * scale)
+                value = module.graph.call_function(_ATEN.clamp.default, (value, *bounds))
+        node.args = (value, scale, zero_point, *_FULL_RANGE[dtype], dtype)
         clamps.append(NarrowRange(scale, zero_point, low, high))
     module.recompile()
     return clamps

@@ -56,12 +56,13 @@ def slow(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 @rule("lost-clamp", "error", CPUS)
 def clamps(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Where activations keep to 7 bits, a Clip before each quantizer of a layer's input keeps them there.
+    """Where activations keep to 7 bits, a Clip at each quantizer of a layer's input keeps them there.
 
     QuantizeLinear saturates at its type's end, 255, not at 127. CPUs without VNNI add pairs of products in 16 bits,
     which two of 255 · 127 overflow. The exporter of torch 2.11 to 2.14 drops the clamp (onnxscript pull request 3052).
     For ``x86`` all need it; for ``cpu`` those of a graph where others have it. A ReLU6's Clip is none, unless its bound
-    becomes an integer within the range.
+    becomes an integer within the range. Of its integers, behind it, is better: a float Clip before it keeps ONNX
+    Runtime (1.31) from computing the layer that gives it in integers.
     """
     read = [node for node in graph.of("QuantizeLinear") if _feeds_layer(graph, node)]
     unsigned = [node for node in read if graph.integers(node) == TensorProto.UINT8]
@@ -74,21 +75,27 @@ def clamps(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             yield Fault(
                 label(node),
                 f"a layer's input reaches {largest}, where 7 bits end at {_SEVEN_BITS}",
-                f"put a Clip with the bounds that {0} and {_SEVEN_BITS} stand for before it",
+                f"put a Clip to {0} and {_SEVEN_BITS} behind it",
             )
 
 
 def _feeds_layer(graph: Graph, quantizer: NodeProto) -> bool:
     return any(
         taker.op_type in LAYERS and not graph.constant(quantizer.input[0])
-        for dequantizer in graph.takers(quantizer)
+        for dequantizer in graph.takers(graph.kept_to(quantizer) or quantizer)
         if dequantizer.op_type == "DequantizeLinear"
         for taker in graph.takers(dequantizer)
     )
 
 
 def _bounds(graph: Graph, quantizer: NodeProto) -> tuple[int, int] | None:
-    """The integers that the bounds of the Clip before a quantizer become; None if there is no such Clip."""
+    """The integers that the Clip of a quantizer cuts off at, behind it or before it; None if there is no such Clip."""
+    if (behind := graph.kept_to(quantizer)) is not None:
+        ends = [graph.values(behind, number) for number in (1, 2)]
+        if any(end is None or end.size != 1 for end in ends):
+            return None
+        low, high = (int(end.item()) for end in ends if end is not None)
+        return low, high
     before = graph.producer(quantizer)
     if before is None or before.op_type != "Clip":
         return None
