@@ -22,7 +22,7 @@ _TYPES: Final = ((2, TensorProto.INT2, 25, 13), (4, TensorProto.INT4, 21, 10))
 
 @dataclass(frozen=True)
 class Packed:
-    """A graph whose weights are stored in their bits.
+    """A graph whose weights are stored in as few bits as hold them.
 
     Attributes:
         model: the graph.

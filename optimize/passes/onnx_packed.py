@@ -41,7 +41,8 @@ def _apply(parent: Artifact, config: OnnxPacked, context: Context, folder: Path)
     packed = pack_weights(model, config.smallest)
     if set(packed.weights) <= {8}:
         raise NotApplicableError(
-            "no weight of this graph fits into 4 bits: ptq-lowbit and qat-lowbit make such, of weight_bits 4 and fewer"
+            "no weight of this graph fits into 4 bits: ptq-lowbit and qat-lowbit make such, of weight_bits 4 and fewer "
+            "(weight_quantizer dorefa of 3 and fewer, ttq none)"
         )
     path = folder / parent.card.file
     onnx.checker.check_model(packed.model, full_check=True)
@@ -67,7 +68,7 @@ def _apply(parent: Artifact, config: OnnxPacked, context: Context, folder: Path)
         input_dtype=parent.card.input_dtype,
         target=parent.card.target,
         notes=(
-            f"packed: weights are stored in their bits ({stored}: {packed.after} bytes, {packed.before} as int8), cast "
+            f"packed: weights are stored in fewer bits ({stored}: {packed.after} bytes, {packed.before} as int8), cast "
             f"to int8 when the file is loaded, and computed by int8 kernels, no faster than int8; {size / was:.2f} of "
             f"the file's bytes before, equal logits in ONNX Runtime",
             *parent.card.notes,

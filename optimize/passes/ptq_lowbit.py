@@ -61,7 +61,7 @@ def _apply(parent: Artifact, config: PtqLowbit, context: Context, folder: Path) 
     return dataclasses.replace(
         product,
         precision=words.precision(config.label, product.precision),
-        notes=(words.note(config.label, len(layers), way), *product.notes),
+        notes=(words.note(config.label, len(layers), way, max(config.weight_bits, 2)), *product.notes),  # -1 and 1
     )
 
 

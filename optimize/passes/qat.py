@@ -23,6 +23,7 @@ from optimize.quantization.choices import Choices, Override, check_choices, of_a
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.fusions import nodes_in
 from optimize.quantization.gate import IMAGES, check_quantized
+from optimize.quantization.norms import lift_factors
 from optimize.quantization.observers import activations, observe, watched
 from optimize.quantization.ranges import Observer
 from optimize.quantization.targets import target_named
@@ -90,6 +91,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
     chosen = resolve(next(parent.line()).module, config)
     # Traced in eval mode and trained afterwards: see `trace`.
     traced = trace_calls(parent.module(), example, chosen.in_float).train()
+    lift_factors(traced)
     mapping = choose(traced, target.quantization_aware(config.range_horizon), chosen)
     prepared = prepare(traced, mapping, example, target)
     overridden = overrides_note(watched(prepared).values(), chosen)

@@ -23,9 +23,10 @@ from optimize.quantization.choices import check_choices, overrides_note, resolve
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, check_quantized
 from optimize.quantization.lowbit import words
-from optimize.quantization.lowbit.network import Quantized, settle, start_network, turn_signs
+from optimize.quantization.lowbit.network import Quantized, settle, start_network
 from optimize.quantization.lowbit.prepared import lay_codes, lay_grids
 from optimize.quantization.lowbit.settings import LowBitTraining, low_layers
+from optimize.quantization.norms import turn_signs
 from optimize.quantization.observers import watched
 from optimize.quantization.ranges import MEANING, Observer
 from optimize.quantization.targets import target_named
@@ -80,7 +81,7 @@ def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) 
         product,
         precision=words.precision(config.label, product.precision),
         notes=(
-            words.note(config.label, len(layers), way),
+            words.note(config.label, len(layers), way, max((each.bits for each in settled.codes.values()), default=8)),
             *product.notes,
             *overrides_note(watched(prepared).values(), chosen),
             check_quantized(folder, product.file, images, expected, config),

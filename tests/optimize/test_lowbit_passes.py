@@ -21,7 +21,7 @@ from optimize.passes.onnx_packed import OnnxPacked
 from optimize.passes.ptq_lowbit import PTQ_LOWBIT, PtqLowbit
 from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
 from optimize.quantization.convert import trace_calls
-from optimize.quantization.lowbit.network import turn_signs
+from optimize.quantization.norms import turn_signs
 from optimize.run.certificates import reference_origin
 from optimize.run.saved import take
 from optimize.store.artifact import Artifact
@@ -97,11 +97,12 @@ def test_the_integers_are_those_that_were_trained(w4: Artifact, session) -> None
             assert np.abs(row[free] - step * found[free]).max() < 0.75 * abs(step) + 1e-6
 
 
-def test_training_with_4_bits_is_better_than_calibrating_them(made, session) -> None:
-    """With the ends at 4 bits, too: between them this network hardly loses anything."""
-    calibrated = made("ptq-lowbit", ends_int8=False, min_sqnr=-20.0)
-    learned = made("qat-lowbit", **SHORT | {"ends_int8": False, "epochs": 2, "batch_size": 32})
-    assert all(weight.min() >= -8 and weight.max() <= 7 for weight in packed_weights(learned.folder))
+def test_training_with_3_bits_is_better_than_calibrating_them(made, session) -> None:
+    """With the ends at 3 bits, too: at 4 this network hardly loses anything, and a rounding decides."""
+    few = {"weight_bits": 3, "activation_bits": 3, "ends_int8": False}
+    calibrated = made("ptq-lowbit", **few, min_sqnr=-20.0, min_agreement=0.0)
+    learned = made("qat-lowbit", **SHORT | few | {"epochs": 2, "batch_size": 32})
+    assert all(weight.min() >= -4 and weight.max() <= 3 for weight in packed_weights(learned.folder))
     assert loss(learned, session.context) < loss(calibrated, session.context)
 
 
@@ -146,6 +147,10 @@ def test_each_method_runs_as_int8_with_its_number_of_values(settings, values: in
     assert low == ({7} if settings.get("activation_bits") == 3 else set())
     expected = "ternary A8" if values == 3 else "W1A8" if values == 2 else "W3A3"
     assert product.precision == f"int8 ({expected} executed)"
+    largest = max(int(weight.abs().max()) for weight in packed_weights(tmp_path)[1:-1])
+    stored = {1: "2 or 4", 7: "4"}.get(largest)  # ttq's take int8
+    said = f"onnx-packed stores them in {stored} bits" if stored else "no type of ONNX that is smaller holds them"
+    assert product.notes[0].endswith(said)
 
 
 def test_a_negative_factor_of_a_norm_changes_no_answer_and_no_grid(tmp_path: Path) -> None:
@@ -223,6 +228,20 @@ def graphs(tmp_path_factory) -> tuple[Path, Context]:
     return folder / "model.onnx", context
 
 
+def test_onnx_runtime_computes_layers_of_few_bits_in_integers(graphs, tmp_path: Path) -> None:
+    """And not in float between quantizers, as it does where a Clip stands before one."""
+    import onnxruntime
+
+    path, _ = graphs
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "optimised.onnx"), 3
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node]
+    assert kinds.count("QLinearConv") == 4
+    assert kinds.count("Clip") == 3, "of what three layers of 4 bits read"
+    assert not {"Conv", "FusedConv", "Gemm", "FusedGemm"} & set(kinds)
+
+
 @pytest.mark.parametrize(("smallest", "most"), [("int4", 0.6), ("int2", 0.6)])
 def test_packed_weights_take_half_of_the_file_and_answer_alike(graphs, smallest, most: float, tmp_path: Path) -> None:
     path, context = graphs
@@ -295,6 +314,10 @@ def test_an_int8_graph_has_nothing_to_pack(made, session) -> None:
         (QatLowbit, {"weight_quantizer": "twn"}, "twn is for weight_bits 2"),
         (QatLowbit, {"weight_quantizer": "xnor"}, "xnor is for weight_bits 1"),
         (QatLowbit, {"weight_bits": 1, "weight_quantizer": "lsq"}, "lsq needs weight_bits 2 to 7"),
+        (QatLowbit, {"weight_bits": 8, "weight_quantizer": "twn"}, "twn is for fewer than 8 bits"),
+        (QatLowbit, {"activation_bits": 8, "activation_quantizer": "pact"}, "pact is for fewer than 8 bits"),
+        (QatLowbit, {"weight_bits": 8, "activation_bits": 8}, "which is int8: ptq makes that by calibration, qat by"),
+        (PtqLowbit, {"weight_bits": 8, "activation_bits": 8}, "which is int8: ptq makes that by calibration, qat by"),
         (PtqLowbit, {"weight_bits": 1, "rounding": "adaround"}, "needs weight_bits 2 to 8"),
         (OnnxPacked, {"smallest": "int1"}, "smallest"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from optimize.errors import NotApplicableError
 from optimize.passes import qat as qat_module
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
+from optimize.quantization.convert import trace_calls
+from optimize.quantization.norms import lift_factors
 from optimize.quantization.targets import x86_target
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
@@ -347,6 +350,25 @@ def test_norms_and_ranges_freeze_on_schedule_and_held_out_images_move_nothing(tm
         if epoch < 3:  # between the end of one epoch and the begin of the next stands the held-out evaluation
             assert norms[end] == norms[epoch + 1, True]
             assert ranges[end] == ranges[epoch + 1, True]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1e-30])
+def test_norms_that_give_nothing_are_trained_and_not_divided_by(factor: float, tmp_path: Path) -> None:
+    """As the last norm of a residual branch begins, and as those of dead channels end."""
+    torch.manual_seed(0)
+    module = Loose().eval()
+    folded = [module.first[1], module.middle[1]]
+    for norm in folded:
+        norm.weight.data[::2] = factor
+    traced = trace_calls(copy.deepcopy(module), learnable().example())
+    lift_factors(traced)
+    batch = learnable().example(8)
+    with torch.no_grad():
+        assert torch.allclose(traced(batch), module(batch), atol=1e-3)
+    sign = -1 if factor else 1
+    assert all(bool((traced.get_submodule(name).weight[::2] * sign > 0).all()) for name in ("first.1", "middle.1"))
+    product = qat(module, learnable(), tmp_path, epochs=2, learning_rate=0.05, min_sqnr=10.0)
+    assert product.precision == "int8"
 
 
 def test_the_ranges_start_from_the_mean_of_calibration_not_from_the_first_step(tmp_path, schedule):

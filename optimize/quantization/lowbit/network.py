@@ -10,7 +10,6 @@ import torch
 import torch.ao.nn.qat as nnqat
 from torch import fx, nn
 from torch.ao.quantization import QConfig
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from optimize.context import Context
 from optimize.quantization.calibration import calibrate
@@ -35,29 +34,6 @@ class Quantized:
     module: fx.GraphModule
     codes: Mapping[str, Codes]
     grids: Mapping[str, Grid]
-
-
-def turn_signs(traced: fx.GraphModule) -> None:
-    """Make the factors of norms behind convolutions positive, in place, by turning signs of weights around.
-
-    It computes the same. Folded into integers from -8 to 7, a negative factor would ask for an 8.
-    """
-    for node in traced.graph.nodes:
-        norm = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if not isinstance(norm, _BatchNorm) or not norm.affine or norm.running_mean is None:
-            continue
-        before = node.all_input_nodes[0]
-        layer = traced.get_submodule(str(before.target)) if before.op == "call_module" else None
-        if type(layer) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d) or len(before.users) != 1:
-            continue
-        assert isinstance(layer, nn.Module)
-        sign = torch.where(norm.weight.detach() < 0, -1.0, 1.0)
-        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        weight.data *= sign.view(-1, *(1,) * (weight.ndim - 1))
-        if layer.bias is not None:
-            layer.bias.data *= sign  # type: ignore[operator]
-        norm.weight.data *= sign
-        norm.running_mean *= sign
 
 
 def start_network(

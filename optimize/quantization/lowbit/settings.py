@@ -32,6 +32,14 @@ class LowBits(Choices):
         default=(), description="further modules whose layers stay int8, as patterns like those of keep_float"
     )
 
+    @model_validator(mode="after")
+    def _fewer_somewhere(self) -> LowBits:
+        if self.weight_bits == self.activation_bits == 8:
+            raise ValueError(
+                "weight_bits and activation_bits are 8, which is int8: ptq makes that by calibration, qat by training"
+            )
+        return self
+
     def patterns(self) -> Mapping[str, Iterable[str]]:
         """See `Choices`."""
         return {**super().patterns(), "keep_int8": self.keep_int8}
@@ -68,7 +76,14 @@ class LowBitTraining(LowBits):
     def _of_its_bits(self) -> LowBitTraining:
         name, bits = self.weight_quantizer, self.weight_bits
         needed = 1 if name in _BINARY else 2 if name in _TERNARY else None
-        if bits != 8 and needed is not None and bits != needed:
+        if bits == 8 and name != "lsq":
+            raise ValueError(f"weight_quantizer {name} is for fewer than 8 bits, which are int8 (weight_bits is 8)")
+        if self.activation_bits == 8 and self.activation_quantizer != "lsq":
+            raise ValueError(
+                f"activation_quantizer {self.activation_quantizer} is for fewer than 8 bits, which are int8 "
+                "(activation_bits is 8)"
+            )
+        if needed is not None and bits != needed:
             raise ValueError(f"weight_quantizer {name} is for weight_bits {needed} (they are {bits})")
         if bits == 1 and needed is None:
             raise ValueError(f"weight_quantizer {name} needs weight_bits 2 to 7; of 1 bit there are xnor and balanced")
@@ -77,8 +92,7 @@ class LowBitTraining(LowBits):
     @property
     def label(self) -> str:
         """See `LowBits`."""
-        ternary = self.weight_quantizer in _TERNARY and self.weight_bits != 8
-        return f"ternary A{self.activation_bits}" if ternary else super().label
+        return f"ternary A{self.activation_bits}" if self.weight_quantizer in _TERNARY else super().label
 
 
 def low_layers(

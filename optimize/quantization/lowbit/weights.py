@@ -43,6 +43,11 @@ class Codes:
     high: int
 
     @property
+    def bits(self) -> int:
+        """What the grid's integers take, in two's complement."""
+        return max(self.high.bit_length(), (-self.low - 1).bit_length()) + 1
+
+    @property
     def value(self) -> torch.Tensor:
         """What the integers stand for."""
         return self.integers * self.scale

@@ -1,7 +1,7 @@
 """What an artifact of fewer bits says of itself: *executed*, *packed* or *simulated*, and never more than it is.
 
 executed: int8 kernels compute the very integers, and weights are stored as int8. packed: the same kernels, and weights
-are stored in their bits. simulated: a float program between quantizers, no faster than float.
+are stored in 4 or 2 bits. simulated: a float program between quantizers, no faster than float.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Literal
 Way = Literal["executed", "packed", "simulated"]
 
 _FLOAT = "int8 in float arithmetic"
+#: Bits of ONNX's types below int8.
+_SMALLEST = (2, 4)
 _SAID = re.compile(r"\((.+) (?:executed|packed|simulated)\)$")
 
 
@@ -32,12 +34,15 @@ def of_packed(precision: str) -> str:
     return f"int8 ({said[1] if said else 'weights'} packed)"
 
 
-def note(label: str, layers: int, way: Way) -> str:
-    """What is said of an artifact of fewer bits, as a note."""
+def note(label: str, layers: int, way: Way, bits: int) -> str:
+    """What is said of an artifact of fewer bits, as a note; ``bits`` are those that its weights' integers take."""
     what = f"{label} in {layers} layers, the others int8"
     if way == "simulated":
         return f"{what}: simulated, a float program between quantizers; no faster than float (1.0×)"
+    smaller = "no type of ONNX that is smaller holds them"
+    if bits <= _SMALLEST[-1]:
+        smaller = f"onnx-packed stores them in {' or '.join(str(size) for size in _SMALLEST if size >= bits)} bits"
     return (
         f"{what}: executed by int8 kernels, which compute the same integers as fast as any int8; weights are stored "
-        "as int8 here, and in their bits by onnx-packed"
+        f"as int8 here, and {smaller}"
     )
