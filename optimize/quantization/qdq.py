@@ -342,9 +342,11 @@ def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:
         if (low, high) == _FULL_RANGE[dtype]:
             continue
         if dtype is torch.uint8:
+            readers = list(node.users)
             with module.graph.inserting_after(node):
                 clamped = module.graph.call_function(_ATEN.clamp.default, (node, low, high))
-            node.replace_all_uses_with(clamped, delete_user_cb=lambda user, own=clamped: user is not own)
+            for reader in readers:
+                reader.replace_input_with(node, clamped)
         else:
             with module.graph.inserting_before(node):
                 bounds = ((low - zero_point) * scale, (high - zero_point) * scale)

@@ -357,16 +357,16 @@ def test_norms_that_give_nothing_are_trained_and_not_divided_by(factor: float, t
     """As the last norm of a residual branch begins, and as those of dead channels end."""
     torch.manual_seed(0)
     module = Loose().eval()
-    folded = [module.first[1], module.middle[1]]
-    for norm in folded:
-        norm.weight.data[::2] = factor
+    folded = ("first.1.weight", "middle.1.weight")
+    for name in folded:
+        module.get_parameter(name).data[::2] = factor
     traced = trace_calls(copy.deepcopy(module), learnable().example())
     lift_factors(traced)
     batch = learnable().example(8)
     with torch.no_grad():
         assert torch.allclose(traced(batch), module(batch), atol=1e-3)
     sign = -1 if factor else 1
-    assert all(bool((traced.get_submodule(name).weight[::2] * sign > 0).all()) for name in ("first.1", "middle.1"))
+    assert all(bool((traced.get_parameter(name)[::2] * sign > 0).all()) for name in folded)
     product = qat(module, learnable(), tmp_path, epochs=2, learning_rate=0.05, min_sqnr=10.0)
     assert product.precision == "int8"
 

@@ -94,8 +94,8 @@ def _bounds(graph: Graph, quantizer: NodeProto) -> tuple[int, int] | None:
         ends = [graph.values(behind, number) for number in (1, 2)]
         if any(end is None or end.size != 1 for end in ends):
             return None
-        low, high = (int(end.item()) for end in ends if end is not None)
-        return low, high
+        least, most = (int(end.item()) for end in ends if end is not None)
+        return least, most
     before = graph.producer(quantizer)
     if before is None or before.op_type != "Clip":
         return None
