@@ -37,7 +37,17 @@ gc.enable()
 with os.scandir("/proc/self/task") as tasks:
     assert len(list(tasks)) == 1, "a thread that an import has started would be missing in a fork"
 asked.send(b"ready")
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those end that wait for a program
+
+
+def reap(*_):
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+signal.signal(signal.SIGCHLD, reap)  # not ignored: what programs take counts for what this process takes
 while True:
     message, descriptors, _, _ = socket.recv_fds(asked, 1 << 20, 3)
     if not message:
