@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from serve.runtime.card import Card, Preprocessing
+from serve.runtime.described import Described
 from serve.runtime.engines.base import Engine, open_engine
 from serve.runtime.execution import Execution
 
 
-@dataclass(frozen=True)
-class Teacher:
+@dataclass(frozen=True, repr=False)
+class Teacher(Described):
     """A network that answers a student's images.
 
     Attributes:
@@ -32,6 +33,9 @@ class Teacher:
     module: nn.Module
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    def _facts(self) -> dict[str, str]:
+        return {"name": self.name, "mean": str(self.mean), "std": str(self.std), "digest": self.digest}
 
     def renormalised(self, inputs: torch.Tensor, student: Preprocessing) -> torch.Tensor:
         """Images normalised for a student, ``(N, C, H, W)``, as this network takes them."""
