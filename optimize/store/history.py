@@ -19,8 +19,8 @@ PARTS: Final = {
 }
 
 
-@dataclass(frozen=True)
-class Times:
+@dataclass(frozen=True, repr=False)
+class Times(Described):
     """Where an epoch's time went, seconds; of several processes the first's.
 
     Attributes:
@@ -47,9 +47,12 @@ class Times:
             *(one + more for one, more in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
         )
 
+    def _facts(self) -> dict[str, str]:
+        return {words: f"{getattr(self, name):.3g} s" for name, words in PARTS.items()}
 
-@dataclass(frozen=True)
-class Epoch:
+
+@dataclass(frozen=True, repr=False)
+class Epoch(Described):
     """One epoch: mean training loss (nats), top-1 on the held-out images (fraction), and where its time went."""
 
     loss: float
@@ -61,9 +64,13 @@ class Epoch:
         """What ``dataclasses.asdict`` gave."""
         return cls(**{**body, "times": Times(**body["times"])})
 
+    def _facts(self) -> dict[str, str]:
+        top1, seconds = f"{100 * self.held_out_top1:.2f} %", f"{self.times.total:.3g} s"
+        return {"loss": f"{self.loss:.4g}", "held-out top-1": top1, "time": seconds}
 
-@dataclass(frozen=True)
-class Point:
+
+@dataclass(frozen=True, repr=False)
+class Point(Described):
     """Some steps of an epoch, one after the other.
 
     Attributes:
