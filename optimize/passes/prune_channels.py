@@ -39,6 +39,11 @@ from optimize.store.effects import WHOLE, Effect, write_effects
 from optimize.training.events import part
 
 
+def _half(given: dict[str, Any]) -> float | None:
+    """Of the arithmetic, where no time is named."""
+    return 0.5 if given.get("latency") is None else None
+
+
 class PruneChannels(Pruning):
     """Settings of ``prune-channels``."""
 
@@ -48,7 +53,7 @@ class PruneChannels(Pruning):
         "openvino, batch: 1}",
     )
     macs: float | None = Field(
-        default=None,
+        default_factory=_half,
         gt=0,
         lt=1,
         description="share of the network's multiply-accumulates that may stay; 0.5 where latency is not given either",
@@ -79,12 +84,6 @@ class PruneChannels(Pruning):
         description="largest allowed difference of any logit to those of the network in which the removed channels are "
         "there and nothing reads them, relative to the largest",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _half(cls, given: Any) -> Any:
-        """Half of the arithmetic, where nothing else is said."""
-        return {**given, "macs": 0.5} if isinstance(given, dict) and not {"macs", "latency"} & set(given) else given
 
     @model_validator(mode="after")
     def _one_measure(self) -> PruneChannels:

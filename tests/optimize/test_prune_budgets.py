@@ -50,15 +50,15 @@ def milliseconds(module: nn.Module, batch: torch.Tensor) -> float:
 def test_channels_go_until_the_measured_time_is_the_share_that_was_asked_for(
     session: Session, trained: Artifact
 ) -> None:
-    config = PruneChannels(latency={"share": 0.5, **FAST}, spread="uniform", train=WITHOUT)
+    config = PruneChannels(latency={"share": 0.7, **FAST}, spread="uniform", train=WITHOUT)
     assert (config.macs, PruneChannels().macs) == (None, 0.5)
     made = session.apply(trained, config, "faster")
     (note,) = (note for note in made.artifact.card.notes if note.startswith("time of a batch of 64 in torchscript["))
-    found = re.search(r": (\S+) \((\S+) to (\S+)\) of the whole network's, 0.5 asked for; (\d+) candidates", note)
+    found = re.search(r": (\S+) \((\S+) to (\S+)\) of the whole network's, 0.7 asked for; (\d+) candidates", note)
     assert found is not None
     median, low, high, tried = map(float, found.groups())
     assert low <= median <= high
-    assert median <= 0.5
+    assert median <= 0.7
     assert tried >= 2
     assert note.endswith(f"timed on {machine(CPU)['cpu']}, {machine(CPU)['cores']} cores")
     batch = torch.randn(64, 1, 16, 16)

@@ -41,7 +41,7 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(
     said: list[str] = []
     goal = Goal(p99_ms=500)  # on a machine that others use too
     stage = Stage("batch size", lambda base: [dataclasses.replace(base, batch_size=2)])
-    settings = Settings("own", seconds=0.2, arrivals=20, warm_s=0.1, images=4)
+    settings = Settings("own", seconds=0.2, arrivals=5, warm_s=0.1, images=4)
     found = tune(artifact, goal, settings, said.append, [stage])
 
     assert read_serving(artifact) == found.chosen.way
@@ -70,7 +70,7 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(
     assert all(point["bad"] == 0 and point["memory_bytes"] > 0 for trial in told["trials"] for point in trial["points"])
     asked = [point for trial in told["trials"] for point in trial["points"]]
     asked += [point for curve in told["curves"].values() for point in curve]
-    assert all(point["seconds"] >= max(0.2, 20 / (point["rate"] or math.inf)) for point in asked)
+    assert all(point["seconds"] >= max(0.2, 5 / (point["rate"] or math.inf)) for point in asked)
     assert len(told["curves"]["chosen"]) == 7
     first, second, *asking, last = said
     assert len(asking) == bool(turns)
@@ -88,7 +88,7 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(
 def test_torchserve_is_started_as_each_way_says_and_asked(tmp_path: Path) -> None:
     artifact = artifacts.onnx(tmp_path / "artifact")
     usual = serving_of(artifact, load_card(artifact))
-    settings = Settings("torchserve", seconds=0.3, arrivals=20, warm_s=0.1, images=4, curve=False)
+    settings = Settings("torchserve", seconds=0.3, arrivals=5, warm_s=0.1, images=4, curve=False)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     found = tune(artifact, Goal(p99_ms=1000), settings, lambda line: None, [])
 
