@@ -190,10 +190,10 @@ def test_a_notebook_shows_the_bar_the_variant_and_none_of_torchs_deprecations(
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": Path(__file__).parents[2]}}).execute()
     outputs: list[list[Any]] = [cell["outputs"] for cell in notebook["cells"]]
-    # The bar of the training, and of the opening where that takes a tenth of a second; each is empty by now.
+    # The bar of the training, and of all else that takes a tenth of a second on this machine; each is empty by now.
     assert {o["output_type"] for o in outputs[0]} == {"display_data"}
     bars = [o["data"]["text/html"] for o in outputs[0] if "text/html" in o["data"]]
-    assert bars in ([""], ["", ""])
+    assert set(bars) == {""}
     lines = [o["data"]["text/plain"] for o in outputs[0] if "text/html" not in o["data"]]
     said = (r"preprocessing: resize 32", r"not mirrored", r"^training: \S+ s an epoch: ")
     assert [[bool(re.search(words, line)) for words in said].index(True) for line in lines] == [0, 1, 2]
