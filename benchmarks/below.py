@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from pathlib import Path
 from typing import Final
 
 MARK: Final = "<!-- measured -->"
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """The option of a command for `tell`."""
+    parser.add_argument("--write", type=Path, help=f"replace what stands below the line `{MARK}` of this file")
+
+
+def tell(text: str, page: Path | None) -> None:
+    """Write a text below the mark of a page, or print it where none is named."""
+    if page is None:
+        sys.stdout.write(text)
+    else:
+        write_below(page, text)
 
 
 def write_below(page: Path, text: str) -> None:

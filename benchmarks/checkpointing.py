@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.below import MARK, write_below
+from benchmarks.below import add_option, tell
 
 #: Of the step that is measured: model of torchvision, whether prepared for QAT, images.
 CASES: Final = (
@@ -149,17 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all cases and write the table below the mark of the file, or print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=3, help="of each case; the first is not timed")
-    parser.add_argument("--write", type=Path, help=f"replace what stands below the line `{MARK}` of this file")
+    add_option(parser)
     parser.add_argument("--case", help="measure one here, and print it as JSON")
     options = parser.parse_args(arguments)
     if options.case:
         sys.stdout.write(json.dumps(measure(**json.loads(options.case))) + "\n")
         return 0
-    text = "\n".join([*page(options.steps), ""])
-    if options.write is None:
-        sys.stdout.write(text)
-    else:
-        write_below(options.write, text)
+    tell("\n".join([*page(options.steps), ""]), options.write)
     return 0
 
 

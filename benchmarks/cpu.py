@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,8 +23,8 @@ import torchvision
 from torch import nn
 
 import optimize as opt
+from benchmarks.here import here
 from benchmarks.peers import Nncf, OrtStatic
-from optimize.measure.machine import machine, versions
 from optimize.measure.rows import Pair, Reference, Row
 from optimize.report.comparison import Comparison
 
@@ -200,18 +199,11 @@ def plot(results: dict[str, list[Line]], path: Path) -> None:
 
 def page(results: dict[str, list[Line]], options: argparse.Namespace, command: str, load: float) -> str:
     """The document."""
-    here, known = machine(torch.device("cpu")), versions()
-    libraries = ", ".join(
-        [
-            *(f"{name} {known[name]}" for name in ("torch", "onnxruntime-gpu", "openvino") if name in known),
-            f"nncf {metadata.version('nncf')}",
-        ]
-    )
+    machine = here("torch", "onnxruntime-gpu", "openvino")
     body = [
         "# INT8 and float on a CPU",
         "",
-        f"Made by `{command}` on {datetime.date.today().isoformat()}: {here['cpu']} ({', '.join(here['isa'])}), "
-        f"{here['cores']} cores, Python {platform.python_version()}, {libraries}. "
+        f"Made by `{command}` on {datetime.date.today().isoformat()}: {machine}, nncf {metadata.version('nncf')}. "
         f"{load:.1f} processes were running when it began.",
         "",
         f"Networks of torchvision with 10 classes at {options.image_size}x{options.image_size}, random weights with "

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.below import MARK, write_below
+from benchmarks.below import add_option, tell
 from optimize.listener import Silent
 from optimize.measure.rows import Report, Row
 from optimize.report.words import NONE, percent, points
@@ -101,14 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the recipe and write the page below the mark of the file, or print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", type=Path, default=Path("model_store"))
-    parser.add_argument("--write", type=Path, help=f"replace what stands below the line `{MARK}` of this file")
+    add_option(parser)
     options = parser.parse_args(arguments)
     job = Job(model=MODEL, data="digits", recipe=RECIPE, store=options.store, device="cpu", measure="cpu")
-    text = page(run(job, Silent()).report)
-    if options.write is None:
-        sys.stdout.write(text)
-    else:
-        write_below(options.write, text)
+    tell(page(run(job, Silent()).report), options.write)
     return 0
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.below import MARK, write_below
+from benchmarks.below import add_option, tell
 from optimize.listener import Silent
 from optimize.measure.rows import Report, Row
 from optimize.report.words import percent, points
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", required=True, help="CIFAR-10 as a data set, such as imagefolder:DIR")
     parser.add_argument("--checkpoint", type=Path, help="weights of the float network; by default the recipe trains it")
     parser.add_argument("--store", type=Path, default=Path("model_store"))
-    parser.add_argument("--write", type=Path, help=f"replace what stands below the line `{MARK}` of this file")
+    add_option(parser)
     options = parser.parse_args(arguments)
     job = Job(
         model=MODEL,
@@ -125,11 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device="cpu",
         measure="cpu",
     )
-    text = page(run(job, Silent()).report)
-    if options.write is None:
-        sys.stdout.write(text)
-    else:
-        write_below(options.write, text)
+    tell(page(run(job, Silent()).report), options.write)
     return 0
 
 

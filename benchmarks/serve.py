@@ -16,7 +16,6 @@ import io
 import json
 import math
 import os
-import platform
 import shlex
 import sys
 import tempfile
@@ -25,12 +24,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from PIL import Image
 
 from benchmarks import serve_page as page
+from benchmarks.here import here
 from benchmarks.serve_subjects import Shot, Stage, Subject
-from optimize.measure.machine import machine, versions
 from serve import layout, runs
 from serve.load import known
 from serve.load.pictures import make_picture, make_pictures, read_pictures
@@ -186,18 +184,13 @@ def document(
     alone: page.Shots,
 ) -> list[str]:
     """The page."""
-    here, known_versions = machine(torch.device("cpu")), versions()
-    libraries = ", ".join(
-        f"{name} {known_versions[name]}" for name in ("torch", "onnxruntime-gpu", "openvino") if name in known_versions
-    )
     sent = list(dict.fromkeys(workload for _, workload, _ in shots))
     measured = list(dict.fromkeys(key for key, _, _ in shots))
     photos = "pictures that the bench made" if options.photos is None else "photographs"
     body = [
         "# What serving costs",
         "",
-        f"Made by `{_command()}` on {began}: {here['cpu']} "
-        f"({', '.join(here['isa'])}), {here['cores']} cores, Python {platform.python_version()}, {libraries}.",
+        f"Made by `{_command()}` on {began}: {here('torch', 'onnxruntime-gpu', 'openvino')}.",
         "",
         f"{options.artifact} of {options.run}, an image as JPEG in, its best 5 classes as JSON out, served as "
         + "; ".join(f"{told(way)}{f' ({name})' if name else ''}" for name, way in used.items())

@@ -12,18 +12,15 @@ import argparse
 import datetime
 import math
 import os
-import platform
 import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from benchmarks.here import here
 from benchmarks.soak_faults import ANSWERED, DURING_A_KILL
 from benchmarks.soak_phases import KILLED_S, LEAK_MB_A_MINUTE, SHARE, Phases, Soaked, course, slope
-from optimize.measure.machine import machine, versions
 from serve import layout, runs
 from serve.load import known
 from serve.load.checking import VERDICTS
@@ -209,14 +206,12 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
 def head(options: argparse.Namespace, began: str, photos: Workload, mixed: Workload) -> list[str]:
     """The page's beginning."""
     alike = len(mixed.confusable())
-    here, known_versions = machine(torch.device("cpu")), versions()
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    libraries = ", ".join(f"{name} {known_versions[name]}" for name in ("torch", "openvino") if name in known_versions)
     return [
         "# Reliability",
         "",
-        f"Made by `{shlex.join(['python', '-m', 'benchmarks.soak', *words])}` on {began}: {here['cpu']}, "
-        f"{here['cores']} cores, Python {platform.python_version()}, {libraries}; {options.artifact} of {options.run}, "
+        f"Made by `{shlex.join(['python', '-m', 'benchmarks.soak', *words])}` on {began}: "
+        f"{here('torch', 'openvino', isa=False)}; {options.artifact} of {options.run}, "
         f"{options.minutes:g} minutes a server, at most {options.queue} requests waiting.",
         "",
         f"Every answer is compared with what the runtime answers in process to the same bytes. {len(photos.items)} "

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 from collections.abc import Iterator, Sequence
 
-import torch
-
+from benchmarks.here import here
 from benchmarks.zoo.record import Agreement, ModelRecord, Passed
 from benchmarks.zoo.stages import STAGES, Settings, passes
-from optimize.measure.machine import machine, versions
 
 
 def page(records: Sequence[ModelRecord], settings: Settings, wanted: Sequence[str]) -> str:
@@ -35,12 +32,7 @@ def page(records: Sequence[ModelRecord], settings: Settings, wanted: Sequence[st
 
 def made_with() -> str:
     """This machine and its libraries, in words."""
-    here, known = machine(torch.device("cpu")), versions()
-    libraries = ", ".join(
-        f"{name} {known[name]}" for name in ("torch", "torchvision", "onnxruntime-gpu", "openvino") if name in known
-    )
-    isa = ", ".join(here["isa"])
-    return f"{here['cpu']} ({isa}), {here['cores']} cores, Python {platform.python_version()}, {libraries}"
+    return here("torch", "torchvision", "onnxruntime-gpu", "openvino")
 
 
 def _head(records: Sequence[ModelRecord], settings: Settings) -> Iterator[str]:
