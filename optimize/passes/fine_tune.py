@@ -8,27 +8,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from optimize.context import Context
 from optimize.export.program import write_program, write_weights
 from optimize.passes.base import Pass, register, zeros_are_meant
 from optimize.store.artifact import Artifact, Product
-from optimize.training.config import TrainingConfig, by_optimizer
+from optimize.training.config import Retraining
 from optimize.training.loop import train
 
 
-class FineTune(TrainingConfig):
+class FineTune(Retraining):
     """Settings of ``fine-tune``."""
 
     model_config = ConfigDict(title="FineTune")
-
-    epochs: int = Field(default=3, ge=1, description="passes over the training images")
-    learning_rate: float = Field(
-        default_factory=by_optimizer(sgd=0.01, adamw=1e-4),
-        gt=0,
-        description="peak learning rate, reached after the warm-up; by default 0.01 for sgd and 0.0001 for adamw",
-    )
 
 
 def _apply(parent: Artifact, config: FineTune, context: Context, folder: Path) -> Product:

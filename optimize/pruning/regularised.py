@@ -18,7 +18,7 @@ from optimize.errors import NotApplicableError
 from optimize.pruning.criteria import scores
 from optimize.pruning.groups import Grouping
 from optimize.pruning.settings import FineTuned
-from optimize.training.config import TrainingConfig, by_optimizer
+from optimize.training.config import Retraining
 from optimize.training.loop import train
 
 Pull = Literal["group", "bn"]
@@ -27,17 +27,12 @@ Pull = Literal["group", "bn"]
 _WEAK = 0.1
 
 
-class Sparsifying(TrainingConfig):
+class Sparsifying(Retraining):
     """Settings of a training that pulls channels towards zero: those of any training, and the pull."""
 
     model_config = ConfigDict(title="Sparsifying")
 
     epochs: int = Field(default=3, ge=1, description="passes over the training images; the last epoch is kept")
-    learning_rate: float = Field(
-        default_factory=by_optimizer(sgd=0.01, adamw=1e-4),
-        gt=0,
-        description="peak learning rate, reached after the warm-up; by default 0.01 for sgd and 0.0001 for adamw",
-    )
     pull: Pull = Field(
         default="group",
         description="on what: group (all weights that would be removed together, group lasso) or bn (scales of batch "

@@ -12,23 +12,18 @@ from torch import nn
 from optimize.context import Context
 from optimize.models.patterns import classes, matching, unmatched
 from optimize.store.history import History
-from optimize.training.config import TrainingConfig, by_optimizer
+from optimize.training.config import Retraining, TrainingConfig
 from optimize.training.loop import train
 from serve.config import Config
 from serve.runtime.errors import UserError
 
 
-class FineTuning(TrainingConfig):
+class FineTuning(Retraining):
     """Settings of the training that follows a pruning: those of any training, and none at all with 0 epochs."""
 
     model_config = ConfigDict(title="FineTuning")
 
     epochs: int = Field(default=3, ge=0, description="passes over the training images; 0: none")
-    learning_rate: float = Field(
-        default_factory=by_optimizer(sgd=0.01, adamw=1e-4),
-        gt=0,
-        description="peak learning rate, reached after the warm-up; by default 0.01 for sgd and 0.0001 for adamw",
-    )
 
 
 def _as_fine_tuning(given: object) -> object:

@@ -136,6 +136,17 @@ class TrainingConfig(Config):
         return data.augment if self.augment == "data" or isinstance(self.augment, bool) else self.augment
 
 
+class Retraining(TrainingConfig):
+    """Settings of a training of a network that was trained before: shorter, and with smaller steps."""
+
+    epochs: int = Field(default=3, ge=1, description="passes over the training images")
+    learning_rate: float = Field(
+        default_factory=by_optimizer(sgd=0.01, adamw=1e-4),
+        gt=0,
+        description="peak learning rate, reached after the warm-up; by default 0.01 for sgd and 0.0001 for adamw",
+    )
+
+
 def trainings(config: Config) -> dict[str, TrainingConfig]:
     """The settings of trainings in a pass's: itself by the name ``""``, those within it by the settings' names."""
     within = {name: getattr(config, name) for name in type(config).model_fields}
