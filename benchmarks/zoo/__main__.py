@@ -51,7 +51,6 @@ def take(name: str, options: argparse.Namespace, until: float = math.inf) -> Mod
         record = record.model_copy(
             update={
                 "peak_bytes": max(record.peak_bytes, ended.peak_bytes),
-                "seconds": record.seconds + ended.seconds,
                 "made_on": datetime.date.today(),
                 "made_with": made_with(),
             }
@@ -146,7 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         reasons = "; ".join(f"{stage}: {each.reason}" for stage, each in record.stages.items() if each.reason)
         rest = "" if _done(record, _settings(options)) else ", goes on the next time"
-        print(f"{number}/{len(names)} {name}: {reasons or 'ok'} ({record.seconds:.0f} s{rest})", flush=True)
+        print(
+            f"{number}/{len(names)} {name}: {reasons or 'ok'} ({record.seconds:.0f} s of processor time{rest})",
+            flush=True,
+        )
         if options.write is not None:
             records = sorted(
                 (found for file in options.records.glob("*.json") if (found := read(file)) is not None),

@@ -90,13 +90,14 @@ def _passing(records: Sequence[ModelRecord]) -> int:
 
 def _reading() -> Iterator[str]:
     yield from (
-        "Images differ by a share of the power of what the head reads, so far above what is left of rounding each "
-        "layer's answers to 8 bits. Size is that of the int8 graph, as a share of the float graph's. Agreement is that "
-        "of top-1, SQNR that of the logits' part that differs between images, in dB. *Of the integers*: against float. "
-        "*Of engines*: the lowest of torch's kernels, ONNX Runtime and OpenVINO against what the integers mean in "
-        "exact arithmetic. The graph for TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. "
-        "Speed is of one image, batch 1: the fastest execution in int8 and the fastest in float, with the 95 % "
-        "interval of their ratio where they took turns.",
+        "Seconds are of processor time, of all threads. Images differ by a share of the power of what the head "
+        "reads, so far above what is left of rounding each layer's answers to 8 bits. Size is that of the int8 "
+        "graph, as a share of the float graph's. Agreement is that of top-1, SQNR that of the logits' part that "
+        "differs between images, in dB. *Of the integers*: against float. *Of engines*: the lowest of torch's "
+        "kernels, ONNX Runtime and OpenVINO against what the integers mean in exact arithmetic. The graph for "
+        "TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: "
+        "the fastest execution in int8 and the fastest in float, with the 95 % interval of their ratio where they "
+        "took turns.",
         "",
     )
 

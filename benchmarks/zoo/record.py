@@ -43,7 +43,10 @@ class Agreement(Record):
 
 
 class Passed(Record):
-    """What became of one stage: ``seconds`` it took, ``bytes`` of its model file, ``reason`` why it was not made."""
+    """What became of one stage.
+
+    ``seconds`` it took of processor time, ``bytes`` of its model file, ``reason`` why it was not made.
+    """
 
     status: Status
     seconds: float | None = None
@@ -88,9 +91,13 @@ class ModelRecord(Record):
     speed: Speed | None = None
     running: str | None = None
     peak_bytes: int = 0
-    seconds: float = 0.0
     made_on: datetime.date | None = None
     made_with: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of processor time, of all stages that are known."""
+        return sum(stage.seconds or 0.0 for stage in self.stages.values())
 
 
 def read(path: Path) -> ModelRecord | None:
