@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +12,8 @@ import pytest
 
 from optimize.measure.figures import Accuracy, Footprint, Latency, Measured, Ratio, Timed
 from optimize.measure.rows import ModelFile, Pair, Reference, Row, Skip
-from optimize.passes import base
 from serve.runtime.execution import Execution
+from tests.benchmarked import benchmark
 
 EVEN = Ratio(value=1.0, low=1.0, high=1.0, coverage=0.98, slower=False)
 
@@ -23,11 +21,8 @@ EVEN = Ratio(value=1.0, low=1.0, high=1.0, coverage=0.98, slower=False)
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
     """The benchmark; the peers' passes that it brings go when these tests are over: the project does not have them."""
-    own, there = dict(base._REGISTRY.all()), "benchmarks.peers" in sys.modules
-    yield importlib.import_module("benchmarks.cpu")
-    base._REGISTRY._entries = own
-    if not there:  # so that whoever imports them later registers them
-        del sys.modules["benchmarks.cpu"], sys.modules["benchmarks.peers"]
+    with benchmark("benchmarks.cpu") as bench:
+        yield bench
 
 
 def timed(p50: float, images_s: float) -> Timed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.passes import base
+from tests.benchmarked import benchmark
 
 NET = """
 from torch import nn
@@ -43,11 +42,8 @@ ANSWERS = {
 @pytest.fixture(scope="module")
 def quant() -> Iterator[Any]:
     """The benchmark; the peers' passes that it brings go when these tests are over: the project does not have them."""
-    own, there = dict(base._REGISTRY.all()), set(sys.modules)
-    yield importlib.import_module("benchmarks.quant.__main__")
-    base._REGISTRY._entries = own
-    for name in [name for name in sys.modules if name.startswith("benchmarks.") and name not in there]:
-        del sys.modules[name]  # so that whoever imports them later registers them
+    with benchmark("benchmarks.quant.__main__") as quant:
+        yield quant
 
 
 def parts(name: str) -> Any:

@@ -94,6 +94,9 @@ def lint(model: onnx.ModelProto, target: LintTarget) -> tuple[Finding, ...]:
     Args:
         model: with its initializers; of its graph the nodes at the top are judged, and not those within others.
         target: what it is for.
+
+    Raises:
+        UserError: a tensor that a rule asks for cannot be read.
     """
     graph = Graph(model)
     found = [

@@ -11,6 +11,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from serve.runtime.errors import UserError, one_line
+
 #: Operators with weights, whose integer kernels are what quantization is for.
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 #: What a kernel takes along behind a layer.
@@ -42,9 +44,8 @@ class Graph:
                 and node.input[0] in self._tensors
                 and attribute(node, "to", 0) == TensorProto.INT8
             ):
-                self._tensors[node.output[0]] = numpy_helper.from_array(
-                    numpy_helper.to_array(self._tensors[node.input[0]]).astype(np.int8), node.output[0]
-                )
+                integers = _values(self._tensors[node.input[0]]).astype(np.int8)
+                self._tensors[node.output[0]] = numpy_helper.from_array(integers, node.output[0])
         self._varying = self.inputs.keys() - self._tensors.keys()
         for node in graph.node:  # a valid graph's nodes are in order
             if self._varying & set(node.input) or (not node.input and node.op_type != "Constant"):
@@ -73,7 +74,7 @@ class Graph:
     def values(self, node: NodeProto, number: int) -> NDArray[Any] | None:
         """The values of a constant input; None as `tensor`."""
         tensor = self.tensor(node, number)
-        return None if tensor is None else numpy_helper.to_array(tensor)
+        return None if tensor is None else _values(tensor)
 
     def constant(self, name: str) -> bool:
         """Whether a tensor depends on nothing that the graph is given."""
@@ -154,6 +155,18 @@ def label(node: NodeProto) -> str:
 def attribute(node: NodeProto, name: str, default: Any) -> Any:
     """The value of a node's attribute."""
     return next((helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), default)
+
+
+def _values(tensor: TensorProto) -> NDArray[Any]:
+    """The values of a tensor; `onnx.checker` (1.23) lets pass tensors that cannot be read.
+
+    Raises:
+        UserError: its type is none of ONNX's, or it has more or fewer bytes than its shape says.
+    """
+    try:
+        return numpy_helper.to_array(tensor)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"the tensor {tensor.name!r} cannot be read ({one_line(error)}): the file is damaged") from None
 
 
 def _constant_of(node: NodeProto) -> TensorProto | None:

@@ -419,6 +419,18 @@ def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> N
     assert result.output.count("\n") == 1
 
 
+@pytest.mark.parametrize("damage", [{"data_type": 29}, {"data_type": 0}, {"raw_data": bytes(3)}, {"dims": [3]}])
+def test_a_tensor_that_cannot_be_read_is_named(damage: dict[str, Any]) -> None:
+    model = Written(signed=True).model()
+    scale = next(tensor for tensor in model.graph.initializer if tensor.name == "y_scale")
+    for name, value in damage.items():
+        scale.ClearField(name)
+        getattr(scale, name).extend(value) if name == "dims" else setattr(scale, name, value)
+    for target in TARGETS:
+        with pytest.raises(UserError, match=r"the tensor 'y_scale' cannot be read \(.+\): the file is damaged"):
+            lint(model, target)
+
+
 @given(strategies.data())
 def test_a_file_that_is_no_graph_is_refused_and_never_a_traceback(
     tmp_path_factory: pytest.TempPathFactory, data: strategies.DataObject

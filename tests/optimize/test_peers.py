@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from optimize.passes.onnx import Onnx
 from serve.runtime.engines.base import executions_for, open_engine
 from serve.runtime.errors import UserError
 from serve.runtime.program_file import load_program
+from tests.benchmarked import benchmark
 
 pytestmark = pytest.mark.peers
 pytest.importorskip("nncf")
@@ -21,10 +21,8 @@ pytest.importorskip("nncf")
 @pytest.fixture(scope="module", autouse=True)
 def peers() -> Iterator[None]:
     """The peers' passes, until these tests are over: the project itself does not have them."""
-    own = dict(base._REGISTRY.all())
-    importlib.import_module("benchmarks.peers")
-    yield
-    base._REGISTRY._entries = own
+    with benchmark("benchmarks.peers"):
+        yield
 
 
 @pytest.mark.slow
