@@ -39,7 +39,8 @@ class _Run:
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self._plan = plan
         self._checker = Checker(workload.tolerance)
-        self._random = random.Random(plan.seed)
+        # Apart: which item comes next is drawn when it is sent, and must not change when the others are due.
+        self._gaps, self._order = random.Random(plan.seed), random.Random(f"order {plan.seed}")
         self._items = list(workload.items)
         self._weights = [item.weight for item in self._items]
         target = plan.target
@@ -71,14 +72,10 @@ class _Run:
             now = time.perf_counter()
             if cpu_at is None and now >= self._from:
                 cpu_at = time.process_time()
+            if plan.rate is not None:
+                self._fall_due(now, plan.rate)
             if now >= self._until:
                 break
-            if plan.rate is not None:
-                if self._next <= now:
-                    self._late = max(self._late, now - self._next)
-                while self._next <= now:
-                    self._waiting.append(self._next)
-                    self._next += self._random.expovariate(plan.rate)
             self._send(now)
             if plan.give_up_ms is not None and now - self._oldest(now) > plan.give_up_ms / 1e3:
                 gave_up, ended = True, now
@@ -100,6 +97,14 @@ class _Run:
             gave_up=gave_up,
             late_ms=self._late * 1e3,
         )
+
+    def _fall_due(self, now: float, rate: float) -> None:
+        """Let wait what is due by now; also what fell due before the end while this process was kept from noticing."""
+        if self._next <= min(now, self._until):
+            self._late = max(self._late, now - self._next)
+        while self._next <= now and self._next < self._until:
+            self._waiting.append(self._next)
+            self._next += self._gaps.expovariate(rate)
 
     def _oldest(self, now: float) -> float:
         """When the request that waits longest was due."""
@@ -133,10 +138,10 @@ class _Run:
             total = sum(self._weights)
             size = max(len(self._items), 64)
             shares = (weight / total * size for weight in self._weights)
-            counts = [int(share) + (self._random.random() < share % 1) for share in shares]
+            counts = [int(share) + (self._order.random() < share % 1) for share in shares]
             self._deck = [item for item, count in zip(self._items, counts, strict=True) for _ in range(count)]
-            self._deck = self._deck or self._random.choices(self._items, self._weights)
-            self._random.shuffle(self._deck)
+            self._deck = self._deck or self._order.choices(self._items, self._weights)
+            self._order.shuffle(self._deck)
         return self._deck.pop()
 
     def _connection(self, now: float) -> Wire:
