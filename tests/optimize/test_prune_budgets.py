@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import time
 from pathlib import Path
@@ -35,16 +36,22 @@ WITHOUT = {"epochs": 0}
 FAST = {"execution": {"engine": "torchscript", "threads": 1}, "batch": 64, "rounds": 5, "seconds": 0.02}
 
 
-def milliseconds(module: nn.Module, batch: torch.Tensor) -> float:
-    """The least of many calls, in this process."""
-    program = torch.jit.freeze(torch.jit.trace(module.eval(), batch))
-    times = []
+def quicker(small: nn.Module, whole: nn.Module, batch: torch.Tensor, share: float) -> bool:
+    """Whether one takes less than a share of the other's time in this process, by the least of many calls in turns.
+
+    Other processes can only add to a time: as many calls as it needs, if not more than a few hundred.
+    """
+    programs = [torch.jit.freeze(torch.jit.trace(module.eval(), batch)) for module in (small, whole)]
+    least = [math.inf, math.inf]
     with torch.no_grad():
-        for _ in range(40):
-            start = time.perf_counter()
-            program(batch)
-            times.append(time.perf_counter() - start)
-    return 1e3 * min(times)
+        for turn in range(400):
+            for number, program in enumerate(programs):
+                start = time.perf_counter()
+                program(batch)
+                least[number] = min(least[number], time.perf_counter() - start)
+            if turn >= 20 and least[0] < share * least[1]:
+                return True
+    return False
 
 
 def test_channels_go_until_the_measured_time_is_the_share_that_was_asked_for(
@@ -63,7 +70,7 @@ def test_channels_go_until_the_measured_time_is_the_share_that_was_asked_for(
     assert note.endswith(f"timed on {machine(CPU)['cpu']}, {machine(CPU)['cores']} cores")
     batch = torch.randn(64, 1, 16, 16)
     small, whole = (fuse_module(artifact.module(), batch) for artifact in (made.artifact, trained))
-    assert milliseconds(small, batch) < 0.9 * milliseconds(whole, batch)
+    assert quicker(small, whole, batch, 0.9)
     # Nothing is timed anew: the widths that were found are the answer.
     again = session.apply(trained, config, "faster")
     assert again.cached
@@ -77,7 +84,7 @@ def test_a_share_of_time_that_cannot_be_reached_is_refused_with_the_least_that_w
     with pytest.raises(
         PassError,
         match=r"0.01 of the time of a batch of 64 in torchscript\[threads=1\] cannot be reached: the least that was "
-        r"measured, with as few channels as are allowed, is 0\.\d\d \(0\.\d\d to \d\.\d\d\)$",
+        r"measured, with as few channels as are allowed, is \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)$",
     ):
         PRUNE_CHANNELS.apply(trained, config, session.context, tmp_path)
 

@@ -105,7 +105,7 @@ def settings(**limits: Any) -> Settings:
     return Settings(listening=Listening(port=0), limits=Limits(**limits), drain_s=3)
 
 
-async def read(reader: asyncio.StreamReader, timeout_s: float = 5) -> bytes:
+async def read(reader: asyncio.StreamReader, timeout_s: float = 30) -> bytes:
     """All that comes until the connection is closed."""
     try:
         return await asyncio.wait_for(reader.read(), timeout_s)
@@ -118,9 +118,9 @@ def test_a_full_queue_is_told_before_the_body_is_sent_and_the_connection_goes_on
         async with listening(settings(), stuck_model(Full())) as (connect, _):
             reader, writer = await connect()
             writer.write(b"POST /predictions/stuck HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
-            refused = await asyncio.wait_for(reader.readuntil(b'later"}'), 5)
+            refused = await asyncio.wait_for(reader.readuntil(b'later"}'), 30)
             writer.write(b"x" * 100000 + PING)
-            after = await asyncio.wait_for(reader.readuntil(b"}"), 5)
+            after = await asyncio.wait_for(reader.readuntil(b"}"), 30)
             writer.close()
         return refused, after
 
@@ -144,7 +144,7 @@ def test_that_a_queue_is_full_is_told_and_counted_as_the_routes_tell_it(path: st
             for asked in (path, path.replace("stuck", "%73tuck")):
                 writer.write(f"PUT {asked} HTTP/1.1\r\nHost: x\r\nX-Request-ID: mine\r\n".encode())
                 writer.write(b"Content-Length: 3\r\n\r\nabc")
-                answers.append(await asyncio.wait_for(reader.readuntil(b'later"}'), 5))
+                answers.append(await asyncio.wait_for(reader.readuntil(b'later"}'), 30))
             writer.close()
         return [b"\n".join(line for line in answer.split(b"\n") if not line.startswith(b"date")) for answer in answers]
 
@@ -169,7 +169,7 @@ def test_nobody_is_told_of_a_queue_without_a_token(tmp_path: Path) -> None:
                 reader, writer = await connect()
                 head = b"POST /predictions/stuck HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % token
                 writer.write(head + b"Content-Length: 9\r\n\r\n")
-                answers.append(await asyncio.wait_for(reader.readline(), 5))
+                answers.append(await asyncio.wait_for(reader.readline(), 30))
                 writer.close()
         return answers
 
@@ -187,7 +187,7 @@ def test_who_sends_all_before_it_reads_that_the_queue_is_full_reads_it() -> None
                 writer.write(body[start : start + 1_000_000])
                 await writer.drain()
                 await asyncio.sleep(0.01)
-            answer = await asyncio.wait_for(reader.readuntil(b'later"}'), 5)
+            answer = await asyncio.wait_for(reader.readuntil(b'later"}'), 30)
             writer.close()
         return answer
 
@@ -200,7 +200,7 @@ def test_a_connection_is_not_kept_for_ever_after_an_answer_that_came_before_the_
         async with listening(settings(keep_alive_s=1), stuck_model(Full())) as (connect, _):
             reader, writer = await connect()
             writer.write(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n")
-            answer = await asyncio.wait_for(reader.readuntil(b'later"}'), 5)
+            answer = await asyncio.wait_for(reader.readuntil(b'later"}'), 30)
             writer.write(b"abc")
             rest = await read(reader)
             writer.close()
@@ -270,7 +270,7 @@ def test_one_connection_too_many_is_told_to_come_again_and_the_others_go_on() ->
             reader, writer = await connect()
             refused = await read(reader)
             pairs[0][1].write(PING)
-            answer = await asyncio.wait_for(pairs[0][0].readline(), 5)
+            answer = await asyncio.wait_for(pairs[0][0].readline(), 30)
             for _, other in (*pairs, (reader, writer)):
                 other.close()
             return refused, answer
@@ -313,7 +313,7 @@ def test_a_refusal_reaches_a_client_that_is_still_sending_and_the_connection_end
             for _ in range(100):
                 writer.write(b"x" * 10_000)
                 await writer.drain()
-            told = await asyncio.wait_for(reader.readline(), 5)
+            told = await asyncio.wait_for(reader.readline(), 30)
             ended = False
             for _ in range(200):
                 try:
@@ -350,7 +350,7 @@ def test_it_serves_by_tls_with_the_files_that_it_is_given(tmp_path: Path) -> Non
         async with listening(secure) as (connect, _):
             reader, writer = await functools.partial(connect, ssl=trusting, server_hostname="localhost")()  # type: ignore[call-arg]
             writer.write(PING)
-            answer = await asyncio.wait_for(reader.readline(), 5)
+            answer = await asyncio.wait_for(reader.readline(), 30)
             writer.close()
             return answer
 

@@ -181,18 +181,17 @@ def test_64_images_of_49_megapixels_in_one_request_cost_the_worker_nothing(serve
     bomb = {"instances": [b64(image)] * 64}
     assert len(json.dumps(bomb)) < 10_000
     expected = served.client.predict(name, jpeg(1))
-    taken = []
-    # A client of its own, made before: `httpx.post` reads the certificates of the machine for 40 ms each time.
+    process, taken = psutil.Process(worker["pid"]), []
     with ThreadPoolExecutor(1) as pool, httpx.Client(headers=served.headers(), timeout=60) as client:
-        for _ in range(5):  # the quickest: other processes use these cores too
+        for _ in range(5):
             neighbour = pool.submit(served.client.predict, name, jpeg(1))
-            started = time.perf_counter()
+            started = processor_s(process)
             answer = client.post(served.url(), json=bomb)
-            taken.append(time.perf_counter() - started)
+            taken.append(processor_s(process) - started)
             assert answer.status_code == 413
             assert "64 images have 3136000000 pixels together" in answer.json()["error"]
             assert_same(neighbour.result(), expected)
-    assert min(taken) < 0.1
+    assert min(taken) < 0.1  # of the worker's own time: other processes use these cores too
     (after,) = served.client.workers(name)
     assert after["pid"] == worker["pid"]
 
@@ -410,6 +409,12 @@ def test_an_answer_says_where_its_time_went(served: Served) -> None:
     assert list(told) == ["queue", "decode", "preprocess", "infer", "postprocess"]
     assert float(told["decode"]) > 0
     assert sum(map(float, told.values())) < answer.elapsed.total_seconds() * 1e3
+
+
+def processor_s(process: psutil.Process) -> float:
+    """Processor time that a process has taken, in its own code and in the kernel's, to 10 ms."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def _settled(served: Served, name: str) -> float:

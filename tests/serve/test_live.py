@@ -67,6 +67,13 @@ class Senders:
         for thread in self._threads:
             thread.join()
 
+    def until_one_gets(self, status: int) -> None:
+        """Wait until a request has been answered so."""
+        until = time.monotonic() + 30
+        while not self.statuses[status]:
+            assert time.monotonic() < until, self.statuses
+            time.sleep(0.02)
+
     def _send(self) -> None:
         image = artifacts.jpeg(1)
         with httpx.Client(headers=self._headers, timeout=60, trust_env=False) as client:
@@ -179,10 +186,11 @@ def test_what_a_removed_model_had_accepted_is_answered_and_the_server_goes_on(st
         live.add(store, {"second": second})
     before = children_of(the(store), 2 + 1)
     with Senders(store, the(store), "second") as senders:
-        time.sleep(1)
+        senders.until_one_gets(200)
         removed = command("remove", "second", "--store", store)
         assert removed.returncode == 0, removed.stderr
         assert removed.stdout == "removed: second\n"
+        senders.until_one_gets(404)
     assert set(senders.statuses) == {200, 404}, (senders.statuses, senders.errors[:3])
     assert the(store).models == ("one-script",)
     with the(store).client(store) as client:

@@ -194,10 +194,8 @@ def test_logits_that_are_no_numbers_are_an_error_of_their_image_alone(artifact: 
 
 
 def test_a_lone_request_does_not_wait_for_others(artifact: Path) -> None:
-    with service_of(artifact, delay_ms=5000) as service:
-        started = time.monotonic()
-        answered = service.submit(one(jpeg(1))).result(30)
-        assert time.monotonic() - started < 2
+    with service_of(artifact, delay_ms=1_000_000) as service:
+        answered = service.submit(one(jpeg(1))).result(60)
     assert answered.batch_size == 1
     stages = answered.stages
     assert min(stages.decode, stages.preprocess, stages.infer, stages.postprocess) > 0
@@ -293,12 +291,14 @@ def test_a_cancelled_request_is_not_computed_and_leaves_its_place_at_once(gate: 
 def test_a_request_whose_deadline_passed_is_not_computed(gate: tuple[Service, Gate]) -> None:
     service, engine = gate
     first = shut(service, engine)
-    late = service.submit(one(jpeg(1)), deadline=time.monotonic() + 0.05)
+    late = service.submit(one(jpeg(1)), deadline=time.monotonic() + 600)
     never = service.submit(one(jpeg(1)), deadline=time.monotonic() - 1)
     in_time = service.submit(one(jpeg(2)), deadline=time.monotonic() + 60)
     assert statuses(never.result(30).outcomes) == [504]
     until(lambda: len(service._waiting.ready) == 2)
-    time.sleep(0.06)
+    # Decoded in time, and then time passes; in truth the deadline moves, or a busy machine might pass it before.
+    (waits,) = (ready.work for ready in service._waiting.ready if ready.work.future is late)
+    waits.deadline = time.monotonic()
     engine.open.set()
     assert statuses(late.result(30).outcomes) == [504]
     assert statuses(in_time.result(30).outcomes) == statuses(first.result(30).outcomes) == [200]
