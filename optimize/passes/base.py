@@ -36,7 +36,8 @@ class Pass(Generic[C]):
         yields: the kind that it makes.
         apply: writes the result into a folder and says what it is.
         data: what it reads of the data, for its cache key: nothing, a few images, or all for training.
-        libraries: distributions whose versions its result depends on.
+        libraries: distributions whose versions its result depends on, whatever its settings.
+        more_libraries: those that it calls besides, given its settings.
         reads_device: whether what it makes, or whether it makes anything, depends on the run's device. Where it
             only computes on the device, it does not.
         rebuild: for passes that yield a module: from the parent's eager module and an example input to a
@@ -59,6 +60,7 @@ class Pass(Generic[C]):
     apply: Callable[[Artifact, C, Context, Path], Product]
     data: Literal["example", "calibration", "training"] = "example"
     libraries: tuple[str, ...] = ("torch",)
+    more_libraries: Callable[[C], tuple[str, ...]] = lambda config: ()
     reads_device: bool = False
     rebuild: Callable[[nn.Module, torch.Tensor], nn.Module] | None = None
     resize: Callable[[nn.Module, Mapping[str, Any]], nn.Module] | None = None

@@ -101,7 +101,7 @@ PTQ = register(
         yields="quantized",
         apply=_apply,
         check=check,
-        libraries=("torch", "torchao"),
+        more_libraries=lambda config: ("torchao",) if config.front_end == "pt2e" else (),
         data="calibration",
     )
 )

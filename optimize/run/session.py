@@ -243,7 +243,7 @@ class Session(Described):
             zeros=code_of(sparsity) if zeros else None,
             timed=timing_here(*timed) if (timed := step.timed(config)) else None,
             teacher=teaching.digest if teaching else None,
-            libraries=_versions(step.libraries),
+            libraries=_versions((*step.libraries, *step.more_libraries(config))),
             code=step.source_digest(),
             **self.surroundings(),
         )

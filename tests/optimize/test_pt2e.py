@@ -65,6 +65,20 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     check(tiny, Ptq())
 
 
+@pytest.mark.parametrize("front_end", ["fx", "pt2e"])
+def test_another_torchao_makes_what_pt2e_makes_anew_and_nothing_else(
+    front_end: str, session: Any, trained: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimize.passes.ptq.installed", lambda: True)  # so it may, and nothing is made here
+    monkeypatch.setattr(type(session), "_obtain", lambda self, planned, write, parent: planned.key)
+
+    def key(torchao: str | None) -> str:
+        monkeypatch.setattr("optimize.run.session.installed_version", {"torchao": torchao}.get)
+        return str(session.apply(trained, Ptq(front_end=front_end)))
+
+    assert (len({key("0.18.0"), key("0.19.0"), key(None)}) == 1) == (front_end == "fx")
+
+
 def test_another_front_end_is_none() -> None:
     with pytest.raises(UserError, match="front_end"):
         Ptq(front_end="eager")
