@@ -111,6 +111,24 @@ def test_each_engine_tells_every_layer_by_the_models_own_name_with_its_macs_and_
         assert found.of_peak(head) == pytest.approx(head.macs / (head.ms * 1e-3) / peak.macs_per_s)
 
 
+def test_a_torch_program_with_layers_in_float_names_them_all_each_in_its_precision(made, brief: None) -> None:
+    found = profiled_here(made("fuse", "ptq", keep_float=("stem", "residual")), "torchscript")
+    assert (found.note, found.left_macs) == ("", 0)
+    layers = {layer.name: layer for layer in found.layers if layer.macs}
+    assert {name: layer.macs for name, layer in layers.items()} == {name: 2 * one[0] for name, one in TINY.items()}
+    in_float = {"stem.0", "residual.0"}
+    assert {name: layer.precision for name, layer in layers.items()} == {
+        name: "float32" if name in in_float else "int8" for name in TINY
+    }
+    for name, (_, weights, given, _) in TINY.items():
+        size = 4 if name in in_float else 1
+        assert layers[name].read == 2 * given * size
+        own = layers[name].weights
+        assert own is not None
+        assert weights * size <= own <= weights * size + 12 * 32 + 16, name
+    assert {peak.precision for peak in found.peaks} == {"float32", "int8"}
+
+
 def test_a_program_without_shapes_says_so_and_names_operators_by_their_place(made, brief: None) -> None:
     found = profiled_here(made("fuse", "dynamic"), "torchscript")
     assert "no shapes" in found.note

@@ -1,14 +1,15 @@
 """``torchscript``: the operators that a TorchScript program runs, as torch's profiler times them.
 
 A frozen program has no names of layers and no shapes. Those of an int8 program are its reference program's, which has
-the same layers in the same order.
+the same layers in the same order, in integers and in float.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -18,14 +19,27 @@ from optimize.export.macs import Work, program_work
 from optimize.profiling.base import Piece, Reader, Reading, Subject, register
 from optimize.profiling.names import called, layer_name
 from optimize.profiling.operators import operator_calls, times
+from optimize.quantization.qdq import quantizing
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
 
-#: torch's int8 layers, and the operators of the reference program that they are.
-_INT8_LAYER: Final = re.compile(r"quantized::(conv\d?d|linear)")
-_LAYER: Final = re.compile(r"aten::(conv\d?d|linear)$")
+#: What computes, in a program of torch's kernels and in a reference program; what is fused with it is part of it. A
+#: frozen program calls each float convolution, whatever its dimensions, ``aten::_convolution`` (torch 2.11 to 2.14).
+_COMPUTES: Final = re.compile(
+    r"(?:quantized|aten)::_?(conv|linear|matmul)(?:olution|(?:_transpose)?\d?d)?(?:_add)?(?:_relu|_leaky_relu|_tanh)?$"
+)
 _FLOAT, _INT8 = 4, 1  # bytes
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A layer of a reference program: what it does, whether in integers, what it is called, what it has to do."""
+
+    kind: str
+    is_int8: bool
+    name: str
+    work: Work
 
 
 def read(subject: Subject) -> Reading:
@@ -33,49 +47,62 @@ def read(subject: Subject) -> Reading:
     engine = subject.open()
     calls = operator_calls(subject, engine)
     operators = calls[-1][1]
-    kinds = [found[1] for one in operators if (found := _INT8_LAYER.match(one.name))]
-    layers = list(_reference(subject))
-    if [kind for kind, _, _ in layers] != kinds:
-        layers = []  # another program's: names would be guesses
+    computing = [(found[1], _is_int8(one.name)) for one in operators if (found := _COMPUTES.match(one.name))]
+    layers, left_macs = _reference(subject)
+    if [(layer.kind, layer.is_int8) for layer in layers] != computing:
+        layers, left_macs = [], 0  # another program's: names would be guesses
     left = iter(layers)
     pieces: list[Piece] = []
     for place, operator in enumerate(operators):
         ms, start = times(calls, place)
-        is_int8 = operator.name.startswith("quantized::")
-        known = next(left, None) if _INT8_LAYER.match(operator.name) else None
+        known = next(left, None) if _COMPUTES.match(operator.name) else None
+        in_float = "float32" if known else None
         pieces.append(
             Piece(
-                name=known[1] if known else f"{operator.name.partition('::')[2]} {place}",
+                name=known.name if known else f"{operator.name.partition('::')[2]} {place}",
                 kind=operator.name.partition("::")[2],
                 ms=ms,
-                precision="int8" if is_int8 else None,
-                work=known[2] if known else None,
+                precision="int8" if _is_int8(operator.name) else in_float,
+                work=known.work if known else None,
                 start_ms=start,
                 after=(pieces[-1].name,) if pieces else (),
             )
         )
     note = "" if layers else "a TorchScript program has no shapes: MACs and bytes are not known"
-    return Reading(tuple(pieces), 0, note)
+    return Reading(tuple(pieces), left_macs, note)
 
 
-def _reference(subject: Subject) -> Iterator[tuple[str, str, Work]]:
-    """Kind, name and work of each layer of the reference program beside an int8 artifact, with bytes as int8."""
+def _is_int8(operator: str) -> bool:
+    return operator.startswith("quantized::")
+
+
+def _reference(subject: Subject) -> tuple[list[_Known], int]:
+    """What computes in the reference program beside an int8 artifact, in order, with the bytes of what is executed.
+
+    And the MACs of what is of another kind.
+    """
     if REFERENCE_FILE not in subject.card.files or subject.card.file == REFERENCE_FILE:
-        return
+        return [], 0
     importlib.import_module("torch.ao.quantization.fx._decomposed")  # registers its operators (torch 2.11 to 2.14)
     module: Any = load_program(subject.folder / REFERENCE_FILE).module()
     assert isinstance(module, fx.GraphModule)
     work = program_work(module, torch.zeros(len(subject.images), *subject.card.preprocessing.shape))
     computing = [node for node in module.graph.nodes if node.name in work and work[node.name].macs]
     names = called([work[node.name].macs for node in computing], subject.floats)
-    named = dict(zip(computing, names or map(layer_name, computing), strict=True))
-    for node in computing:
+    found = list(_known(dict(zip(computing, names or map(layer_name, computing), strict=True)), work))
+    return found, sum(work[node.name].macs for node in computing) - sum(layer.work.macs for layer in found)
+
+
+def _known(named: Mapping[fx.Node, str], work: Mapping[str, Work]) -> Iterator[_Known]:
+    for node, name in named.items():
         schema = getattr(node.target, "_schema", None)
-        found = _LAYER.match(schema.name) if schema is not None else None
+        found = _COMPUTES.match(schema.name) if schema is not None else None
         if found:
             one = work[node.name]
-            sizes = (size // _FLOAT * _INT8 for size in (one.weights, one.read, one.written))
-            yield found[1], named[node], Work(one.macs, *sizes)
+            is_int8 = all(quantizing(given).startswith("dequantize") for given in node.args[:2])
+            size = _INT8 if is_int8 else _FLOAT
+            sizes = (each // _FLOAT * size for each in (one.weights, one.read, one.written))
+            yield _Known(found[1], is_int8, name, Work(one.macs, *sizes))
 
 
 def int8_product(side: int, threads: int) -> Callable[[], object]:
