@@ -41,7 +41,8 @@ def profile_artifact(
 ) -> Profiled:
     """What each layer of an artifact takes, by the executions on the CPU that tell.
 
-    The images are noise: what a layer takes does not depend on them. No other run of this machine measures meanwhile.
+    The images are noise: a layer does the same operations on any, and but for subnormal numbers, which are slow, a CPU
+    takes as long for them. No other run of this machine measures meanwhile.
 
     Args:
         folder: the artifact's, whose files are checked.
