@@ -22,12 +22,18 @@ _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
 def weighted(module: nn.Module, kept: Set[str]) -> dict[str, torch.Tensor]:
-    """The weight of each convolution and linear layer, but those within the modules called ``kept``."""
-    return {
-        name: layer.weight
-        for name, layer in module.named_modules()
-        if isinstance(layer, _LAYERS) and not is_parametrized(layer) and not kept & set(around(name))
-    }
+    """The weight of each convolution and linear layer, but those within the modules called ``kept``.
+
+    What several layers share stands here once, by the first; it is kept if it is that of one that is.
+    """
+    own = {name: kept.isdisjoint(around(name)) for name, _ in module.named_modules()}
+    known = {id(tensor) for name, layer in module.named_modules() if not own[name] for tensor in layer.parameters()}
+    found: dict[str, torch.Tensor] = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, _LAYERS) and not is_parametrized(layer) and id(layer.weight) not in known:
+            found[name] = layer.weight
+            known.add(id(layer.weight))
+    return found
 
 
 def smallest(weights: Mapping[str, torch.Tensor], share: float, scope: Scope) -> Masks:

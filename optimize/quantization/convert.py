@@ -48,7 +48,9 @@ def trace_calls(
 ) -> fx.GraphModule:
     """Trace a module for quantization: attention is written out, a layer that is called twice becomes two.
 
-    A mean over maps of one place becomes a flattening: see `flatten_places`.
+    A mean over maps of one place becomes a flattening: see `flatten_places`. What layers share, each has for itself
+    afterwards: a weight that is rounded, a sign that is turned or a bias that is shifted for one of them would be so
+    for the others.
 
     torch.ao (2.11 to 2.14) gives a shared layer the output scale of one of its calls for all of them; on attention see
     `write_out_attention`.
@@ -73,8 +75,19 @@ def trace_calls(
             node.target = another_call(str(node.target), number)
             graph_module.add_submodule(node.target, copy.deepcopy(layer))
         called.add(id(layer))
+    _untie(graph_module)
     graph_module.recompile()
     return graph_module
+
+
+def _untie(module: nn.Module) -> None:
+    """Give each layer parameters of its own, in place."""
+    known: set[int] = set()
+    for layer in module.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            if id(parameter) in known:
+                setattr(layer, name, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
+            known.add(id(parameter))
 
 
 def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tensor, target: Target) -> fx.GraphModule:
