@@ -19,6 +19,8 @@ from pydantic import Field
 from torch import fx
 
 from optimize.context import Context
+from optimize.data.sources import Selected
+from optimize.data.splits import part, subset
 from optimize.errors import NotApplicableError
 from optimize.export.trace import trace
 from optimize.passes.base import Pass, register
@@ -45,7 +47,9 @@ class OrtStatic(Config):
 class NncfAccuracy(Nncf):
     """Settings of ``nncf-accuracy``."""
 
-    judged: int = Field(default=1024, ge=1, description="training images that it judges accuracy by, of another draw")
+    judged: int = Field(
+        default=1024, ge=1, description="training images that it judges accuracy by, at most: none that calibrates"
+    )
     max_drop: float = Field(default=0.005, gt=0, description="loss of top-1 on them that it may leave, as a fraction")
 
 
@@ -88,13 +92,28 @@ def _nncf(parent: Artifact, config: Nncf, context: Context, folder: Path) -> Pro
     return Product("model.xml", "openvino", precision="int8", device="cpu")
 
 
+def judging(context: Context, config: NncfAccuracy) -> Context:
+    """A context whose `calibration` gives training images to judge by, none of which ranges were found on.
+
+    Raises:
+        NotApplicableError: there are no others.
+    """
+    train = context.data.train
+    calibrating = subset(train, config.images, context.seed).sources
+    if not isinstance(calibrating, Selected) or len(calibrating) >= len(train):
+        raise NotApplicableError(f"all {len(train)} training images calibrate, and none is left to judge by")
+    rows = train.sources.rows if isinstance(train.sources, Selected) else np.arange(len(train))
+    left = part(train, np.flatnonzero(~np.isin(rows, calibrating.rows)))
+    return dataclasses.replace(context, data=dataclasses.replace(context.data, train=left))
+
+
 def _nncf_accuracy(parent: Artifact, config: NncfAccuracy, context: Context, folder: Path) -> Product:
     import nncf
     import openvino
 
     _require_floats(parent)
     model = openvino.Core().read_model(str(parent.path))
-    other = dataclasses.replace(context, seed=context.seed + 1)
+    other = judging(context, config)
     labels = torch.cat([labels for _, labels in other.calibration(config.judged)]).tolist()
     judged = list(zip(_inputs(other, config.judged), labels, strict=True))
 

@@ -13,9 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 
+from optimize.context import Context
+from optimize.errors import NotApplicableError
+from optimize.listener import SILENT
 from tests.benchmarked import benchmark
+from tests.optimize.workbench import noise_context
 
 NET = """
 from torch import nn
@@ -156,6 +161,46 @@ def test_times_from_the_store_are_not_told_with_what_runs_now(quant: Any, made: 
     assert list(parts("page").facts(again))[1] == "Timed on 2026-01-03, 7 rounds of 0.2 s in turns."
     known = made.model_copy(update={"timed": again.timed.model_copy(update={"running": 1.5})})
     assert timed(None, [], known, Measured()).timed.running == 1.5
+
+
+def test_nobody_measures_while_quantizing_is_timed(quant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, held = tmp_path / "lock", []
+    monkeypatch.setattr("optimize.measure.pool.LOCK_FILE", lock)
+
+    def is_held() -> bool:
+        try:
+            with FileLock(lock, timeout=0):
+                return False
+        except Timeout:
+            return True
+
+    def apply(parent: object, config: str, context: object, folder: Path) -> None:
+        held.append((config, is_held(), list(folder.iterdir())))
+        (folder / "file").touch()
+
+    speed = parts("speed")
+    monkeypatch.setattr(speed, "pass_of", lambda config: SimpleNamespace(apply=apply))
+    started = SimpleNamespace(artifact=None)
+    session = SimpleNamespace(context=SimpleNamespace(seed=0, listener=SILENT))
+    bed = SimpleNamespace(made=lambda way: 3 * [started], base=SimpleNamespace(session=session))
+    assert speed.seconds_of(bed, SimpleNamespace(stages=("ptq", "onnx-int8"))) > 0
+    assert held == [("ptq", True, []), ("onnx-int8", True, [])]
+    assert not is_held()
+
+
+def test_accuracy_control_judges_by_images_that_found_no_range(quant: Any) -> None:
+    peers, context = importlib.import_module("benchmarks.peers"), noise_context()
+    images = len(context.data.train) // 2
+    config = peers.NncfAccuracy(images=images, judged=images)
+
+    def seen(context: Context) -> set[bytes]:
+        return {image.numpy().tobytes() for batch, _ in context.calibration(images) for image in batch}
+
+    ranges, judged = seen(context), seen(peers.judging(context, config))
+    assert len(ranges) == len(judged) == images
+    assert not ranges & judged
+    with pytest.raises(NotApplicableError, match="none is left to judge by"):
+        peers.judging(context, peers.NncfAccuracy(images=2 * images))
 
 
 def test_a_page_keeps_its_words_and_is_made_of_all_subjects(quant: Any, made: Any, tmp_path: Path) -> None:

@@ -14,20 +14,27 @@ import torch
 from benchmarks.quant.record import RowRecord, SubjectRecord, Timed
 from benchmarks.quant.ways import Bed, Way
 from optimize.measure.bench import Bench, Candidate
+from optimize.measure.pool import Pool
 from optimize.passes.base import pass_of
 from serve.runtime.execution import Execution
 
 
 def seconds_of(bed: Bed, way: Way) -> float:
-    """How long the passes of a way take, made once more into a folder that is thrown away."""
+    """How long the passes of a way take, made once more into a folder that is thrown away, while nobody else measures.
+
+    Raises:
+        UserError: see `Pool.alone`.
+    """
     made = bed.made(way)
     context = bed.base.session.context
     total = 0.0
-    for parent, config in zip(made, way.stages, strict=False):
-        with tempfile.TemporaryDirectory() as scratch:
+    with Pool((1,), 1, context.listener) as pool, pool.alone(), tempfile.TemporaryDirectory() as scratch:
+        for number, (parent, config) in enumerate(zip(made, way.stages, strict=False)):
+            folder = Path(scratch) / str(number)
+            folder.mkdir()
             torch.manual_seed(context.seed)
             start = time.perf_counter()
-            pass_of(config).apply(parent.artifact, config, context, Path(scratch))
+            pass_of(config).apply(parent.artifact, config, context, folder)
             total += time.perf_counter() - start
     return total
 
