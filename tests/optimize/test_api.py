@@ -492,7 +492,7 @@ def test_a_programmer_is_told_which_preprocessing_is_used_and_how_far_the_data_a
     seen = Seen()
     monkeypatch.setattr("serve.progress._EVERY_S", 0.0)
     monkeypatch.setattr("serve.progress.here", lambda: ProgressBar(seen, after_s=0.0))
-    monkeypatch.setattr("optimize.api.here", lambda: ProgressBar(seen, after_s=0.0))
+    monkeypatch.setattr("optimize.api.making.here", lambda: ProgressBar(seen, after_s=0.0))
     data = opt.image_data(Quarters(), augment="shift+flip")
     assert ("reading", "images") in seen.bars
     del seen.bars[:]

@@ -1,0 +1,135 @@
+"""Variants side by side, and runs: what each is worth, and which is to be served."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from optimize.arguments import differences, must_be
+from optimize.measure.bench import Bench
+from optimize.measure.machine import measured_devices, resolve_device
+from optimize.measure.rows import Results
+from optimize.measure.timing import Timing
+from optimize.measure.wanted import check_wanted
+from optimize.noise import silenced
+from optimize.report.comparison import Comparison
+from optimize.run.comparing import compare_runs as _compare_runs
+from optimize.run.floats import graph_of
+from optimize.run.recommendation import Objective, Recommend, recommend
+from optimize.run.results import measure as measure_steps
+from optimize.variant import Variant
+from serve.progress import here
+from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
+
+_RULE = Recommend()
+
+
+def compare(
+    *variants: Variant,
+    timing: Timing | None = None,
+    measure: str = "auto",
+    executions: Sequence[str | Execution] | None = None,
+    max_drop: float = _RULE.max_drop,
+    objective: Objective = _RULE.objective,
+    confidence: float = _RULE.confidence,
+) -> Comparison:
+    """Measure variants of one session side by side: accuracy, parity, speed, memory and size.
+
+    Each is measured by every execution (engine and device) that can run it, in a process of its own.
+
+    Differences are to the first variant, which should be the float baseline; speed is measured in
+    interleaved rounds, together with references of the first, or of the nearest float module that it was made
+    from: eager ones, and its float graph on ONNX Runtime and OpenVINO where no variant is one.
+
+    Args:
+        variants: what to compare.
+        timing: how speed is measured.
+        measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
+        executions: engines' names, such as ``openvino``, or executions; by default all. The first variant is measured
+            in any case.
+        max_drop: loss of top-1, as a fraction, that an artifact's interval must exclude to be recommended.
+        objective: what the recommended artifact is best at: ``latency`` (median, one image), ``p95``,
+            ``throughput`` (at the best batch size) or ``size``.
+        confidence: of that interval.
+
+    Raises:
+        UserError: there are none, two share a name, they come from different sessions, the rule is none, or there is
+            no such engine or device.
+    """
+    rule = Recommend(objective=objective, max_drop=max_drop, confidence=confidence)
+    if not variants:
+        raise UserError("compare needs at least one variant")
+    for variant in variants:
+        must_be(Variant, variant, "compare takes variants, as load() and apply() give them")
+    session = variants[0].session
+    names = [variant.name for variant in variants]
+    for variant in variants:
+        if differing := differences(session, variant.session):
+            raise UserError(f"{variant.name} cannot be compared with {names[0]}: they differ in {', '.join(differing)}")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"two variants are called {twice[0]!r}; give one another name: apply(…, name=…)")
+    timing = timing or Timing()
+    if executions is not None:
+        timing = Timing(**{**dict(timing), "executions": tuple(executions)})
+    check_wanted(timing.executions or ())
+    devices = measured_devices(measure, session.context.device)
+    with silenced():
+        bench = Bench(session.store, session.context, timing, devices)
+        measured = measure_steps([variant.step for variant in variants], bench, functools.partial(graph_of, session))
+    return Comparison(
+        Results(
+            title=session.source.name,
+            rows=measured.rows,
+            references=measured.references,
+            references_of=measured.references_of,
+            yardstick=measured.turns.yardstick,
+            eager=measured.turns.eager,
+            recommendation=recommend(
+                measured.rows,
+                measured.turns.speeds,
+                rule,
+                measured.right,
+                classes=len(session.context.data.classes),
+            ),
+            measurement=measured.measurement,
+        )
+    )
+
+
+def compare_runs(
+    *names: str,
+    store: str | Path = "model_store",
+    measure: str = "auto",
+    timing: Timing | None = None,
+    max_drop: float = _RULE.max_drop,
+    objective: Objective = _RULE.objective,
+    confidence: float = _RULE.confidence,
+) -> Comparison:
+    """Compare artifacts of several runs that were judged by the same images: speed and memory are measured anew.
+
+    Args:
+        names: ``RUN`` stands for its baseline and its recommended artifact, ``RUN/ARTIFACT`` for that one. The
+            first is what the others are compared with.
+        store: where the runs are.
+        measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
+        timing: how speed is measured.
+        max_drop: as of `compare`.
+        objective: as of `compare`.
+        confidence: as of `compare`.
+
+    Raises:
+        UserError: a run or artifact does not exist, or they were judged by different images; what differs is named.
+    """
+    rule = Recommend(objective=objective, max_drop=max_drop, confidence=confidence)
+    with silenced():
+        results = _compare_runs(
+            Path(store),
+            names,
+            timing=timing or Timing(),
+            rule=rule,
+            devices=measured_devices(measure, resolve_device("auto")),
+            listener=here(),
+        )
+    return Comparison(results)

@@ -1,0 +1,197 @@
+"""Variants and their files: loaded, made by passes, saved and taken back, packed."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from optimize.arguments import must_be, must_be_model, nearest_settings, step_name
+from optimize.data.formats.base import DEFAULT_DATA
+from optimize.data.from_python import Data, image_data
+from optimize.data.records import Augmentation, ImageData
+from optimize.models.preprocessing import PreprocessingConfig, Wish
+from optimize.noise import silenced
+from optimize.run.job import Job, open_job
+from optimize.run.saved import take
+from optimize.run.session import Session
+from optimize.training.config import TrainingConfig
+from optimize.variant import Variant
+from serve.config import Config
+from serve.options import ServingOptions
+from serve.progress import ProgressBar, here
+from serve.runtime.card import CARD_FILE
+from serve.runtime.errors import UserError
+from serve.torchserve.archive import build_archive
+
+
+def load(
+    model: str | nn.Module,
+    *,
+    checkpoint: str | Path | None = None,
+    data: str | ImageData | Data = DEFAULT_DATA,
+    weights: str | None = None,
+    training: TrainingConfig | None = None,
+    store: str | Path = "model_store",
+    device: str = "auto",
+    image_size: int | None = None,
+    weights_key: str | None = None,
+    preprocessing: PreprocessingConfig | None = None,
+    classes: str | Path | Sequence[str] | None = None,
+    augment: Augmentation | None = None,
+    val_images: int | None = None,
+    skip_unreadable: bool = False,
+    seed: int = 0,
+    processes: int = 1,
+    tensorboard: str | Path | None = None,
+    trust_checkpoint: bool = False,
+) -> Variant:
+    """The baseline: a model with its checkpoint, or trained here.
+
+    Args:
+        model: a torchvision classifier, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``; or an
+            ``nn.Module``, which is copied with its weights.
+        checkpoint: a file of weights.
+        data: ``digits``, ``imagefolder:DIR`` or a torchvision data set; or what a program holds: a ``Dataset``, a
+            ``DataLoader``, a pair of images and labels, or what `image_data` makes of them with what must be stated.
+        weights: torchvision's own, such as ``DEFAULT``, instead of a checkpoint.
+        training: how to train where there are no weights.
+        store: where artifacts are kept.
+        device: where to train and calibrate: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        image_size: side of the network's input in pixels.
+        weights_key: which weights of the checkpoint to take: their place in the file, such as ``model`` or
+            ``state_dict_ema``, or what their names begin with, such as ``teacher.``; averaged ones if there are any.
+        preprocessing: what images go through, where that is to differ from what model and data ask for.
+        classes: the names of the classes in their order, or a text file with one a line, instead of the data's own.
+        augment: random changes of training images: ``none``, ``shift`` or ``shift+flip``; by default what suits the
+            data; a folder of images is not mirrored.
+        val_images: measure accuracy on so many validation images, drawn from each class alike; by default on all.
+        skip_unreadable: measure without the validation images that cannot be read, instead of refusing them.
+        seed: of every random choice.
+        processes: how many processes of this machine train together, here and in ``qat``; on GPUs each has one.
+        tensorboard: a folder for TensorBoard's events of what is trained, a folder in it for each artifact.
+        trust_checkpoint: let the checkpoint's pickle run code.
+
+    Raises:
+        UserError: something is missing, unreadable, or does not fit.
+    """
+    must_be_model(model)
+    with silenced():
+        bar = here()
+        try:
+            job = Job(
+                model=model,
+                checkpoint=Path(checkpoint) if checkpoint is not None else None,
+                data=data if isinstance(data, str | ImageData) else _held(data, seed, bar),
+                classes=Path(classes) if isinstance(classes, str) else classes,
+                val_images=val_images,
+                augment=augment,
+                skip_unreadable=skip_unreadable,
+                store=Path(store),
+                device=device,
+                image_size=image_size,
+                weights=weights,
+                weights_key=weights_key,
+                preprocessing=Wish(preprocessing, "your setting {}") if preprocessing is not None else None,
+                trust_checkpoint=trust_checkpoint,
+                seed=seed,
+                processes=processes,
+                tensorboard=Path(tensorboard) if tensorboard is not None else None,
+            )
+            opened = open_job(job, bar)
+        except BaseException:
+            bar.close()
+            raise
+        with _shown(opened.session, "baseline"):
+            return Variant(opened.session, opened.session.baseline(training, opened.checkpoint, opened.origin))
+
+
+def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
+    """Run the pass that ``config`` belongs to.
+
+    Args:
+        parent: what to run it on.
+        config: a pass's settings, such as ``Ptq(observer="minmax")``.
+        name: the variant's name; by default the pass's, with the settings that differ from its defaults.
+
+    Raises:
+        UserError: the pass cannot follow this parent.
+        NotApplicableError: it has nothing to do for this model or machine.
+        PassError: its result is not what it promises.
+    """
+    must_be(Variant, parent, "apply takes a variant, as load() gives it")
+    must_be(Config, config, f"apply takes a pass's settings, such as opt.{nearest_settings(config)}()")
+    wanted = name or step_name(config)
+    with silenced(), _shown(parent.session, wanted):
+        return Variant(parent.session, parent.session.apply(parent.artifact, config, wanted))
+
+
+def save(variant: Variant, folder: str | Path) -> Path:
+    """Copy a variant's model file and card, and what else its card names, to ``folder``, which must not exist.
+
+    Raises:
+        UserError: ``folder`` exists or cannot be written.
+    """
+    target = Path(folder)
+    try:
+        target.mkdir(parents=True)
+        for name in (*variant.artifact.card.files, CARD_FILE):
+            shutil.copyfile(variant.artifact.folder / name, target / name)
+    except FileExistsError:
+        raise UserError(f"{target} exists already; choose another folder") from None
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror}") from None
+    return target
+
+
+def restore(base: Variant, folder: str | Path) -> Variant:
+    """Take back what `save` wrote, to measure it, pack it, or go on from it.
+
+    Args:
+        base: a variant of the same model and data, as `load` gives it.
+        folder: what was saved; checked against its card.
+
+    Raises:
+        UserError: it is no whole artifact, or one of another model, other classes or other preprocessing.
+    """
+    must_be(Variant, base, "restore takes a variant, as load() gives it, of the model and data that it is for")
+    with silenced():
+        return Variant(base.session, take(base.session, Path(folder)))
+
+
+def package(
+    variant: Variant, path: str | Path, *, model_name: str | None = None, options: ServingOptions | None = None
+) -> Path:
+    """Pack a variant into a TorchServe archive.
+
+    Args:
+        variant: what to pack.
+        path: the ``.mar`` to write.
+        model_name: the name to serve it by; the file's by default.
+        options: batching, threads and the handler's settings.
+
+    Raises:
+        UserError: the name is not a legal one, or ``path`` cannot be written.
+    """
+    target = Path(path)
+    return build_archive(variant.artifact.folder, target, model_name=model_name or target.stem, options=options)
+
+
+def _held(data: Data, seed: int, bar: ProgressBar) -> ImageData:
+    """What a program holds, as a data set; how much of it is read is shown."""
+    bar.started("reading")
+    return image_data(data, seed=seed, told=lambda share: bar.progressed(share, "images"))
+
+
+@contextlib.contextmanager
+def _shown(session: Session, name: str) -> Iterator[None]:
+    """Show how far a step is, and end that however the step ends."""
+    listener = session.context.listener
+    listener.started(name)
+    try:
+        yield
+    finally:
+        listener.ended(name, 0.0, cached=False, skipped=None)
