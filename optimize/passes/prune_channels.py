@@ -26,10 +26,11 @@ from optimize.export.program import write_program, write_weights
 from optimize.export.trace import trace
 from optimize.models.patterns import around
 from optimize.passes.base import Pass, register, zeros_are_meant
+from optimize.pruning.channels import Channels
 from optimize.pruning.criteria import Criterion, first_order, scores
 from optimize.pruning.groups import Grouping, group
 from optimize.pruning.latency import Budget, Kept, Latency, Race, Removed, Search
-from optimize.pruning.propagation import Channels, channels_of
+from optimize.pruning.propagation import channels_of
 from optimize.pruning.regularised import Sparsifying, sparsify
 from optimize.pruning.settings import FineTuned, Pruning, check_keep, fine_tune, kept_by, listed
 from optimize.pruning.surgery import Structure, joined, masked, remove, resized

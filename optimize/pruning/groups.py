@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from optimize.pruning.propagation import Channels
+from optimize.pruning.channels import Channels
 
 
 @dataclass(frozen=True)
