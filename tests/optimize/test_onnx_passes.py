@@ -11,10 +11,12 @@ import pytest
 import torch
 from onnx import TensorProto, numpy_helper
 from torch import nn
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torchvision.models import VisionTransformer
 
 from optimize.errors import NotApplicableError, PassError
 from optimize.export.onnx import check_against, export_onnx, run_onnx
+from optimize.export.translations import read_once
 from optimize.passes.onnx import ONNX, Onnx
 from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
 from tests.narrow import layer
@@ -142,6 +144,22 @@ def test_exporting_twice_gives_the_same_bytes(tmp_path):
         ONNX.apply(parent, Onnx(), context, tmp_path / name)
         files.append((tmp_path / name / "model.onnx").read_bytes())
     assert files[0] == files[1]
+
+
+def test_translations_that_were_read_before_are_those_that_torch_reads():
+    """And what an export adds to them is its own."""
+    opset = ONNXRegistry().opset_version
+    own = {name: [one.onnx_function for one in found] for name, found in ONNXRegistry.from_torchlib().functions.items()}
+    kept = []
+    for _ in range(2):
+        with read_once():
+            registry = ONNXRegistry().from_torchlib(opset_version=opset)
+        kept.append({name: [one.onnx_function for one in found] for name, found in registry.functions.items()})
+        registry.register_op(torch.ops.aten.relu.default, classifier)
+        registry.functions.pop("aten::add.Tensor")
+    assert len(own) > 300
+    assert kept == [own, own]
+    assert ONNXRegistry.from_torchlib().functions.keys() == own.keys()
 
 
 def test_the_exporter_says_nothing_on_stdout(tmp_path, capfd):
