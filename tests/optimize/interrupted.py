@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -23,6 +24,7 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.data.formats.base import open_data
+from optimize.data.records import ImageData
 from optimize.data.splits import subset
 from optimize.listener import Silent
 from optimize.models.resolve import resolve_model
@@ -41,6 +43,7 @@ from .workbench import CPU, GREY16, TINY_NET
 
 PLAIN = TrainingConfig(epochs=2, batch_size=32)
 STEPS = 8
+DIGITS = "digits.pickle"
 RICH = TrainingConfig(
     epochs=3, max_steps=10, batch_size=32, optimizer="adamw", ema=0.9, accumulate=2, precision="bfloat16",
     label_smoothing=0.1, distil=Distil(teacher="master", features={"relu": "stem_2"}),
@@ -69,8 +72,7 @@ def carry_out(folder: Path, settings: TrainingConfig, at: int | None, *, while_w
     listener = Ending(None if while_writing else at)
     if while_writing:
         end_while_writing(at or 0)
-    data = open_data("digits")
-    data = dataclasses.replace(data, train=subset(data.train, 120, 0), val=subset(data.val, 20, 0))
+    data: ImageData = pickle.loads((folder.parent / DIGITS).read_bytes())
     context = Context(data, GREY16, CPU, listener=listener, checkpoint_seconds=0.0, unfinished=folder / "unfinished")
     if isinstance(settings, Qat):
         session = Session(Store(folder), resolve_model(f"{TINY_NET}:tiny"), context)
@@ -95,6 +97,14 @@ def carry_out(folder: Path, settings: TrainingConfig, at: int | None, *, while_w
         tensors = {name: value.numpy().tobytes() for name, value in module.state_dict().items()}
         made, left = {name: hashlib.sha256(value).hexdigest() for name, value in tensors.items()}, []
     return {"steps": listener.steps, "said": listener.lines, "made": made, "notes": notes, "left": left}
+
+
+def keep_digits(kept: Path) -> dict[str, Any]:
+    """Write some of the digits, so that not each process makes PNG files of all of them."""
+    data = open_data("digits")
+    some = dataclasses.replace(data, train=subset(data.train, 120, 0), val=subset(data.val, 20, 0))
+    kept.write_bytes(pickle.dumps(some))
+    return {}
 
 
 def without_start(module: nn.Module, context: Context, config: TrainingConfig, **options: Any) -> TrainingResult:
@@ -147,6 +157,7 @@ def forked(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)  # libgomp's threads do not survive a fork
     torch.export.export(nn.Linear(1, 1), (torch.zeros(1, 1),))  # imports once what each would
+    forked(lambda: keep_digits(folder / DIGITS))  # no tensor here: torch's pool of threads would not survive either
     found: dict[str, list[Any]] = {}
 
     def case(name: str, settings: TrainingConfig, at: int, start: Path | None = None, **options: bool) -> None:
