@@ -224,6 +224,8 @@ class _Run:
         inputs = normalise(images, self.context.preprocessing, device, torch.float32)
         if config.mixup is not None:
             inputs, targets = mixed(inputs, targets, len(self.context.data.classes), config.mixup, draws)
+        if config.channels_last:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
         self.stopwatch.to("compute")
         self.optimizer.zero_grad(set_to_none=True)
         # Two images at least, for norms in training; and as many pieces in each process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import numpy as np
@@ -27,7 +28,7 @@ from optimize.training.schedule import peak_rate, rate
 from serve.runtime.errors import UserError
 
 from .test_training import FAST, brightness, network
-from .workbench import parent_of
+from .workbench import GREY16, parent_of
 
 
 def plain() -> nn.Sequential:
@@ -112,6 +113,29 @@ def test_a_step_in_bfloat16_computes_in_it_and_keeps_the_weights_and_the_judgeme
     reference = plain()
     train(reference, brightness(), FAST)
     assert 0 < difference(module, reference) < 0.05
+
+
+def test_images_with_their_channels_last_train_the_same_network():
+    colours = dataclasses.replace(GREY16, mean=GREY16.mean * 3, std=GREY16.std * 3)
+    context = dataclasses.replace(brightness(), preprocessing=colours)
+    formats, reached = [], []
+
+    class Watched(nn.Conv2d):
+        def forward(self, images):
+            given = super().forward(images)
+            if self.training:
+                formats.append([each.is_contiguous(memory_format=torch.channels_last) for each in (images, given)])
+            return given
+
+    for channels_last in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(Watched(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
+        module.eval()(context.example(2))
+        train(module, context, FAST.model_copy(update={"channels_last": channels_last, "max_steps": 3}))
+        assert formats == [[channels_last, channels_last]] * 3
+        reached.append(module)
+        formats.clear()
+    assert difference(*reached) < 1e-4
 
 
 def test_qat_trains_in_bfloat16(tmp_path):
