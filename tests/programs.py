@@ -22,15 +22,16 @@ from typing import IO
 ROOT = Path(__file__).parents[1]
 
 #: The process that forks. Requests come by a socket, each with descriptors: of what the program prints, of its errors,
-#: and of the pipe that tells its id and how it ended. A program goes on behind the loop. Where it ends as commands do,
-#: the destructors of its modules are left out, which take half a second.
+#: of the pipe that tells its id and how it ended, and of what else it is to have, under the numbers that it knows.
+#: Programs ask so, too, by the other socket; see `_STARTING`. A program goes on behind the loop. Where it ends as
+#: commands do, the destructors of its modules are left out, which take half a second.
 _FORKING = """
-import atexit, gc, importlib, json, os, runpy, signal, socket, sys, threading, types
+import atexit, fcntl, gc, importlib, json, os, runpy, select, signal, socket, sys, threading, types
 
-asked = socket.socket(fileno=int(sys.argv[1]))
+asked, programs = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
 gc.disable()
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # or numpy (2) starts its pool when it is imported
-for name in sys.argv[2:]:
+for name in sys.argv[4:]:
     importlib.import_module(name)
 gc.freeze()
 gc.enable()
@@ -49,26 +50,44 @@ def reap(*_):
 
 signal.signal(signal.SIGCHLD, reap)  # not ignored: what programs take counts for what this process takes
 while True:
-    message, descriptors, _, _ = socket.recv_fds(asked, 1 << 20, 3)
-    if not message:
+    ready, _, _ = select.select([asked, programs], [], [])
+    by = asked if asked in ready else programs.accept()[0]
+    message, descriptors, _, _ = socket.recv_fds(by, 1 << 20, 8)
+    if by is not asked:
+        by.close()
+    elif not message:
         os._exit(0)
+    if not message:
+        continue
     if os.fork() == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if (program := os.fork()) == 0:
             break
         os.write(descriptors[2], b"%d\\n" % program)
+        waiting = select.poll()
+        waiting.register(os.pidfd_open(program), select.POLLIN)
+        waiting.register(descriptors[2], 0)  # and its other end, which closes with whoever asked
+        if descriptors[2] in dict(waiting.poll()):
+            os.kill(program, signal.SIGKILL)
         ended = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
-        os.write(descriptors[2], b"%d\\n" % ended)
-        os._exit(0)
+        try:
+            os.write(descriptors[2], b"%d\\n" % ended)
+        finally:
+            os._exit(0)
     for descriptor in descriptors:
         os.close(descriptor)
 
 asked.close()
-os.dup2(descriptors[0], 1)
-os.dup2(descriptors[1], 2)
+programs.close()
+words, environment, folder, numbers = json.loads(message)
+above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 500) for descriptor in descriptors]
 for descriptor in descriptors:
     os.close(descriptor)
-words, environment, folder = json.loads(message)
+os.close(above.pop(2))  # of the pipe, which this process's parent has
+for descriptor, number in zip(above, [1, 2, *numbers]):
+    os.dup2(descriptor, number)
+    os.close(descriptor)
+sys.executable = sys.argv[3]
 os.chdir(folder)
 os.environ.clear()
 os.environ.update(environment)
@@ -90,6 +109,32 @@ atexit._run_exitfuncs()
 sys.stdout.flush()
 sys.stderr.flush()
 os._exit(code)
+"""
+
+
+#: What such a program has in the place of Python: ``-P -m MODULE`` (its template of executions, the processes that
+#: train with it) is forked as well, with all that it would inherit; anything else begins as usual.
+_STARTING = """#!{python} -IS
+import json, os, signal, socket, sys
+
+if sys.argv[1:3] != ["-P", "-m"]:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+given = [int(name) for name in os.listdir("/proc/self/fd")]
+given = sorted(number for number in given if os.path.exists(f"/proc/self/fd/{{number}}"))
+reading, writing = os.pipe()
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+    asking.connect({address!r})
+    request = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd(), [n for n in given if n not in (1, 2)]])
+    descriptors = [1, 2, writing, *(n for n in given if n not in (1, 2))]
+    socket.send_fds(asking, [request.encode()], descriptors)
+for number in (*given, writing):
+    os.close(number)
+with open(reading) as told:
+    told.readline()
+    ended = int(told.readline())
+if ended < 0:
+    os.kill(os.getpid(), -ended)
+os._exit(ended)
 """
 
 
@@ -116,13 +161,15 @@ class Program:
 class Programs:
     """Starts programs, each with ``-m MODULE …`` or ``-c CODE …``: what stands behind the interpreter's name."""
 
-    def __init__(self, asking: socket.socket) -> None:
+    def __init__(self, asking: socket.socket, executable: Path) -> None:
         self._asking = asking
+        #: What starts ``-P -m MODULE`` so, too, in the place of Python.
+        self.executable = executable
 
     def start(self, *words: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> Program:
         """Start one; by default it has this process's environment."""
         given = dict(os.environ if environment is None else environment)
-        request = json.dumps([[str(word) for word in words], given, str(cwd)]).encode()
+        request = json.dumps([[str(word) for word in words], given, str(cwd), []]).encode()
         printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `Program.end`
         (errors, err), (ended, end) = os.pipe(), os.pipe()
         socket.send_fds(self._asking, [request], [printed.fileno(), err, end])
@@ -148,12 +195,20 @@ def begun(*modules: str, environment: Mapping[str, str] | None = None, isolated:
         isolated: this project is not on its path, nor is the folder that it is started in.
     """
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         asking, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stack.enter_context(asking)
-        with asked:
-            words = [sys.executable, *(["-I"] if isolated else []), "-c", _FORKING, str(asked.fileno()), *modules]
-            process = subprocess.Popen(words, cwd=ROOT, env=environment, pass_fds=[asked.fileno()])
+        with asked, listening:
+            listening.bind(address := str(folder / "socket"))
+            listening.listen()
+            executable = folder / "python"
+            executable.write_text(_STARTING.format(python=sys.executable, address=address), encoding="utf-8")
+            executable.chmod(0o700)
+            given = (asked.fileno(), listening.fileno())
+            words = [sys.executable, *(["-I"] if isolated else []), "-c", _FORKING, *map(str, given), str(executable)]
+            process = subprocess.Popen([*words, *modules], cwd=ROOT, env=environment, pass_fds=given)
         stack.callback(process.wait, 60)
         stack.callback(asking.shutdown, socket.SHUT_RDWR)
         assert asking.recv(16) == b"ready", "the process that forks has ended"
-        yield Programs(asking)
+        yield Programs(asking, executable)

@@ -24,9 +24,16 @@ from optimize.training.distil import Distil
 from optimize.training.loop import train
 from optimize.training.norms import AllReducedBatchNorm, synchronise
 from serve.runtime.errors import UserError
+from tests.programs import Programs
 
 from .test_training import brightness
 from .workbench import CPU, GREY16, noise, noise_context, parent_of, with_running_statistics
+
+
+@pytest.fixture(autouse=True)
+def forked(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process finds its imports done."""
+    monkeypatch.setattr(sys, "executable", str(programs.executable))
 
 
 class Normed(nn.Module):
