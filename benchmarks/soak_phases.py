@@ -112,13 +112,20 @@ def slope(samples: Sequence[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class Course:
-    """How long the phases are, in seconds; and how often a worker is killed."""
+    """How long the phases are, in seconds; how often a worker is killed; and what there is after the overload.
+
+    Attributes:
+        rest_s: without load.
+        afterwards_s: of a load that two clients make.
+    """
 
     capacity_s: float
     faults_s: float
     steady_s: float
     overload_s: float
     kill_every_s: float
+    rest_s: float = 2.0
+    afterwards_s: float = 3.0
 
 
 def course(minutes: float) -> Course:
@@ -176,8 +183,8 @@ class Phases:
             found.overload[factor] = self._measure(self._photos, found.capacity * factor, times.overload_s)
             result = found.overload[factor]
             self._say(f"{factor:g} times capacity: {result.throughput:.0f} answered a second, {result.counts}")
-        time.sleep(2)
-        found.afterwards = self._measure(self._photos, None, 3.0, clients=2)
+        time.sleep(times.rest_s)
+        found.afterwards = self._measure(self._photos, None, times.afterwards_s, clients=2)
         return found
 
     def _measure(self, workload: Path, rate: float | None, seconds: float, clients: int = 16) -> Result:

@@ -162,7 +162,7 @@ def test_a_campaign_against_a_real_server_compares_every_answer(tmp_path: Path) 
     said: list[str] = []
     with serving("own", {"soaked": pack(artifact, way, scratch, "soaked")}, scratch, 64) as live:
         phases = Phases("own", live, photos, mixed, scratch=scratch, say=said.append)
-        found = phases.run(Course(0.5, 2.5, 2.5, 0.5, 100))
+        found = phases.run(Course(0.3, 2.5, 2.0, 0.3, 100, rest_s=0.0, afterwards_s=0.3))
     assert found.mixed is not None
     assert found.mixed.bad == 0, found.mixed.faults
     assert found.mixed.counts["refused"] > 0

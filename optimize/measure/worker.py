@@ -32,7 +32,7 @@ _WARM_CALLS = 3
 _PR_SET_PDEATHSIG: Final = 1
 
 #: What torch (2.14) imports when an exported program is opened, 400 modules with networkx and sympy: 0.3 s.
-_OPENED_LATER: Final = (
+OPENED_LATER: Final = (
     "torch.export.passes",
     "torch.export._trace",
     "torch.export._unlift",
@@ -232,7 +232,7 @@ def prepare() -> None:
     del os.environ["OPENBLAS_NUM_THREADS"]
     if given is not None:
         os.environ["OPENBLAS_NUM_THREADS"] = given
-    for name in ("optimize.measure.references", "serve.runtime.predictor", "torchvision.models", *_OPENED_LATER):
+    for name in ("optimize.measure.references", "serve.runtime.predictor", "torchvision.models", *OPENED_LATER):
         importlib.import_module(name)
     from serve.runtime.engines.base import engines
 

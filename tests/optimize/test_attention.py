@@ -22,13 +22,16 @@ from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.precision.layers import layers_of
 from optimize.quantization.attention import write_out_attention
-from optimize.quantization.choices import check_choices
+from optimize.quantization.calibration import calibrate
+from optimize.quantization.choices import check_choices, resolve
 from optimize.quantization.convert import prepare, trace_calls
+from optimize.quantization.observers import settle_weights
+from optimize.quantization.qdq import reference_form
 from optimize.quantization.scores import free_scores
+from optimize.quantization.static import calibrating, observing
 from optimize.quantization.targets import target_named
-from optimize.store.artifact import REFERENCE_FILE, Artifact
+from optimize.store.artifact import Artifact
 from serve.runtime.card import Preprocessing
-from serve.runtime.program_file import load_program
 
 from .families import build
 from .workbench import noise_context, parent_of
@@ -240,10 +243,14 @@ def colours() -> Context:
 
 
 @pytest.mark.parametrize("name", ["vit", "swin", "swin_v2", "maxvit"])
-def test_products_read_integers_and_scores_stay_in_float(name: str, tmp_path: Path) -> None:
-    context = colours()
-    PTQ.apply(parent_of(shaken(build(name)), context, tmp_path), Ptq(images=32), context, tmp_path)
-    graph = load_program(tmp_path / REFERENCE_FILE).graph
+def test_products_read_integers_and_scores_stay_in_float(name: str) -> None:
+    """In the reference form, of which the programs and graphs are made."""
+    context, config, module = colours(), Ptq(images=32), shaken(build(name))
+    example = context.example()
+    prepared = observing(module, config, resolve(lambda: module, config), example)("histogram")
+    calibrate(prepared, context, calibrating(config, context))
+    settle_weights(prepared, example)
+    graph = reference_form(prepared, example, target_named("auto").backend_config()).graph
     products = [node for node in graph.nodes if node.target is torch.ops.aten.matmul.default]
     assert len(products) == 2 * ATTENTIONS[name]
     for product in products:

@@ -7,17 +7,21 @@ import dataclasses
 import json
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._export.serde import serialize
+from torch.export.pt2_archive._package import load_pt2
 from torch.nn import functional
 
 from optimize.errors import NotApplicableError, PassError
 from optimize.export import half
 from optimize.export.half import check_half
 from optimize.export.program import write_program
+from optimize.measure.worker import OPENED_LATER
 from optimize.passes.dynamic import DYNAMIC, Dynamic
 from optimize.passes.half import HALF, Half
 from optimize.passes.onnx_half import ONNX_HALF
@@ -287,9 +291,11 @@ def test_dynamic_has_nothing_to_do_without_linear_layers(tmp_path):
 # --- files -------------------------------------------------------------------------------------------------------
 
 OPEN = """
-import json, os, sys
+import importlib, json, os, sys
 sys.path.insert(0, {root!r})
 import torch
+for name in {later!r}:  # which each would import
+    importlib.import_module(name)
 from pathlib import Path
 from serve.runtime.card import load_card
 from serve.runtime.engines.base import open_engine, preferred
@@ -314,7 +320,12 @@ def test_the_files_open_without_the_models_code(made, digits_context, tmp_path):
     outs = [tmp_path / f"{number}.pt" for number in range(len(artifacts))]
     folders = [(str(artifact.folder), str(out)) for artifact, out in zip(artifacts, outs, strict=True)]
     (tmp_path / "open.py").write_text(
-        OPEN.format(root=str(Path(__file__).parents[2]), folders=json.dumps(folders), batch=str(tmp_path / "batch.pt"))
+        OPEN.format(
+            root=str(Path(__file__).parents[2]),
+            later=("serve.runtime.predictor", *OPENED_LATER),
+            folders=json.dumps(folders),
+            batch=str(tmp_path / "batch.pt"),
+        )
     )
     done = subprocess.run(
         [sys.executable, str(tmp_path / "open.py")], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -323,6 +334,18 @@ def test_the_files_open_without_the_models_code(made, digits_context, tmp_path):
     for artifact, out in zip(artifacts, outs, strict=True):
         batch = batches["pixels" if artifact.card.input_dtype == "uint8" else "floats"]
         torch.testing.assert_close(torch.load(out), run(artifact, batch), rtol=1e-4, atol=1e-4)
+
+
+def test_a_program_opens_as_torch_itself_opens_it(made):
+    path = made("fuse").folder / "model.pt2"
+    ours, own = load_program(path), load_pt2(str(path)).exported_programs["model"]
+    assert str(ours) == str(own)
+    assert len(ours.graph.nodes) > 10
+    assert [str(node.meta.get("val")) for node in ours.graph.nodes] == [
+        str(node.meta.get("val")) for node in own.graph.nodes
+    ]
+    assert all(torch.equal(value, own.state_dict[name]) for name, value in ours.state_dict.items())
+    assert vars(serialize)["typing"] is typing
 
 
 class NotExportable(nn.Module):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from onnx import TensorProto, numpy_helper
 from torch import nn
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from optimize.lint.base import lint
 from optimize.passes.onnx import ONNX, Onnx
@@ -199,11 +200,10 @@ def test_the_stem_may_stay_in_float(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resnet18_is_at_most_a_quarter_and_quantizes_all_eight_shortcuts(tmp_path: Path) -> None:
-    from torchvision.models import resnet18
-
+def test_a_resnet_is_at_most_a_quarter_and_quantizes_all_shortcuts(tmp_path: Path) -> None:
+    """Of ResNet-18's first stage, whose second reads a sum, and one block of each other, which have convolutions."""
     torch.manual_seed(0)
-    module = resnet18(num_classes=4).eval()
+    module = ResNet(BasicBlock, [2, 1, 1, 1], num_classes=4).eval()
     context = dataclasses.replace(noise_context(), preprocessing=Preprocessing(32, (32, 32)))
     parent = parent_of(module, context, tmp_path / "parent")
     for name in ("ptq", "onnx-int8", "onnx"):
@@ -219,4 +219,4 @@ def test_resnet18_is_at_most_a_quarter_and_quantizes_all_eight_shortcuts(tmp_pat
     assert lint(model, "tensorrt") == ()
     by = makers(model.graph)
     sums = [node for node in model.graph.node if node.op_type == "Add"]
-    assert [sorted(by[name].op_type for name in node.input) for node in sums] == [["Conv", "DequantizeLinear"]] * 8
+    assert [sorted(by[name].op_type for name in node.input) for node in sums] == [["Conv", "DequantizeLinear"]] * 5
