@@ -69,6 +69,15 @@ def java_for_a_minute() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def clients_have_patience() -> None:
+    """A client that a test gives no time-out waits for as long as a busy machine takes, and not httpx's 5 s (0.28)."""
+    from httpx import _config
+
+    patient = _config.DEFAULT_TIMEOUT_CONFIG  # of which all functions and clients have this very object
+    patient.connect = patient.read = patient.write = patient.pool = 60.0
+
+
 #: What ``optimize run`` has imported when it ends, as far as it starts no thread (onnxruntime 1.31 does).
 OF_A_RUN = (
     *("optimize.cli", "optimize.api", "optimize.run.pipeline", "optimize.report.plots", "sklearn.datasets"),
