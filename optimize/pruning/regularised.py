@@ -166,7 +166,8 @@ def parts_of(module: fx.GraphModule, grouping: Grouping) -> tuple[list[Part], in
         norm: Any = module.get_submodule(name)
         if getattr(norm, "weight", None) is not None and hasattr(norm, "running_mean"):
             parts.append(Part(f"{name}.weight", 0, units(labels)))
-    return parts, len(number)
+    # Not those that stay whole: one that layers share is known to the module by one of its names alone.
+    return [part for part in parts if bool((part.units >= 0).any())], len(number)
 
 
 def _weak(module: fx.GraphModule, grouping: Grouping) -> float:

@@ -16,6 +16,9 @@ from optimize.export.folding import fuse_module
 from optimize.export.trace import trace
 from optimize.passes.prune_magnitude import PRUNE_MAGNITUDE, PruneMagnitude
 from optimize.passes.ptq import Ptq
+from optimize.pruning.groups import group
+from optimize.pruning.propagation import channels_of
+from optimize.pruning.regularised import GroupLasso, parts_of
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import resolve
 from optimize.quantization.convert import trace_calls
@@ -115,6 +118,16 @@ def built(folder: Path, module: nn.Module) -> Any:
     again = copy.deepcopy(module)
     again.load_state_dict(load_file(folder / "weights.safetensors"))
     return again
+
+
+def test_a_pull_on_channels_passes_over_what_layers_share() -> None:
+    module, batch = trace(tied("norms")), torch.zeros(2, 1, 16, 16)
+    parts, count = parts_of(module, group(channels_of(module, batch), {}))
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    GroupLasso(parts, count, 1.0).add(module)
+    pulled = {name for name, parameter in module.named_parameters() if bool(parameter.grad.any())}  # type: ignore[union-attr]
+    assert pulled == {"stem.weight", "a.weight"}  # the stem's outputs, and what reads them
 
 
 def test_what_something_else_reads_is_not_equalized() -> None:
