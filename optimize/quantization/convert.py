@@ -26,8 +26,10 @@ from optimize.quantization.biases import repack, round_biases
 from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.calls import another_call
 from optimize.quantization.choices import Chosen
+from optimize.quantization.computed import store_weights
 from optimize.quantization.means import flatten_places
 from optimize.quantization.narrow import clamp_packed
+from optimize.quantization.norms import with_factors
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.outputs import free_outputs
 from optimize.quantization.pools import GlobalPool, free_last_pool
@@ -50,7 +52,7 @@ def trace_calls(
 
     A mean over maps of one place becomes a flattening: see `flatten_places`. What layers share, each has for itself
     afterwards: a weight that is rounded, a sign that is turned or a bias that is shifted for one of them would be so
-    for the others.
+    for the others. A weight that is computed (parametrised) is the one that it comes to; on norms see `with_factors`.
 
     torch.ao (2.11 to 2.14) gives a shared layer the output scale of one of its calls for all of them; on attention see
     `write_out_attention`.
@@ -62,8 +64,11 @@ def trace_calls(
 
     Raises:
         PassError: as `trace`.
+        NotApplicableError: a norm has no running statistics.
     """
     graph_module = trace(module)
+    store_weights(graph_module)
+    with_factors(graph_module)
     write_out_attention(graph_module, example, in_float)
     flatten_places(graph_module, example)
     called: set[int] = set()

@@ -9,10 +9,35 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from optimize.errors import NotApplicableError
+
 _LAYERS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 #: Least factor, of a norm's weight over its standard deviation, that a layer is trained with.
 _LEAST: Final = 1e-4
+
+
+def with_factors(traced: fx.GraphModule) -> None:
+    """Give norms that have no factors some that change nothing and are not trained, in place.
+
+    torch.ao (2.11 to 2.14, ``fuse_conv_bn``) fuses no others for training.
+
+    Raises:
+        NotApplicableError: a norm has no running statistics; torch.ao fails on it, and a graph has none to be made of.
+    """
+    for node in traced.graph.nodes:
+        norm = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(norm, _BatchNorm):
+            continue
+        if norm.running_mean is None:
+            raise NotApplicableError(
+                f"the norm {node.target} has no running statistics (track_running_stats=False): what it gives for an "
+                "image depends on the others of its batch, and has no range"
+            )
+        if not norm.affine:
+            norm.affine = True
+            norm.weight = nn.Parameter(torch.ones_like(norm.running_mean), requires_grad=False)
+            norm.bias = nn.Parameter(torch.zeros_like(norm.running_mean), requires_grad=False)
 
 
 def turn_signs(traced: fx.GraphModule) -> None:

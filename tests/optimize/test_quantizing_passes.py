@@ -371,6 +371,25 @@ def test_norms_that_give_nothing_are_trained_and_not_divided_by(factor: float, t
     assert product.precision == "int8"
 
 
+def test_a_norm_without_factors_and_a_weight_that_is_computed_are_trained_for_int8(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    convolution = nn.utils.parametrizations.weight_norm(nn.Conv2d(1, 8, 3, stride=2))
+    layers = (convolution, nn.BatchNorm2d(8, affine=False), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    module = with_running_statistics(nn.Sequential(*layers, nn.Linear(8, 4)))
+    traced = trace_calls(copy.deepcopy(module), learnable().example())
+    with torch.no_grad():
+        torch.testing.assert_close(traced(learnable().example()), module(learnable().example()))
+    product = qat(module, learnable(), tmp_path, epochs=2, max_steps=1, min_sqnr=0.0, min_agreement=0.0)
+    assert product.precision == "int8"
+    assert [len(weight) for weight in packed_weights(tmp_path)] == [8, 4]
+
+
+def test_a_norm_whose_answers_depend_on_the_batch_is_refused_in_a_line() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
+    with pytest.raises(NotApplicableError, match=r"^the norm 1 has no running statistics"):
+        trace_calls(module, learnable().example())
+
+
 def test_the_ranges_start_from_the_mean_of_calibration_not_from_the_first_step(tmp_path, schedule):
     context = learnable()
     qat(small(), context, tmp_path, images=96, epochs=1, freeze_observers_at=0)
