@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -94,6 +95,19 @@ def test_an_engine_with_a_pool_of_its_own_has_as_many_threads_as_its_execution_s
     assert on_openvino.request.get_compiled_model().get_property("INFERENCE_NUM_THREADS") == threads
     on_onnxruntime: Any = open_engine(folder, card, Execution("onnxruntime", threads=threads))
     assert on_onnxruntime._session.get_session_options().intra_op_num_threads == threads
+
+
+def test_openvino_binds_no_thread_to_a_core_where_it_would_wait_for_who_decodes_there(tmp_path: Path) -> None:
+    def bound() -> set[int]:
+        """Threads that may not use every core that this process may."""
+        threads = [int(thread.name) for thread in Path("/proc/self/task").iterdir()]
+        return {thread for thread in threads if os.sched_getaffinity(thread) != os.sched_getaffinity(os.getpid())}
+
+    before = bound()  # by other libraries
+    folder = artifacts.onnx(tmp_path / "artifact")
+    card = load_card(folder)
+    open_engine(folder, card, Execution("openvino", threads=2)).run(torch.zeros(2, *card.preprocessing.shape))
+    assert bound() <= before
 
 
 def test_every_engine_of_the_cpu_works_here_by_its_own_probe() -> None:
