@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -151,19 +152,23 @@ class Service:
     def answer_batch(self, requests: Sequence[Request]) -> list[Answered]:
         """Have several requests answered, and wait; what cannot be accepted is refused.
 
+        They go through the engine as one batch where that holds them, and not as each is decoded: nobody is answered
+        before all are, and two batches cost more than one.
+
         Raises:
             BrokenError: the device is lost to this process.
         """
         futures: list[Future[Answered] | QueueFull] = []
-        for request in requests:
-            try:
-                futures.append(self.submit(request))
-            except QueueFull as full:
-                futures.append(full)
-        return [
-            refused(request, Refusal(503, str(future))) if isinstance(future, QueueFull) else future.result()
-            for request, future in zip(requests, futures, strict=True)
-        ]
+        with self._waiting.in_step() if len(requests) > 1 else nullcontext():
+            for request in requests:
+                try:
+                    futures.append(self.submit(request))
+                except QueueFull as full:
+                    futures.append(full)
+            return [
+                refused(request, Refusal(503, str(future))) if isinstance(future, QueueFull) else future.result()
+                for request, future in zip(requests, futures, strict=True)
+            ]
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, and wait for those that were accepted.
@@ -271,7 +276,9 @@ class Service:
         """What is ready for the engine, as much as goes through it at once; empty: there will be nothing."""
         while (lone := self._waiting.lone()) is not None:
             self._take_up([lone], SMALL)
-        return self._waiting.next_batch(self.serving.max_batch_delay_ms / 1e3 if self._pays else 0.0)
+        if not self._pays:
+            return self._waiting.next_batch(0.0, 0.0)
+        return self._waiting.next_batch(self.serving.max_batch_delay_ms / 1e3, self.predictor.seconds[self._most])
 
     def _infer(self, batch: list[Ready]) -> None:
         alive: list[Ready] = []

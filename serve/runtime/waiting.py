@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from .budget import Backlog, Budget
 from .errors import Refusal
@@ -57,6 +58,18 @@ class Waiting:
         self._lone: Work | None = None  # that the engine's thread is to decode
         self._idle = False  # whether it waits
         self._large = 0  # decode threads that have a large image
+        self._in_step = 0  # how many gave requests that are answered together
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """For requests that come in the block and are answered together: none of them is done sooner by itself."""
+        with self.lock:
+            self._in_step += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._in_step -= 1
 
     # Under the lock.
 
@@ -196,16 +209,17 @@ class Waiting:
                 self._idle = False
             return None
 
-    def next_batch(self, delay_s: float) -> list[Ready]:
+    def next_batch(self, delay_s: float, patience_s: float) -> list[Ready]:
         """What is ready for the engine, as much as goes through it at once; empty: nothing is.
 
         Args:
             delay_s: the most that is waited for images that are on their way; not for requests that may come.
+            patience_s: the same where nobody would be answered sooner (see `in_step`).
         """
         with self.lock:
-            until = time.monotonic() + delay_s
+            began = time.monotonic()
             while self.ready and len(self.ready) < self._most and (self.decoding or self.works) and not self.closed:
-                left = until - time.monotonic()
+                left = began + (patience_s if self._in_step else delay_s) - time.monotonic()
                 if left <= 0 or not self._to_infer.wait(left):
                     break
             batch = [self.ready.popleft() for _ in range(min(self._most, len(self.ready)))]
@@ -220,7 +234,7 @@ class Waiting:
             isinstance(image, bytes)
             and not more
             and len(image) <= _SMALL_BYTES
-            and not (self.ready or self.works or self.decoding or self._hands_over)
+            and not (self.ready or self.works or self.decoding or self._hands_over or self._in_step)
         )
 
     def _forget(self, work: Work) -> None:

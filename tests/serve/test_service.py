@@ -246,6 +246,29 @@ def test_what_comes_while_the_engine_is_busy_goes_through_it_together(gate: tupl
     assert engine.sizes == [1, 5]
 
 
+def test_what_is_answered_together_goes_through_the_engine_together(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last, held = jpeg(3), threading.Event()
+
+    def one_late(jobs: Any, *arguments: Any) -> list[Loaded]:
+        if any(work.request.images[index] == last for work, index in jobs):
+            assert held.wait(30)
+        return load(jobs, *arguments)
+
+    monkeypatch.setattr("serve.runtime.service.load", one_late)
+    with service_of(artifact) as service, ThreadPoolExecutor(1) as asking:
+        service._pays = True
+        service.predictor.seconds[8] = 30.0  # a batch is awaited for as long as one takes
+        asked = asking.submit(service.answer_batch, [one(image) for image in (jpeg(0), last, jpeg(1), jpeg(2))])
+        until(lambda: len(service._waiting.ready) == 3)
+        time.sleep(0.05)
+        assert service.predictor.engine.sizes == [], "nobody is answered before the last is"  # type: ignore[attr-defined]
+        held.set()
+        assert [answered.batch_size for answered in asked.result(30)] == [4] * 4
+        assert service.submit(one(jpeg(4))).result(30).batch_size == 1
+
+
 def test_more_images_than_go_through_at_once_are_split_and_not_all_held_decoded(artifact: Path) -> None:
     with service_of(artifact, max_batch=3) as service:
         engine = service.predictor.engine
