@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from serve.asgi.asking import ClientGoneError
 from serve.asgi.call import Call, Held, Limits
-from serve.asgi.messages import Headers, Receive, RefusedError, Response, Scope, Send, refusal_response
+from serve.asgi.messages import WHOLE, Headers, Receive, RefusedError, Response, Scope, Send, refusal_response
 from serve.asgi.models import Models
 from serve.asgi.observing import Observation, Observer
 from serve.asgi.router import Router
@@ -71,8 +71,10 @@ class Application:
             response = await self._answer(call, scope)
             observation.status = response.status
             head = self.headers(response, observation, call.arrived)
-            await send({"type": "http.response.start", "status": response.status, "headers": head})
-            await send({"type": "http.response.body", "body": response.body})
+            whole = scope.get("extensions", {}).get(WHOLE)
+            if whole is None or not whole(response, head):
+                await send({"type": "http.response.start", "status": response.status, "headers": head})
+                await send({"type": "http.response.body", "body": response.body})
         except ClientGoneError:
             observation.status = CLIENT_GONE
             observation.refusals += ("client-gone",)

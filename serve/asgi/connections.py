@@ -8,14 +8,15 @@ each body twice.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serve.asgi.call import Limits
-from serve.asgi.messages import RETRY_AFTER_S, Headers, Response
+from serve.asgi.messages import RETRY_AFTER_S, WHOLE, Headers, Response
 
 #: Answers a request by its method, URL and headers alone, or leaves it to the application.
 EarlyAnswer = Callable[[bytes, bytes, Sequence[tuple[bytes, bytes]]], tuple[Response, Headers] | None]
@@ -86,10 +87,9 @@ class GuardedConnection(HttpToolsProtocol):
         self._answered_early = found is not None
         if found is None:
             super().on_headers_complete()
+            self.scope["extensions"] = {WHOLE: functools.partial(self._answer, self.cycle)}  # type: ignore[dict-item]
             return
-        response, headers = found
-        lines = [b"%s: %s\r\n" % pair for pair in (*self.server_state.default_headers, *headers)]
-        self.transport.write(b"".join((STATUS_LINE[response.status], *lines, b"\r\n", response.body)))
+        self._write(*found)
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -136,6 +136,29 @@ class GuardedConnection(HttpToolsProtocol):
             self.loop.call_later(_ON_ITS_WAY_S, self._end_idle)
         else:
             super().shutdown()
+
+    def _answer(self, cycle: RequestResponseCycle, response: Response, headers: Headers) -> bool:
+        """Answer a request in one write, where its client reads on; whether it was done.
+
+        uvicorn's ``send`` writes head and body one after the other: two segments, for each of which a client wakes up.
+        """
+        if self.flow.write_paused or cycle.disconnected or cycle.response_started:
+            return False
+        cycle.keep_alive = cycle.keep_alive and (b"connection", b"close") not in headers
+        if not cycle.keep_alive and (b"connection", b"close") not in headers:
+            headers = [*headers, (b"connection", b"close")]
+        self._write(response, headers, head_only=cycle.scope["method"] == "HEAD")
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
+        return True
+
+    def _write(self, response: Response, headers: Headers, *, head_only: bool = False) -> None:
+        lines = [b"%s: %s\r\n" % pair for pair in (*self.server_state.default_headers, *headers)]
+        body = b"" if head_only else response.body
+        self.transport.write(b"".join((STATUS_LINE[response.status], *lines, b"\r\n", body)))
 
     def _is_plain(self) -> bool:
         """Whether nothing is before this request, and nothing ends after it."""

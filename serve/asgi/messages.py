@@ -17,6 +17,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+#: The ASGI extension of a connection that answers in one write: called with a `Response` and all its headers, it tells
+#: whether it did.
+WHOLE: Final = "serve.whole"
 #: Seconds after which who was refused for want of room may try again.
 RETRY_AFTER_S: Final = 1
 #: What tells them.
