@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -314,6 +315,53 @@ def test_a_full_queue_says_so(operated: Operated) -> None:
     assert refused, "the queue holds 24"
     message = f"the queue of {QUICK} is full: try again"
     assert {(status, retry, json.loads(text)["message"]) for status, retry, text in refused} == {(503, "1", message)}
+
+
+def test_a_full_queue_is_told_and_counted_before_the_body_and_the_connection_goes_on(operated: Operated) -> None:
+    def counted() -> tuple[float, float]:
+        url = f"http://{HOST}:{operated.running.ports.metrics}/metrics"
+        values = {"Requests5XX": 0.0, "ts_inference_requests_total": 0.0}
+        for line in httpx.get(url).text.splitlines():
+            name, _, rest = line.partition("{")
+            if name in values and (name == "Requests5XX" or f'model_name="{QUICK}"' in rest):
+                values[name] += float(rest.rpartition("}")[2].split()[0])
+        return values["Requests5XX"], values["ts_inference_requests_total"]
+
+    def ask(path: str) -> tuple[http.client.HTTPResponse, bytes]:
+        send_head(stream, operated, path, 100_000)
+        answer = http.client.HTTPResponse(stream)
+        answer.begin()
+        return answer, answer.read()
+
+    with operated.running.client(operated.store) as client, contextlib.ExitStack() as stack:
+        (found,) = client.workers(QUICK)
+        worker = psutil.Process(found["pid"])
+        worker.suspend()
+        stack.callback(worker.resume)
+        image = jpeg(1)
+        asking = [stack.enter_context(opened(operated)) for _ in range(1 + LIMITS.queue + 3)]  # the worker has one
+        for other in asking:
+            send_head(other, operated, QUICK, len(image), image)
+        eventually(lambda: len(select.select(asking, [], [], 0)[0]) == 3)
+        refused = select.select(asking, [], [], 0)[0]
+        stream = stack.enter_context(opened(operated))
+        before = counted()
+        for path in (QUICK, f"{QUICK}/1.0"):
+            answer, body = ask(path)
+            assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
+            assert json.loads(body)["message"] == f"the queue of {QUICK} is full: try again"
+            assert answer.getheader("x-request-id")
+            stream.sendall(b"x" * 100_000)
+        assert [after - count for after, count in zip(counted(), before, strict=True)] == [2, 2]
+        worker.resume()
+        for other in asking:
+            answer = http.client.HTTPResponse(other)
+            answer.begin()
+            assert answer.status == (503 if other in refused else 200)
+        send_head(stream, operated, QUICK, len(image), image)
+        answer = http.client.HTTPResponse(stream)
+        answer.begin()
+        assert answer.status == 200
 
 
 # --- health

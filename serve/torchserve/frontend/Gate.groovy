@@ -152,6 +152,14 @@ class Gate extends ChannelDuplexHandler {
             String limit = "the request has $length bytes, and ${admission.bodyBytes} are allowed"
             return refuse(context, 413, 'RequestEntityTooLargeException', limit, true)
         }
+        // Not before an answer that the connection still owes.
+        FullHttpResponse full = inference && body && waiting == 0
+                ? Overload.answer(context.channel(), request, path) : null
+        if (full != null) {
+            refusing = true
+            send(context, full, !HttpUtil.isKeepAlive(request))
+            return false
+        }
         if (!admission.take(length)) {
             return refuse(context, 503, 'ServiceUnavailableException', NO_ROOM, false)
         }
@@ -236,7 +244,7 @@ class Gate extends ChannelDuplexHandler {
         return false
     }
 
-    private static ByteBuf error(int status, String type, String message) {
+    static ByteBuf error(int status, String type, String message) {
         JsonObject body = new JsonObject()
         body.addProperty('code', status)
         body.addProperty('type', type)

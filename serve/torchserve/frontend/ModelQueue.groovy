@@ -77,6 +77,11 @@ class ModelQueue extends LinkedBlockingDeque<Job> {
         return Math.max(0, most - size())
     }
 
+    /** Whether `offer` would refuse a request for want of room, whoever brings it. */
+    boolean isFull() {
+        return !isClosed() && size() >= most
+    }
+
     /** Whether a request is to be answered by who asks: once. */
     boolean take(Job job) {
         return unanswered.remove(job)
