@@ -34,7 +34,7 @@ def lock_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 @pytest.fixture(scope="module")
 def uncompiled() -> Iterator[None]:
     """Leave out the reference that takes its time to compile."""
-    with references(compiled=False):
+    with references():
         yield
 
 

@@ -29,7 +29,6 @@ from optimize.run.pipeline import Outcome, run
 from tests.programs import Program, Programs
 
 ROOT = Path(__file__).parents[2]
-COMPILED = REFERENCES["torch.compile"]
 #: Environment of commands whose measurement leaves `torch.compile` out.
 UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
 #: And of those that compute with one thread: two tests at a time fill two cores.
@@ -96,37 +95,32 @@ def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml"
 
 
 @contextlib.contextmanager
-def references(*, compiled: bool, graphs: bool = True) -> Iterator[None]:
-    """Measure beside the eager references the others too, or leave some out.
+def references(*, graphs: bool = True) -> Iterator[None]:
+    """Leave out the reference of `torch.compile`, which takes 10 s to compile: `test_worker` has it.
 
     Args:
-        compiled: that of `torch.compile`, which takes 10 s to compile.
-        graphs: those of a float graph that no stage makes, which take 6 s to export and to open.
+        graphs: measure those of a float graph that no stage makes, which take 6 s to export and to open.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(REFERENCES, "torch.compile", raising=False)
-        if compiled:
-            patch.setitem(REFERENCES, "torch.compile", COMPILED)
         if not graphs:
             patch.setattr(floats, "_ENGINES", {})
         yield
 
 
 def run_recipe(
-    store: Path, recipe: dict[str, Any], *, compiled: bool | None = None, graphs: bool | None = None, **options: Any
+    store: Path, recipe: dict[str, Any], *, graphs: bool | None = None, **options: Any
 ) -> tuple[Outcome, Heard]:
     """Run in this process, under the name ``tiny`` unless another is given.
 
-    ``compiled`` and ``graphs`` as in `references`; by default where all is measured as in the run that all tests
-    share, which has every reference, so that it is found in the store.
+    ``graphs`` as in `references`; by default where all is measured as in the run that all tests share, which has them,
+    so that it is found in the store.
     """
     options.setdefault("run", "tiny")
     options.setdefault("model", TINY)
     heard = Heard()
-    as_shared = recipe["measure"] == RECIPE["measure"]
-    compiled = as_shared if compiled is None else compiled
-    graphs = as_shared if graphs is None else graphs
-    with tempfile.TemporaryDirectory() as folder, references(compiled=compiled, graphs=graphs):
+    graphs = recipe["measure"] == RECIPE["measure"] if graphs is None else graphs
+    with tempfile.TemporaryDirectory() as folder, references(graphs=graphs):
         job = Job(recipe=write_recipe(Path(folder), recipe), store=store, device="cpu", **options)
         return run(job, heard), heard
 

@@ -277,7 +277,7 @@ def test_a_vit_shrinks_to_less_than_a_third(target: str, tmp_path: Path) -> None
     from torchvision.models.vision_transformer import VisionTransformer
 
     torch.manual_seed(0)
-    module = shaken(VisionTransformer(32, 8, 2, 4, 256, 1024, num_classes=10))
+    module = shaken(VisionTransformer(32, 8, 1, 4, 256, 1024, num_classes=10))
     context, folder = colours(), tmp_path / "ptq"
     folder.mkdir()
     parent = parent_of(module, context, tmp_path / "parent")
@@ -295,7 +295,7 @@ def test_a_vit_shrinks_to_less_than_a_third(target: str, tmp_path: Path) -> None
     model = onnx.load(graph / "model.onnx")
     producers = {output: node for node in model.graph.node for output in node.output}
     products = [node for node in model.graph.node if node.op_type == "MatMul"]
-    assert len(products) >= 2 * (4 + 2 + 2)  # projections, two of the MLP, two products in each of two blocks
+    assert len(products) >= 4 + 2 + 2  # projections, two of the MLP, two products
     for node in products:
         assert all(_through_views(producers, name) == "DequantizeLinear" for name in node.input)
 

@@ -54,7 +54,7 @@ QUICK = Timing(rounds=1, batch_sizes=(1, 2), seconds=0.001, minimum=1, warm_up=0
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
     """As the one of the folder, for the one test that asks."""
-    with references(compiled=False):
+    with references():
         yield
 
 

@@ -458,22 +458,23 @@ class Shuffled(nn.Module):
         return x.view(x.shape[0], -1)
 
 
-@pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
-@pytest.mark.parametrize("module", [Gelu, Shuffled])
-def test_layers_that_ask_for_a_size_or_take_an_argument_by_name_are_run(
-    module: type[nn.Module], tmp_path: Path, execution: Execution
-) -> None:
+@pytest.fixture(scope="module", params=[Gelu, Shuffled])
+def asking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     torch.manual_seed(0)
-    made = quantized(module(), tmp_path)
-    found = made.checked(execution)
+    return quantized(request.param(), tmp_path_factory.mktemp("asking"))
+
+
+@pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
+def test_layers_that_ask_for_a_size_or_take_an_argument_by_name_are_run(asking: Made, execution: Execution) -> None:
+    found = asking.checked(execution)
     assert found.unable == ()
     assert found.sound
     compared = [layer.number for layer in found.layers]
     if execution == TORCH:  # views have no step of their own in its program
         assert compared
-        assert compared[-1] == len(quantizers(made.packed)) - 1
+        assert compared[-1] == len(quantizers(asking.packed)) - 1
     else:
-        assert compared == list(range(len(quantizers(made.packed))))
+        assert compared == list(range(len(quantizers(asking.packed))))
 
 
 def test_graphs_of_other_integers_are_refused(net: Made, narrow: Made) -> None:

@@ -308,7 +308,10 @@ def test_json_is_all_of_standard_output_and_nothing_of_torch_reaches_the_termina
     copied_store: Path, tmp_path: Path
 ) -> None:
     """A model that prints must not spoil it, and everything but the speed is in the cache."""
-    recipe = write_recipe(tmp_path, {**RECIPE, "measure": {"rounds": 1, "batch_sizes": [1], "seconds": 0.001}})
+    kinds = ("fuse", "ptq", "onnx", "onnx-int8")  # each engine has one
+    stages = [stage for stage in RECIPE["stages"] if stage.get("name", stage["pass"]) in kinds]
+    measure = {"rounds": 1, "batch_sizes": [1], "seconds": 0.001}
+    recipe = write_recipe(tmp_path, {**RECIPE, "stages": stages, "measure": measure})
     ended = run_afresh(copied_store, recipe, "--json")
     err = ended.stderr
     assert ended.returncode == 0, err
@@ -317,9 +320,12 @@ def test_json_is_all_of_standard_output_and_nothing_of_torch_reaches_the_termina
     assert "Warning" not in err
     assert "CUDA runtime" not in err
     steps = [line.split()[1] for line in err.splitlines() if line.startswith("  ")]
-    stages = [stage.get("name", stage["pass"]) for stage in RECIPE["stages"]]
-    assert steps == ["baseline", *stages, "memory", "accuracy", "speed", "certificates"]
+    assert steps == ["baseline", *kinds, "memory", "accuracy", "speed", "certificates"]
     assert all("from the cache" in line for line in err.splitlines() if line.startswith("  + onnx"))
+    eager, channels_last, compiled = report["references"]
+    assert (eager["name"], channels_last["name"], compiled["name"]) == ("eager", "eager channels-last", "torch.compile")
+    assert "switched off" in compiled["skip"]["reason"]
+    assert eager["measured"]["latency_ms"]["p50"] > 0
 
 
 @pytest.mark.slow
@@ -330,7 +336,7 @@ def test_a_model_that_prints_does_not_spoil_the_json_and_a_failed_stage_has_exit
         .replace("    layers: list", '    print("building!")\n    layers: list')
     )
     recipe = write_recipe(tmp_path, with_stages({"pass": "fuse", "config": {"tolerance": 1e-30}}))
-    with references(compiled=False, graphs=False):
+    with references(graphs=False):
         result = invoke(
             "run", f"{tmp_path / 'loud.py'}:tiny", "--recipe", recipe, "--store", tmp_path / "store", "--json"
         )

@@ -155,12 +155,14 @@ def test_what_cannot_be_compared_is_named(two_runs: Path) -> None:
             compared(two_runs, *names)
 
 
-def test_the_command_prints_the_whole_table_or_json(two_runs: Path) -> None:
+def test_the_command_prints_the_whole_table_or_json(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optimize.measure.timing.Timing", lambda: QUICK)  # its default takes eight seconds
     words = ["compare", "tiny/baseline", "other/fuse", "--store", str(two_runs), "--measure", "cpu"]
     result = CliRunner().invoke(cli.app, [*words, "--objective", "size", "--json"])
     assert result.exit_code == 0, result.output
     results = Results.from_json(json.loads(result.stdout))
     assert [row.name for row in results.rows] == ["tiny/baseline", "other/fuse"]
+    assert all(row.measured is not None and list(row.measured.throughput) == [1, 4] for row in results.rows)
     assert "the smallest file" in results.recommendation.rule
 
 

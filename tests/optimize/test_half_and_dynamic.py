@@ -322,7 +322,7 @@ def test_the_files_open_without_the_models_code(made, digits_context, tmp_path):
     (tmp_path / "open.py").write_text(
         OPEN.format(
             root=str(Path(__file__).parents[2]),
-            later=("serve.runtime.predictor", *OPENED_LATER),
+            later=OPENED_LATER,
             folders=json.dumps(folders),
             batch=str(tmp_path / "batch.pt"),
         )

@@ -250,7 +250,7 @@ def test_throughput_is_in_images_a_second_and_latency_in_milliseconds(tiny_run: 
 
 
 def test_the_references_stand_in_the_same_table(tiny_run: TinyRun) -> None:
-    assert [line.name for line in tiny_run.report.references] == ["eager", "eager channels-last", "torch.compile"]
+    assert [line.name for line in tiny_run.report.references] == ["eager", "eager channels-last"]
     eager = tiny_run.report.references[0].measured
     assert eager is not None
     assert eager.latency_ms.p50 > 0
@@ -399,7 +399,7 @@ def served(folder: Path, artifact: str) -> str:
 def test_a_changed_stage_is_made_again_with_its_descendants_and_nothing_else(
     tiny_run: TinyRun, copied_store: Path
 ) -> None:
-    outcome, heard = run_recipe(copied_store, changed("ptq", images=48), compiled=False)
+    outcome, heard = run_recipe(copied_store, changed("ptq", images=48))
     assert heard.made() == {"ptq", "onnx-int8", *MEASUREMENTS, "certificates"}
     before = keys(tiny_run)
     assert {name for name, key in keys(outcome).items() if key != before[name]} == {"ptq", "onnx-int8"}
@@ -441,7 +441,7 @@ def test_damage_is_noticed_and_repaired(tiny_run: TinyRun, copied_store: Path) -
     (folder / "sample.jpg").write_text("of other data")
     _, faults = faults_of(copied_store, "tiny")
     assert len(faults) == 4  # the object in the store is not the run's copy here
-    outcome, heard = run_recipe(copied_store, RECIPE, compiled=False)
+    outcome, heard = run_recipe(copied_store, RECIPE)
     assert "ptq" in heard.made()
     # A rebuilt TorchScript file may differ in its mangled names, and then its child is made again too.
     assert heard.made() - MEASUREMENTS <= {"ptq", "onnx-int8", "certificates"}

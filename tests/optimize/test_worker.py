@@ -27,6 +27,7 @@ from serve.runtime.engines.base import executions_for
 from serve.runtime.errors import EngineError, PipelineError, UserError
 from serve.runtime.execution import ENVIRONMENT, Execution
 from serve.runtime.predictor import Predictor
+from tests.programs import Programs
 from tests.serve import artifacts
 
 QUICK = Timing(rounds=1, batch_sizes=(1, 4), seconds=0.001, minimum=2, warm_up=0)
@@ -303,21 +304,21 @@ def test_closing_leaves_no_process(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_processes_end_with_the_one_that_started_them(how: signal.Signals) -> None:
+def test_processes_end_with_the_one_that_started_them(how: signal.Signals, programs: Programs) -> None:
     """However it ends: killed while it waits, or interrupted in a terminal."""
     program = """
-        import time
+        import sys, time
         from optimize.measure.processes import template, worker
         started = worker()
-        print(template().pid, started.pid, flush=True)
+        print("started", template().pid, started.pid, file=sys.stderr, flush=True)
         time.sleep(100)
     """
-    words = [sys.executable, "-c", textwrap.dedent(program)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
-        assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        assert all(map(alive, pids))
-        parent.send_signal(how)
+    parent = programs.start("-c", textwrap.dedent(program))
+    line = next(line for line in parent.stderr if line.startswith("started"))
+    pids = [int(word) for word in line.split()[1:]]
+    assert all(map(alive, pids))
+    parent.send_signal(how)
+    parent.end()
     assert gone(*pids)
 
 
