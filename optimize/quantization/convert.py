@@ -27,6 +27,7 @@ from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.calls import another_call
 from optimize.quantization.choices import Chosen
 from optimize.quantization.computed import store_weights
+from optimize.quantization.inexact import IN_FLOAT, free_inexact
 from optimize.quantization.means import flatten_places
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.norms import with_factors
@@ -105,13 +106,14 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         target: whose kernels' patterns are looked for.
     """
     # FX would trace into layers of foreign classes again, and fail.
-    whole = PrepareCustomConfig().set_non_traceable_module_classes([*left_whole(module), GlobalPool])
+    whole = PrepareCustomConfig().set_non_traceable_module_classes([*left_whole(module), GlobalPool, *IN_FLOAT])
     insert = prepare_qat_fx if module.training else prepare_fx
     unbound: frozenset[str] = frozenset()
     while True:
         bounded = copy.deepcopy(module)
         if target.packed:
             free_last_pool(bounded, example)
+            free_inexact(bounded)
         bounds = bound_relus(bounded, mapping, but_not=unbound)
         prepared: fx.GraphModule = insert(bounded, mapping, (example,), whole, backend_config=target.backend_config())
         share_watchers(prepared)

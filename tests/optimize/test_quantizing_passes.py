@@ -384,6 +384,14 @@ def test_a_norm_without_factors_and_a_weight_that_is_computed_are_trained_for_in
     assert [len(weight) for weight in packed_weights(tmp_path)] == [8, 4]
 
 
+def test_layers_that_torchs_kernels_compute_wrongly_stay_in_float(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 8, 3, stride=4), nn.InstanceNorm2d(8, affine=True), nn.PReLU(), nn.Conv2d(8, 8, 3))
+    module = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(32, 4)).eval()
+    folder = ptq(module, noise_context(), tmp_path, images=32, min_sqnr=25.0)  # of torch's own program
+    assert len(packed_weights(folder)) == 3
+
+
 def test_a_norm_whose_answers_depend_on_the_batch_is_refused_in_a_line() -> None:
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
     with pytest.raises(NotApplicableError, match=r"^the norm 1 has no running statistics"):
