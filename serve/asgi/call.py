@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from serve.asgi.asking import Asking, ClientGoneError
-from serve.asgi.messages import Receive, RefusedError, Scope, queue_full, try_again
+from serve.asgi.messages import GONE, Receive, RefusedError, Scope, queue_full, try_again
 from serve.asgi.observing import Observation, request_id
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from serve.runtime.protocol import Request
     from serve.runtime.work import Answered
 
-# An answer takes a few milliseconds; whether its client has gone is looked at from then on only: the task for it would
-# hold Python's lock in the very moment in which the engine's thread wakes up for the request.
+# Where the connection does not tell by itself that its client has gone (`GONE`). An answer takes a few milliseconds;
+# it is looked at from then on only: the task for it would hold Python's lock in the very moment in which the engine's
+# thread wakes up for the request.
 _WATCH_AFTER_S = 0.02
 
 
@@ -93,6 +94,7 @@ class Call:
         self.observation = Observation(self.request_id)
         self._query: bytes = scope["query_string"]
         self._receive = receive
+        self._when_gone = scope.get("extensions", {}).get(GONE)
         self._limits = limits
         self._held = held
         self._kept = 0
@@ -188,16 +190,8 @@ class Call:
         """
         self.observation.images = len(request.images)
         asking = Asking(served, request, self.deadline)
-        watching: list[asyncio.Task[None]] = []
-        later = asyncio.get_running_loop().call_later(
-            _WATCH_AFTER_S, lambda: watching.append(asyncio.ensure_future(self._watch(asking.abandon)))
-        )
-        try:
+        with self._watched(asking.abandon):
             answered = await asking.answered()
-        finally:
-            later.cancel()
-            for task in watching:
-                task.cancel()
         self.observation.tell(answered)
         return answered
 
@@ -210,6 +204,27 @@ class Call:
     def _keep(self, size: int) -> None:
         self._kept += size
         self._held.take(size)
+
+    @contextmanager
+    def _watched(self, abandon: Callable[[], None]) -> Iterator[None]:
+        """Call ``abandon`` when the client goes within the block."""
+        if self._when_gone is not None:
+            self._when_gone(abandon)
+            try:
+                yield
+            finally:
+                self._when_gone(None)
+            return
+        watching: list[asyncio.Task[None]] = []
+        later = asyncio.get_running_loop().call_later(
+            _WATCH_AFTER_S, lambda: watching.append(asyncio.ensure_future(self._watch(abandon)))
+        )
+        try:
+            yield
+        finally:
+            later.cancel()
+            for task in watching:
+                task.cancel()
 
     async def _watch(self, abandon: Callable[[], None]) -> None:
         """Call ``abandon`` when the client has gone. Its body was received whole: nothing else can come."""

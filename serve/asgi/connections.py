@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serve.asgi.call import Limits
-from serve.asgi.messages import RETRY_AFTER_S, WHOLE, Headers, Response
+from serve.asgi.messages import GONE, RETRY_AFTER_S, WHOLE, Headers, Response
 
 #: Answers a request by its method, URL and headers alone, or leaves it to the application.
 EarlyAnswer = Callable[[bytes, bytes, Sequence[tuple[bytes, bytes]]], tuple[Response, Headers] | None]
@@ -46,6 +46,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_body = False
         self._answered_early = False  # by `early`: of this request there is no cycle
+        self._tell_gone: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, or turn the client away where there are too many."""
@@ -60,6 +61,8 @@ class GuardedConnection(HttpToolsProtocol):
         self._head_is_there()
         self._body_is_there()
         super().connection_lost(exc)
+        if self._tell_gone is not None:
+            self._tell_gone()
 
     def data_received(self, data: bytes) -> None:
         """Take in bytes."""
@@ -87,7 +90,8 @@ class GuardedConnection(HttpToolsProtocol):
         self._answered_early = found is not None
         if found is None:
             super().on_headers_complete()
-            self.scope["extensions"] = {WHOLE: functools.partial(self._answer, self.cycle)}  # type: ignore[dict-item]
+            whole = functools.partial(self._answer, self.cycle)
+            self.scope["extensions"] = {WHOLE: whole, GONE: self._when_gone}  # type: ignore[dict-item]
             return
         self._write(*found)
         super().on_response_complete()
@@ -136,6 +140,11 @@ class GuardedConnection(HttpToolsProtocol):
             self.loop.call_later(_ON_ITS_WAY_S, self._end_idle)
         else:
             super().shutdown()
+
+    def _when_gone(self, tell: Callable[[], None] | None) -> None:
+        self._tell_gone = tell
+        if tell is not None and self.transport.is_closing():
+            tell()
 
     def _answer(self, cycle: RequestResponseCycle, response: Response, headers: Headers) -> bool:
         """Answer a request in one write, where its client reads on; whether it was done.

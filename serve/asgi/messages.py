@@ -20,6 +20,9 @@ Headers = list[tuple[bytes, bytes]]
 #: The ASGI extension of a connection that answers in one write: called with a `Response` and all its headers, it tells
 #: whether it did.
 WHOLE: Final = "serve.whole"
+#: The ASGI extension of a connection that tells by itself when its client goes: called with who is to be called then,
+#: at once where it has gone, or with None: nobody.
+GONE: Final = "serve.gone"
 #: Seconds after which who was refused for want of room may try again.
 RETRY_AFTER_S: Final = 1
 #: What tells them.

@@ -234,6 +234,26 @@ def test_a_body_in_any_number_of_parts_is_what_was_sent() -> None:
     assert [request.images == (body,) for request in service.requests] == [True, True, True]
 
 
+def test_an_answer_has_the_body_and_the_end_that_its_request_asks_for() -> None:
+    async def ask() -> bytes:
+        async with listening(settings()) as (connect, _):
+            reader, writer = await connect()
+            writer.write(PING.replace(b"GET", b"HEAD") + PING + PING.replace(b"HTTP/1.1", b"HTTP/1.0"))
+            answers = await read(reader)
+            writer.close()
+        return answers
+
+    head, again, last, *more = [b"HTTP/1.1 " + part for part in asyncio.run(ask()).split(b"HTTP/1.1 ")[1:]]
+    assert not more
+    fields, _, nothing = head.partition(b"\r\n\r\n")
+    assert nothing == b"", "HEAD has the length of a body, and none"
+    same, _, body = again.partition(b"\r\n\r\n")
+    assert b"content-length: %d\r\n" % len(body) in fields
+    assert b"content-length: %d\r\n" % len(body) in same
+    assert last.endswith(body)
+    assert [b"connection: close" in answer for answer in (head, again, last)] == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("sent", "told"), [(b"", b""), (b"\r\n", b"HTTP/1.1 408 "), (PING[:20], b"HTTP/1.1 408 "), (PING + b"G", b"HTTP/")]
 )
