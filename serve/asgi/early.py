@@ -5,6 +5,7 @@ Under overload most requests end so, and what they cost is taken from those that
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -58,17 +59,23 @@ class Early:
             except RefusedError:
                 return None
         began = time.monotonic()
-        refused = queue_full(served.name, full)
-        response = refusal_response(refused)
+        kind, response = _refusal(served.name, full)
         observation = Observation(
             request_id(given.get(b"x-request-id", b"").decode("latin-1")),
             route,
             served.name,
             served.version,
             response.status,
-            refusals=(refused.kind,),
+            refusals=(kind,),
         )
         answered = application.headers(response, observation, began)
         observation.seconds = time.monotonic() - began
         application.observe(observation)
         return response, answered
+
+
+@functools.lru_cache(maxsize=256)
+def _refusal(model: str, reason: str) -> tuple[str, Response]:
+    """The word for a refusal, and its answer without what is this request's: as long as a queue is full, it is one."""
+    refused = queue_full(model, reason)
+    return refused.kind, refusal_response(refused)
