@@ -324,7 +324,11 @@ def test_when_the_client_closes_its_request_is_not_computed(abort: bool) -> None
     assert service.futures[0].cancelled()
 
 
-def test_a_refusal_reaches_a_client_that_is_still_sending_and_the_connection_ends() -> None:
+def test_a_refusal_reaches_a_client_that_is_still_sending_and_the_connection_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve.asgi.connections._LINGER_S", 1.0)
+
     async def flood() -> tuple[bytes, bool]:
         async with listening(settings(body_bytes=1000)) as (connect, _):
             reader, writer = await connect()
@@ -381,6 +385,7 @@ def test_when_a_device_is_lost_the_process_ends_with_the_reason(monkeypatch: pyt
     service: Any = Stuck()
     monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
     monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
     wanted = Wanted("stuck", "1.0", Path("stuck.mar"))
 
     def said(line: str) -> None:
@@ -401,6 +406,7 @@ def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch:
 
     monkeypatch.setattr("serve.asgi.changing.load", load)
     monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
     wanted = [Wanted(name, "1.0", Path(f"{name}.mar")) for name in ("stuck", "gpu-only")]
     lines: list[str] = []
 
@@ -434,6 +440,7 @@ def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_end
     service = Hanging()
     monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
     monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
     monkeypatch.setattr(process, "_GRACE_S", 0.5)
     monkeypatch.setattr("serve.asgi.process.os._exit", leave)
     answers: list[httpx.Response] = []
@@ -457,6 +464,7 @@ def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch:
         pass
 
     def leave(status: int) -> None:
+        opening.set()  # so that the test's own thread ends
         raise ExitedError(status)
 
     opening = threading.Event()
@@ -468,8 +476,6 @@ def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch:
     def say(line: str) -> None:
         if line.startswith("serving"):
             os.kill(os.getpid(), signal.SIGTERM)
-        if line.startswith("SIGTERM"):
-            threading.Timer(4, opening.set).start()  # so that the test's own thread ends
 
     monkeypatch.setattr("serve.asgi.changing.load", load)
     monkeypatch.setattr("serve.asgi.process.os._exit", leave)

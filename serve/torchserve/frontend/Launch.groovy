@@ -5,6 +5,7 @@
 import io.netty.channel.ChannelFuture
 import io.netty.util.internal.logging.InternalLoggerFactory
 import io.netty.util.internal.logging.Slf4JLoggerFactory
+import java.util.concurrent.TimeUnit
 import org.apache.commons.cli.DefaultParser
 import org.pytorch.serve.ModelServer
 import org.pytorch.serve.metrics.MetricCache
@@ -33,6 +34,12 @@ try {
         println 'stopping: new requests are refused, what was accepted is answered'
         long left = admission.drain(Long.getLong('serve.drain_ms'), started)
         println left == 0 ? 'stopping: all that was accepted is answered' : "stopping: $left request(s) are given up"
+        // stop() would wait two seconds until Netty has been quiet for so long, and nothing can come: it closes each
+        // connection first. Netty keeps to the first that it is told.
+        def groups = started.@serverGroups
+        [groups.serverGroup, groups.childGroup, groups.metricsGroup].each {
+            it?.shutdownGracefully(0, 15, TimeUnit.SECONDS)
+        }
         started.stop()
     }, 'drain'))
 
