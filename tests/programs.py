@@ -97,6 +97,10 @@ try:
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] != "-c":
+        sys.argv = words
+        sys.path[:1] = [os.path.dirname(words[0])]
+        runpy.run_path(words[0], run_name="__main__")
     else:
         sys.argv = [words[0], *words[2:]]
         sys.modules["__main__"] = main = types.ModuleType("__main__")
@@ -113,18 +117,23 @@ os._exit(code)
 
 
 #: What such a program has in the place of Python: ``-P -m MODULE`` (its template of executions, the processes that
-#: train with it) is forked as well, with all that it would inherit; anything else begins as usual.
+#: train with it) is forked as well, with all that it would inherit, and so is a worker of TorchServe where that has it
+#: for its Python; anything else begins as usual.
 _STARTING = """#!{python} -IS
 import json, os, signal, socket, sys
 
-if sys.argv[1:3] != ["-P", "-m"]:
+if sys.argv[1:3] == ["-P", "-m"]:
+    words = sys.argv[2:]
+elif sys.argv[1:] and sys.argv[1].endswith("/ts/model_service_worker.py"):
+    words = sys.argv[1:]
+else:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 given = [int(name) for name in os.listdir("/proc/self/fd")]
 given = sorted(number for number in given if os.path.exists(f"/proc/self/fd/{{number}}"))
 reading, writing = os.pipe()
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
     asking.connect({address!r})
-    request = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd(), [n for n in given if n not in (1, 2)]])
+    request = json.dumps([words, dict(os.environ), os.getcwd(), [n for n in given if n not in (1, 2)]])
     descriptors = [1, 2, writing, *(n for n in given if n not in (1, 2))]
     socket.send_fds(asking, [request.encode()], descriptors)
 for number in (*given, writing):
@@ -159,11 +168,11 @@ class Program:
 
 
 class Programs:
-    """Starts programs, each with ``-m MODULE …`` or ``-c CODE …``: what stands behind the interpreter's name."""
+    """Starts programs, by what stands behind the interpreter's name: ``-m MODULE …``, ``-c CODE …`` or ``FILE …``."""
 
     def __init__(self, asking: socket.socket, executable: Path) -> None:
         self._asking = asking
-        #: What starts ``-P -m MODULE`` so, too, in the place of Python.
+        #: What starts ``-P -m MODULE`` so, too, and workers of TorchServe, in the place of Python.
         self.executable = executable
 
     def start(self, *words: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> Program:

@@ -1,8 +1,8 @@
-"""Where what an engine compiled for this machine is kept: in the user's cache, never in an artifact.
+"""Where what was compiled for this machine is kept: in the user's cache, never in an artifact.
 
-It is native code, which is loaded without a question. So nobody but the user may write here, and each file that we load
-is checked against the SHA-256 that was recorded when it was made (`kept`). TensorRT's are read by ONNX Runtime itself:
-those have no recorded hash, and only the folder keeps others from them.
+It is native code, or Java's, which is loaded without a question. So nobody but the user may write here, and each file
+that we load is checked against the SHA-256 that was recorded when it was made (`kept`). TensorRT's are read by ONNX
+Runtime itself: those have no recorded hash, and only the folder keeps others from them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .card import sha256_file
 from .errors import EngineError, first_line
+
+if TYPE_CHECKING:
+    import torch
 
 _KEY_FILE = "key.json"
 
@@ -103,6 +104,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def device_key(device: torch.device) -> dict[str, str]:
     """What compiled code depends on of the device that it was compiled for."""
+    import torch  # not above: who starts TorchServe needs none of it
+
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -118,6 +121,8 @@ def device_key(device: torch.device) -> dict[str, str]:
 @functools.cache
 def _processor() -> dict[str, str]:
     """The processor's name, and a digest of its instruction sets: code is compiled for all of them."""
+    import torch
+
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     flags = " ".join(sorted((facts.get("flags") or facts.get("Features") or "").split()))

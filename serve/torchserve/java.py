@@ -9,12 +9,8 @@ from pathlib import Path
 
 from serve.runtime.errors import UserError
 from serve.runtime.execution import ENVIRONMENT
+from serve.torchserve.launcher import FRONTEND, Launcher, torchserve_jar
 from serve.torchserve.limits import Limits
-
-# Text, which the Groovy in TorchServe's own jar compiles as it starts: see Launch.groovy.
-_FRONTEND = Path(__file__).parent / "frontend"
-
-MAIN_CLASS = "groovy.ui.GroovyMain"
 
 _FEW_CORES = 4
 
@@ -38,6 +34,7 @@ def java_executable() -> Path:
 def command_line(
     java: Path,
     *,
+    launcher: Launcher,
     nonce: str,
     limits: Limits,
     temporary: Path,
@@ -50,6 +47,7 @@ def command_line(
 
     Args:
         java: the executable.
+        launcher: our main.
         nonce: goes into the command line, to know the process by.
         limits: what it may hold.
         temporary: for its sockets and the unpacked archives.
@@ -58,23 +56,20 @@ def command_line(
         folder: the only place that models may come from.
         archives: the names of their files in it, by model name.
     """
-    from ts import __file__ as torchserve
-
-    package = Path(torchserve).parent
+    jar = torchserve_jar()
     return [
         str(java),
         f"-Dserve.nonce={nonce}",
         *limits.java_options(),
         *few_cores_options(),
         f"-Dserve.logs={logs}",
-        f"-Dlog4j2.configurationFile={(_FRONTEND / 'log4j2.xml').as_uri()}",
-        f"-Dmodel_server_home={package.parent}",
+        f"-Dlog4j2.configurationFile={(FRONTEND / 'log4j2.xml').as_uri()}",
+        f"-Dmodel_server_home={jar.parents[2]}",
         f"-Djava.io.tmpdir={temporary}",
         "-XX:-UsePerfData",  # or it leaves a file in the common temporary folder
         "-cp",
-        f"{package / 'frontend' / '*'}:{_FRONTEND}",
-        MAIN_CLASS,
-        str(_FRONTEND / "Launch.groovy"),
+        f"{jar}:{launcher.classes}",
+        *launcher.words,
         "--python",
         sys.executable,
         "-f",

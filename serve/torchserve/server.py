@@ -24,6 +24,7 @@ from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve.configuration import HOST, Ports, metrics_yaml, properties
 from serve.torchserve.identity import ALIVE_FILE, Identity, hold, is_held, life_of, nameless, new_nonce
 from serve.torchserve.java import command_line, environment, java_executable
+from serve.torchserve.launcher import launcher
 from serve.torchserve.limits import Limits
 from serve.torchserve.staging import Pack, stage
 from serve.torchserve.state import (
@@ -264,6 +265,7 @@ def _launch(
             popen = subprocess.Popen(
                 command_line(
                     java,
+                    launcher=launcher(java),
                     nonce=nonce,
                     limits=limits,
                     temporary=Path(temporary),
@@ -324,7 +326,7 @@ def _stop(store: Path, state: RunningServer) -> None:
         workers = process.children(recursive=True)
         process.terminate()
         end([process], patience_s=state.limits.drain_s + _ENDING_S, ask=False)
-        end(workers, patience_s=5.0, ask=False)
+        end(workers, patience_s=5.0)  # they have nothing left to answer
     _clean(store)
 
 

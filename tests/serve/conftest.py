@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +21,10 @@ from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.client import Client
 from serve.torchserve.configuration import HOST, Ports
+from serve.torchserve.java import command_line
 from serve.torchserve.state import RunningServer, state_folder
 from serve.tune import servers
+from tests.programs import Programs, begun
 from tests.serve import artifacts
 from tests.serve.own_server import Running, run_server
 
@@ -63,6 +69,29 @@ def free_ports() -> Ports:
     return Ports(*servers.free_ports(5))
 
 
+@contextmanager
+def by(interpreter: Path) -> Iterator[None]:
+    """A server that is started meanwhile starts its workers, then and later, by another interpreter than this one."""
+
+    def with_it(java: Path, **told: Any) -> Sequence[str]:
+        return [str(interpreter) if word == sys.executable else word for word in command_line(java, **told)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "command_line", with_it)
+        yield
+
+
+@pytest.fixture(scope="session")
+def torch_begun() -> Iterator[Programs]:
+    """Starts programs that have imported torch, and TorchServe's worker: neither of them anything of this project.
+
+    Its executable is for servers whose workers come and go many times. That one begins cold as well is shown by the
+    servers that are started without it: those of a command, with signed archives, with an engine from outside.
+    """
+    with begun("torch", "ts.model_service_worker", environment={**ENVIRONMENT, **os.environ}) as programs:
+        yield programs
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """An artifact folder of every kind, in a store as the pipeline leaves it."""
@@ -99,23 +128,23 @@ def served(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     (hiding / "sitecustomize.py").write_text(HIDE_PROJECT.format(project=str(Path(__file__).parents[2])))
     (hiding / "serve").mkdir()
     (hiding / "serve" / "__init__.py").write_text(DECOY)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(hiding))
-        for name in ENVIRONMENT:  # which importing optimize sets, in this process; workers get it from the starter
-            patch.delenv(name, raising=False)
-        told: list[tuple[float, str]] = []
-        running = server.start(
-            store,
-            archives,
-            ports=free_ports(),
-            deadline_s=150,
-            progressed=lambda fraction, message: told.append((fraction, message)),
-        )
-    try:
-        with running.client(store) as client:
-            yield Served(store, running, client, folders, told)
-    finally:
-        server.stop(store)
+    told: list[tuple[float, str]] = []
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(hiding))
+            for name in ENVIRONMENT:  # which importing optimize sets, in this process; workers get it from the starter
+                patch.delenv(name, raising=False)
+            programs = stack.enter_context(begun("ts.model_service_worker", environment={**ENVIRONMENT, **os.environ}))
+            stack.callback(server.stop, store)
+            with by(programs.executable):
+                running = server.start(
+                    store,
+                    archives,
+                    ports=free_ports(),
+                    deadline_s=150,
+                    progressed=lambda fraction, message: told.append((fraction, message)),
+                )
+        yield Served(store, running, stack.enter_context(running.client(store)), folders, told)
 
 
 @pytest.fixture(scope="session")

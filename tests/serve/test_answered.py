@@ -26,9 +26,10 @@ from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST
 from serve.torchserve.limits import Limits
 from serve.torchserve.state import RunningServer, state_folder
+from tests.programs import Programs
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
-from tests.serve.conftest import free_ports
+from tests.serve.conftest import by, free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -79,13 +80,14 @@ def archive(store: Path, name: str, options: ServingOptions) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(torch_begun: Programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     store = tmp_path_factory.mktemp("answered")
     archives = {
         ALONE: archive(store, ALONE, ServingOptions(batch_size=64, max_batch_delay_ms=3000)),
         PAIR: archive(store, PAIR, ServingOptions(batch_size=8, max_batch_delay_ms=60, workers=2)),
     }
-    running = server.start(store, archives, ports=free_ports(), limits=Limits(queue=600), gpus=0, deadline_s=200)
+    with by(torch_begun.executable):
+        running = server.start(store, archives, ports=free_ports(), limits=Limits(queue=600), gpus=0, deadline_s=200)
     try:
         yield Served(store, running)
     finally:

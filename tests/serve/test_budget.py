@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +22,7 @@ from serve.runtime.headers import opened, read_header
 from serve.runtime.images import decode
 from serve.runtime.predictor import Outcome, Predictor
 from serve.runtime.structure import plain_jpeg, plain_webp
+from tests.programs import Programs
 from tests.serve import artifacts, bombs
 from tests.serve.artifacts import encoded, jpeg, picture
 
@@ -255,12 +254,12 @@ torch.set_num_threads(1)
 from serve.runtime.predictor import Predictor
 from tests.serve.artifacts import encoded, jpeg
 predictor = Predictor(Path(sys.argv[1]))
-large = [encoded(Image.new("RGB", (5000, 5000)), kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "BMP")]
-deep = encoded(Image.new("I;16", (5000, 5000)), "PNG")
+large = [encoded(Image.new("RGB", (4000, 4000)), kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "BMP")]
+deep = encoded(Image.new("I;16", (4000, 4000)), "PNG")
 items = [*large, deep, jpeg(1)]
 print([type(outcome).__name__ for outcome in predictor.predict(items)])
 used = psutil.Process().memory_info().vms
-resource.setrlimit(resource.RLIMIT_AS, (used + 40_000_000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + 25_000_000, resource.RLIM_INFINITY))
 starved = predictor.predict(items)
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 print([getattr(outcome, "status", 200) for outcome in starved])
@@ -269,15 +268,8 @@ print([type(outcome).__name__ for outcome in predictor.predict(items)])
 
 
 @pytest.mark.slow
-def test_too_little_memory_is_the_servers_fault_and_passes(artifact: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", STARVED, str(artifact)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def test_too_little_memory_is_the_servers_fault_and_passes(torch_begun: Programs, artifact: Path) -> None:
+    run = torch_begun.run("-c", STARVED, artifact)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [str(["list"] * 7), str([503] * 6 + [200]), str(["list"] * 7)]
 

@@ -6,8 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from serve.runtime.compiled import cache_folder, device_key, kept
 from serve.runtime.engines.onnxruntime_tensorrt import compile_options, engine_key
 from serve.runtime.errors import EngineError
 from serve.runtime.execution import Execution
+from tests.programs import Programs
 
 KEY = {"model": "abc", "torch": "2.14"}
 TENSORRT_CARD = Card(
@@ -136,10 +135,10 @@ kept(cache_folder("inductor", {"one": 1}), "model.pt2", make)
 """
 
 
-def test_two_processes_do_not_compile_the_same_at_once(tmp_path: Path) -> None:
+def test_two_processes_do_not_compile_the_same_at_once(torch_begun: Programs, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    running = [subprocess.Popen([sys.executable, "-c", SLOW_MAKER, str(log)]) for _ in range(2)]
-    assert [process.wait(60) for process in running] == [0, 0]
+    running = [torch_begun.start("-c", SLOW_MAKER, log) for _ in range(2)]
+    assert [program.end().returncode for program in running] == [0, 0]
     assert log.read_text() == "made "
 
 

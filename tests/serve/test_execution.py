@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from serve.runtime.engines.base import (
 from serve.runtime.errors import EngineError, UserError
 from serve.runtime.execution import Execution, unset
 from serve.runtime.onnx_file import TINY_GRAPH
+from tests.programs import Programs
 from tests.serve import artifacts
 
 
@@ -192,7 +191,7 @@ def test_buckets_are_the_only_batch_sizes_that_an_engine_is_given(
         assert bucketed.provider == whole.provider
 
 
-def test_an_engine_may_go_in_any_thread_and_signals_are_handled_after_it(tmp_path: Path) -> None:
+def test_an_engine_may_go_in_any_thread_and_signals_are_handled_after_it(torch_begun: Programs, tmp_path: Path) -> None:
     """A server loads in one thread, drops in another, and is told to end by a signal that Python handles."""
     folder = artifacts.onnx(tmp_path / "artifact", device="cpu")
     program = """
@@ -213,7 +212,5 @@ def test_an_engine_may_go_in_any_thread_and_signals_are_handled_after_it(tmp_pat
         signal.signal(signal.SIGTERM, lambda number, frame: print("handled"))
         signal.raise_signal(signal.SIGTERM)
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(folder)], capture_output=True, text=True, check=False
-    )
+    ended = torch_begun.run("-c", textwrap.dedent(program), folder)
     assert (ended.returncode, ended.stdout) == (0, "handled\n"), ended.stderr

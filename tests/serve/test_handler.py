@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 import zipfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from serve.runtime.errors import CardError, EngineError
 from serve.runtime.faults import is_lost, lacks_memory
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
+from tests.programs import Programs
 from tests.serve import artifacts
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -299,30 +299,24 @@ print("alive", flush=True)
 """
 
 
-def run_breaking(error: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def run_breaking(programs: Programs, error: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "breaking_engine.py"  # a file, because an engine travels in the archive
     script.write_text(BREAKING.format(error=error))
-    return subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return programs.run(script, tmp_path, environment=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])})
 
 
-def test_a_worker_whose_cuda_context_is_broken_ends(tmp_path: Path) -> None:
+def test_a_worker_whose_cuda_context_is_broken_ends(torch_begun: Programs, tmp_path: Path) -> None:
     said = "CUDA error: device-side assert triggered\\nCUDA kernel errors might be asynchronously reported"
-    ended = run_breaking(f"RuntimeError('{said}')", tmp_path)
+    ended = run_breaking(torch_begun, f"RuntimeError('{said}')", tmp_path)
     assert ended.returncode == 1
     assert "alive" not in ended.stdout
     assert "cpu is lost to this process: RuntimeError: CUDA error: device-side assert triggered" in ended.stderr
     assert "this worker ends" in ended.stderr
 
 
-def test_a_worker_that_lacks_memory_says_so_and_lives(tmp_path: Path) -> None:
-    ended = run_breaking("torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')", tmp_path)
+def test_a_worker_that_lacks_memory_says_so_and_lives(torch_begun: Programs, tmp_path: Path) -> None:
+    lacking = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')"
+    ended = run_breaking(torch_begun, lacking, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("503 the server has too little memory") == 4
     assert "alive" in ended.stdout

@@ -28,7 +28,8 @@ pytestmark = [
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache of the module's own: the user's may hold what another version of the test compiled.
 
-    What calls the kernels is compiled without optimising, which takes the compiler less time, and the kernels as ever.
+    What calls the kernels is compiled without optimising, and nothing with the numbers of its lines, which takes the
+    compiler less time; the kernels are compiled as ever.
     Headers are looked for changes once: torch 2.14 preprocesses them twice for each package.
     """
     from torch._inductor import codecache, config
@@ -41,7 +42,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             precompiled[asked] = precompile(*header, **options)
         return precompiled[asked]
 
-    hurried = config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
+    hurried = config.patch(
+        {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.enable_line_tables": False},
+    )
     with pytest.MonkeyPatch.context() as patch, hurried:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))

@@ -27,8 +27,9 @@ from serve.torchserve import live, server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST
 from serve.torchserve.state import RunningServer, archives_folder, read_state, state_folder
+from tests.programs import Programs
 from tests.serve import artifacts
-from tests.serve.conftest import free_ports
+from tests.serve.conftest import by, free_ports
 from tests.serve.full_disk import no_file_longer_than
 from tests.serve.test_server import broken_script, command, invoked, onnx_for_cuda
 
@@ -91,7 +92,7 @@ class Senders:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def store(torch_begun: Programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A store with two runs, and a server that was asked for three models of the first, of which one can be loaded."""
     store = tmp_path_factory.mktemp("fleet")
     first = packed(store, "one", "script", workers=2, decoder="nvimgcodec")  # without a GPU: passed over
@@ -103,7 +104,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         left_out[f"one-{name}"] = build_archive(folder, path, model_name=f"one-{name}")
     told: dict[str, str] = {}
     archives = {**left_out, "one-script": first}
-    running = server.start(store, archives, ports=free_ports(), gpus=0, on_left_out=told.__setitem__)
+    with by(torch_begun.executable):
+        running = server.start(store, archives, ports=free_ports(), gpus=0, on_left_out=told.__setitem__)
     try:
         assert running.models == ("one-script",)
         assert told == running.left_out

@@ -29,11 +29,13 @@ from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST
 from serve.torchserve.java import java_executable
+from serve.torchserve.launcher import FRONTEND, GROOVY, launcher, torchserve_jar
 from serve.torchserve.limits import LOG_FILES_KEPT, Limits
 from serve.torchserve.state import RunningServer, state_folder
+from tests.programs import Programs
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
-from tests.serve.conftest import free_ports
+from tests.serve.conftest import by, free_ports
 
 MIB = 1 << 20
 LIMITS = Limits(queue=24, body_mb=1, held_mb=2, receive_s=3, drain_s=20, connections=200)
@@ -96,9 +98,9 @@ def operating(store: Path, archives: dict[str, Path], limits: Limits = LIMITS) -
 
 
 @pytest.fixture(scope="module")
-def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+def operated(torch_begun: Programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
     store = tmp_path_factory.mktemp("operated")
-    with operating(store, archives_of(store)) as found:
+    with by(torch_begun.executable), operating(store, archives_of(store)) as found:
         yield found
 
 
@@ -134,10 +136,6 @@ def test_a_line_is_logged_once(operated: Operated) -> None:
 
 
 def test_logs_are_put_aside_when_they_are_large_and_forgotten_when_they_are_many(tmp_path: Path) -> None:
-    from ts import __file__ as torchserve
-
-    from serve.torchserve import java
-
     script = tmp_path / "Write.groovy"
     script.write_text(
         "def log = org.slf4j.LoggerFactory.getLogger('org.pytorch.serve.Test')\n"
@@ -146,11 +144,10 @@ def test_logs_are_put_aside_when_they_are_large_and_forgotten_when_they_are_many
         "2000.times { log.info('x' * 100); access.info('y' * 100); workers.info('z' * 100) }\n"
     )
     size = 20_000
-    frontend = Path(java.__file__).parent / "frontend"
     words = [
         *("-Dserve.logs=" + str(tmp_path), f"-Dserve.log_bytes={size}", f"-Dserve.log_files={LOG_FILES_KEPT}"),
-        *("-Dserve.access_level=info", f"-Dlog4j2.configurationFile={(frontend / 'log4j2.xml').as_uri()}"),
-        *("-cp", str(Path(torchserve).parent / "frontend" / "*"), java.MAIN_CLASS, str(script)),
+        *("-Dserve.access_level=info", f"-Dlog4j2.configurationFile={(FRONTEND / 'log4j2.xml').as_uri()}"),
+        *("-cp", str(torchserve_jar()), GROOVY, str(script)),
     ]
     subprocess.run([str(java_executable()), *words], check=True, capture_output=True, timeout=120)
     for name in ("ts_log", "access_log", "model_log"):
@@ -166,6 +163,14 @@ def test_java_has_the_heap_that_is_stated(operated: Operated) -> None:
     words = psutil.Process(operated.running.pid).cmdline()
     assert f"-Xmx{192 + 4 * LIMITS.held_mb}m" in words
     assert f"-XX:MaxDirectMemorySize={64 + 3 * LIMITS.held_mb}m" in words
+
+
+def test_java_runs_our_main_as_it_was_compiled_before(operated: Operated) -> None:
+    words = psutil.Process(operated.running.pid).cmdline()
+    _, compiled = words[words.index("-cp") + 1].split(":")
+    assert compiled.endswith("/launch.jar")
+    assert words[words.index("-cp") + 2] == "Launch"
+    assert launcher(java_executable()).classes == Path(compiled)
 
 
 @pytest.mark.parametrize(
@@ -453,18 +458,16 @@ def test_a_client_that_shuts_its_sending_side_is_answered(operated: Operated) ->
         assert stream.recv(1) == b"", "and the connection is closed"
 
 
-@pytest.mark.parametrize("sent", ["nothing", "half a header", "half a body"])
-def test_a_client_that_does_not_go_on_is_let_go(operated: Operated, sent: str) -> None:
+def test_clients_that_do_not_go_on_are_let_go(operated: Operated) -> None:
     begun = time.monotonic()
-    with opened(operated) as stream:
-        if sent == "half a header":
-            stream.sendall(b"POST /predictions/x HTTP/1.1\r\nHost:")
-        if sent == "half a body":
-            send_head(stream, operated, QUICK, 1000)
-            stream.sendall(b"\xff" * 500)
-        stream.settimeout(LIMITS.receive_s + 10)
-        assert stream.recv(1) == b""
-        assert time.monotonic() - begun > LIMITS.receive_s - 1
+    with opened(operated) as silent, opened(operated) as half_a_header, opened(operated) as half_a_body:
+        half_a_header.sendall(b"POST /predictions/x HTTP/1.1\r\nHost:")
+        send_head(half_a_body, operated, QUICK, 1000)
+        half_a_body.sendall(b"\xff" * 500)
+        for stream in (silent, half_a_header, half_a_body):
+            stream.settimeout(LIMITS.receive_s + 10)
+            assert stream.recv(1) == b""
+            assert time.monotonic() - begun > LIMITS.receive_s - 1
 
 
 def test_a_client_that_has_been_answered_and_asks_nothing_more_is_let_go(operated: Operated) -> None:

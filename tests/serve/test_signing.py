@@ -32,6 +32,7 @@ from serve.runtime.errors import CardError, PipelineError, UserError
 from serve.signing import SignatureError, sign, signature_path, verify
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive, foreign_parts
+from serve.torchserve.launcher import GROOVY
 from serve.torchserve.state import state_folder
 from serve.verified import Policy, policy_of, verified_copy
 from tests.serve import artifacts
@@ -397,8 +398,10 @@ def test_the_server_is_not_started_with_what_the_policy_refuses(archive: Path, k
 
 @pytest.mark.slow
 def test_a_signed_archive_is_served_and_what_happens_to_the_stores_own_file_then_is_nothing_to_the_server(
-    original: Path, keys: Keys, tmp_path: Path
+    original: Path, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Nor is there a place for our main as it is compiled: its text is run.
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     folder = layout.artifact_folder(tmp_path, "small", "script")
     shutil.copytree(original, folder)
     archive = build_archive(folder, layout.archive_path(tmp_path, "small", "script"), model_name="small-script")
@@ -407,6 +410,7 @@ def test_a_signed_archive_is_served_and_what_happens_to_the_stores_own_file_then
     image = artifacts.jpeg(2)
     running = server.start(tmp_path, {"small-script": archive}, ports=free_ports(), policy=policy, deadline_s=200)
     try:
+        assert GROOVY in psutil.Process(running.pid).cmdline()
         with running.client(tmp_path) as client:
             before = client.predict("small-script", image)
             archive.write_bytes(b"something else")

@@ -34,13 +34,13 @@ try {
         println 'stopping: new requests are refused, what was accepted is answered'
         long left = admission.drain(Long.getLong('serve.drain_ms'), started)
         println left == 0 ? 'stopping: all that was accepted is answered' : "stopping: $left request(s) are given up"
-        // stop() would wait two seconds until Netty has been quiet for so long, and nothing can come: it closes each
-        // connection first. Netty keeps to the first that it is told.
+        // As stop(), which would first wait two seconds until Netty has been quiet for so long: nothing can come, for each
+        // connection is closed before.
+        started.@futures.each { it.channel().close().sync() }
         def groups = started.@serverGroups
-        [groups.serverGroup, groups.childGroup, groups.metricsGroup].each {
-            it?.shutdownGracefully(0, 15, TimeUnit.SECONDS)
-        }
-        started.stop()
+        [groups.serverGroup, groups.childGroup, groups.metricsGroup].findAll()
+                .collect { it.shutdownGracefully(0, 15, TimeUnit.SECONDS) }.each { it.sync() }
+        started.exitModelStore()
     }, 'drain'))
 
     // The future of a port is that of its close.
