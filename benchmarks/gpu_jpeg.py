@@ -33,7 +33,7 @@ from serve.runtime.work import Answered
 
 _TOP = 5
 _MOST_BATCH = 128
-_COMPARED = 64  # images that pixels and answers are compared on
+_COMPARED = 64  # images that pixels and answers are compared on, or as many as the networks are
 
 # What every decoder feeds: the first of these that works here.
 _ENGINES = ("torch-cudagraph", "exported")
@@ -64,7 +64,8 @@ def measure_jpeg(
         the runtime's own decoder in process, and how far pixels are from that one's; or why there are none.
     """
     work = subject.work / "jpeg"
-    files = jpegs(subject, max(_COMPARED, *clients))
+    compared = min(_COMPARED, len(subject.wanted))
+    files = jpegs(subject, max(compared, *clients))
     wanted: list[int] | None = None
     for name in (CPU, *sorted(decoders())):
         for where in ("in process", *SERVERS):
@@ -74,11 +75,11 @@ def measure_jpeg(
             failed = ""
             try:
                 decoder = open_decoder(name, device)
-                pixels = difference(files[:_COMPARED], decoder, subject.preprocessing)
+                pixels = difference(files[:compared], decoder, subject.preprocessing)
                 folder, execution = served(subject, device, name, max(clients), work / f"{where} {name}")
                 opened = in_process(folder, device) if where == "in process" else ask_over_http(where, folder, device)
                 with opened as (ask, classes):
-                    top = classes(files[:_COMPARED])
+                    top = classes(files[:compared])
                     wanted = wanted or top
                     told = {
                         "network": execution,
