@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.below import add_option, tell
+from optimize import noise
 from optimize.listener import Silent
 from optimize.measure.rows import Report, Row
 from optimize.report.words import percent, points
@@ -116,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", type=Path, default=Path("model_store"))
     add_option(parser)
     options = parser.parse_args(arguments)
+    noise.silence()
     job = Job(
         model=MODEL,
         checkpoint=options.checkpoint,
