@@ -1,4 +1,4 @@
-"""One scale a tensor in int8, and what recovers it: ``examples/recovery.yaml`` on a MobileNetV2 and CIFAR-10, as a page.
+"""One scale a tensor in int8, and what recovers it: ``examples/recovery.yaml`` on a MobileNetV2, as a page.
 
 ``python -m benchmarks.recovery --data imagefolder:DIR --write docs/recovery.md``. What was made before comes from the
 store, so that it can be stopped and goes on.
