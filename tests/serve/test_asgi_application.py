@@ -265,7 +265,7 @@ def test_at_its_deadline_a_request_is_answered_504_and_not_computed_any_more(ser
     started = time.monotonic()
     answer = ask(made, "POST", "/predictions/tiny", artifacts.jpeg(1), {"x-request-deadline-ms": "100"})
     assert answer.status == 504
-    assert 0.09 < time.monotonic() - started < 30
+    assert 0.09 < time.monotonic() - started < 3
     assert service.futures[0].cancelled()
 
 
