@@ -154,7 +154,7 @@ def whole(name: str, **changes: object) -> ModelRecord:
         family=family(name),
         weights="random",
         parameters=11_000_000,
-        signal=Signal(image_share=0.25, rounding_db=31.5, top1=0.75, images=64),
+        signal=Signal(image_share=0.25, rounding_db=31.5, top1=0.75, images=64, weights_rounded=True),
         stages=stages,
         speed=Speed(int8="ptq@torchscript", int8_ms=2.0, float_="onnx@openvino", float_ms=5.0, low=2.4, high=2.6),
     )
@@ -173,6 +173,11 @@ def test_the_page_counts_who_passes_and_says_why_others_do_not(tmp_path: Path) -
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[2:9] == ["11.0", "25.0%, 32 dB", "75%", "0.26", "90.0%, 18.2 dB", "98.4%, 28.5 dB", ""]
     assert cells[-2] == "2.50 [2.40, 2.60]"
+
+
+def test_the_page_marks_records_whose_weights_were_not_rounded() -> None:
+    old = Signal(image_share=0.25, rounding_db=31.5, top1=0.75, images=64)
+    assert "| 25.0%, 32 dB* |" in page([whole("resnet18", signal=old)], Settings(), ["resnet18"])
 
 
 def test_the_page_counts_those_that_were_not_taken_or_not_timed_yet() -> None:
@@ -284,3 +289,25 @@ def test_every_layer_of_a_drawn_network_has_variance_one_on_the_images() -> None
             if isinstance(layer, nn.Conv2d):
                 assert float((x - x.mean((0, 2, 3), keepdim=True)).square().mean()) == pytest.approx(1.0, rel=1e-3)
                 assert isinstance(behind, nn.ReLU)
+
+
+def test_what_8_bits_cost_counts_weights_and_answers() -> None:
+    """By hand: a channel whose largest weight reads what is always dark, so that its others have few integers."""
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 4, 1)
+    convolution.weight.data[:, 2] = 30.0
+    module = nn.Sequential(convolution, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
+    images, labels = bars(96, 2)
+    images[:, 2] = 0
+    weight, bias = convolution.weight.detach().clone(), convolution.bias.detach()
+    ends = weight.flatten(1).abs().amax(1)
+    few = torch.fake_quantize_per_channel_affine(weight, ends / 127, torch.zeros(4, dtype=torch.int32), 0, -127, 127)
+    exact = nn.functional.conv2d(images, weight, bias)
+    lossy = nn.functional.conv2d(images, few, bias)
+    grid = torch.linspace(float(lossy.min()), float(lossy.max()), 256)
+    lossy = grid[(lossy.flatten()[:, None] - grid).abs().argmin(1)].view_as(lossy)
+    means = exact.mean((2, 3))
+    expected = (means - means.mean(0)).square().sum() / (lossy.mean((2, 3)) - means).square().sum()
+    signal = fit_head(module, lambda: iter([(images, labels)]), lambda: iter([(images, labels)]))
+    assert signal.rounding_db == pytest.approx(10 * math.log10(float(expected)), abs=0.1)
+    assert torch.equal(convolution.weight, weight)  # as they were

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from benchmarks.here import here
-from benchmarks.zoo.record import Agreement, ModelRecord, Passed
+from benchmarks.zoo.record import CLEAR_DB, Agreement, ModelRecord, Passed, Signal
 from benchmarks.zoo.stages import STAGES, Settings, passes
 
 
@@ -78,8 +78,8 @@ def _drawn(records: Sequence[ModelRecord], settings: Settings) -> Iterator[str]:
             f"{share[0]:.1%} to {share[-1]:.1%} (median {statistics.median(share):.0%}) differs between images, and "
             f"the head is right on {top1[0]:.0%} to {top1[-1]:.0%} of images that it was not fitted on, where guessing "
             f"is right on 10 %. Agreement and SQNR are those of such networks, and no trained network's. Where images "
-            "stood out of rounding by less than 10 dB, the network was trained for the epochs that the table names, on "
-            f"{settings.fitting} images."
+            f"stood out of rounding by less than {CLEAR_DB:.0f} dB, the network was trained for the epochs that the "
+            f"table names, on {settings.fitting} images."
         )
         yield ""
 
@@ -91,13 +91,13 @@ def _passing(records: Sequence[ModelRecord]) -> int:
 def _reading() -> Iterator[str]:
     yield from (
         "Seconds are of processor time, of all threads. Images differ by a share of the power of what the head "
-        "reads, so far above what is left of rounding each layer's answers to 8 bits. Size is that of the int8 "
-        "graph, as a share of the float graph's. Agreement is that of top-1, SQNR that of the logits' part that "
-        "differs between images, in dB. *Of the integers*: against float. *Of engines*: the lowest of torch's "
-        "kernels, ONNX Runtime and OpenVINO against what the integers mean in exact arithmetic. The graph for "
-        "TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: "
-        "the fastest execution in int8 and the fastest in float, with the 95 % interval of their ratio where they "
-        "took turns.",
+        "reads, so far above what rounding each layer's weights and answers to 8 bits changes there (with a star: its "
+        "answers alone). Size is that of the int8 graph, as a share of the float graph's. Agreement is that of top-1, "
+        "SQNR that of the logits' part that differs between images, in dB. *Of the integers*: against float. *Of "
+        "engines*: the lowest of torch's kernels, ONNX Runtime and OpenVINO against what the integers mean in exact "
+        "arithmetic. The graph for TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. Speed is "
+        "of one image, batch 1: the fastest execution in int8 and the fastest in float, with the 95 % interval of "
+        "their ratio where they took turns.",
         "",
     )
 
@@ -133,7 +133,7 @@ def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
             _name(record),
             record.weights.removeprefix("torchvision's weights "),
             f"{record.parameters / 1e6:.1f}" if record.parameters else "",
-            f"{signal.image_share:.1%}, {signal.rounding_db:.0f} dB" if signal else "",
+            _signal(signal) if signal else "",
             f"{signal.top1:.0%}" if signal else "",
             f"{size:.2f}" if size else "",
             *_agreeing(record.stages.get("agreement")),
@@ -142,6 +142,10 @@ def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
             f"{record.peak_bytes / 2**30:.1f}",
         ]
         yield f"| {' | '.join(cells)} |"
+
+
+def _signal(signal: Signal) -> str:
+    return f"{signal.image_share:.1%}, {signal.rounding_db:.0f} dB{'' if signal.weights_rounded else '*'}"
 
 
 def _share(record: ModelRecord) -> float | None:

@@ -13,19 +13,24 @@ from optimize.measure.figures import Record
 Status = Literal["ok", "failed", "not made"]
 
 
+#: How far above rounding the images of a drawn network stand (``Signal.rounding_db``) for int8 to mean anything.
+CLEAR_DB = 6.0
+
+
 class Signal(Record):
     """That a network's answers depend on what it sees.
 
     ``image_share`` is how much of the power (mean square) of what the head reads differs between images, and
-    ``rounding_db`` how far that difference is above the noise that is left there where each layer gives one of 256
-    numbers: below 0 dB an int8 network of these weights answers noise, whatever made it. ``top1`` is the fitted head's,
-    on ``images`` that nothing was fitted on.
+    ``rounding_db`` how far that difference is above what changes there where each layer has weights and gives numbers
+    of 8 bits: below 0 dB an int8 network of these weights answers noise, whatever made it. ``top1`` is the fitted
+    head's, on ``images`` that nothing was fitted on. Of records without ``weights_rounded`` the weights stayed exact.
     """
 
     image_share: float
     rounding_db: float
     top1: float
     images: int
+    weights_rounded: bool = False
 
 
 class Agreement(Record):

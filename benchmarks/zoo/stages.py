@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.zoo.agreement import Certify, agreements, disagreeing
-from benchmarks.zoo.record import ModelRecord, Passed, Signal, Speed
+from benchmarks.zoo.record import CLEAR_DB, ModelRecord, Passed, Signal, Speed
 from benchmarks.zoo.weights import fit_head, initialise
 from optimize.context import Context
 from optimize.data.formats.base import open_data
@@ -53,10 +53,8 @@ from serve.runtime.images import normalise
 
 _CPU = torch.device("cpu")
 _IMAGENET = 1000
-#: How far above rounding the images of a drawn network stand, in dB, for int8 to mean anything; and the epochs, over
-#: the few images that its head is fitted on, in which training brings it there. Narrow and deep networks need it:
-#: MNASNet, ShuffleNet, MobileNetV3.
-_CLEAR_DB = 10.0
+#: Epochs, over the few images that its head is fitted on, in which training brings a drawn network's images out of
+#: rounding (`CLEAR_DB`). Narrow and deep networks need it: MNASNet, ShuffleNet, MobileNetV3.
 _MOST_EPOCHS = 8
 
 
@@ -256,7 +254,7 @@ class Model:
         data = dataclasses.replace(context.data, train=subset(context.data.train, images))
         few = dataclasses.replace(context, data=data)
         config, epochs = TrainingConfig(epochs=2, batch_size=16, learning_rate=0.01, augment="none"), 0
-        while signal.rounding_db < _CLEAR_DB and epochs < _MOST_EPOCHS:
+        while signal.rounding_db < CLEAR_DB and epochs < _MOST_EPOCHS:
             for layer in module.modules():
                 if isinstance(layer, _BatchNorm):
                     layer.momentum = 0.1  # they had the mean over all that they saw, of older weights too

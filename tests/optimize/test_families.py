@@ -69,11 +69,7 @@ def context_of(name: str, digits: ImageData) -> Context:
     return Context(digits, Preprocessing(side(name), (side(name), side(name))), CPU)
 
 
-#: 5.1 dB of 6: fewer than its rounding (19 dB) explains; what loses them was not found yet.
-MAXVIT = pytest.param("maxvit", marks=pytest.mark.xfail(strict=True, raises=AssertionError))
-
-
-@pytest.mark.parametrize("name", [MAXVIT if name == "maxvit" else name for name in FAMILIES])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_keeps_its_answers_in_integers_and_in_torchs_kernels(name: str, digits: ImageData) -> None:
     """In this process, without files and engines."""
     context, config = context_of(name, digits), Ptq(images=32)
@@ -129,7 +125,7 @@ def drawn(name: str, context: Context) -> nn.Module:
     module = build(name)
     initialise(module, next(batches(context.data.train, 32))[0])
     signal = fit_head(module, lambda: batches(context.data.train, 128), lambda: batches(context.data.val, 32))
-    assert signal.rounding_db > 10.0  # of what the head reads at most a tenth is what 8 bits cannot hold
+    assert signal.rounding_db > 9.0  # of what the head reads at most an eighth is what 8 bits cannot hold
     assert signal.top1 > 0.2  # guessing is right on a tenth
     return module
 
