@@ -18,7 +18,7 @@ from torchvision import models
 
 from benchmarks.zoo.agreement import agreements, compared
 from benchmarks.zoo.names import family
-from benchmarks.zoo.record import Agreement
+from benchmarks.zoo.record import Agreement, Signal
 from benchmarks.zoo.weights import fit_head, initialise
 from optimize.context import Context
 from optimize.data.loading import loader
@@ -73,7 +73,7 @@ def context_of(name: str, digits: ImageData) -> Context:
 def test_a_family_keeps_its_answers_in_integers_and_in_torchs_kernels(name: str, digits: ImageData) -> None:
     """In this process, without files and engines."""
     context, config = context_of(name, digits), Ptq(images=32)
-    module = drawn(name, context)
+    module, signal = drawn(name, context)
     example = context.example()
     fused = fuse_module(module, example)
     prepared = observing(fused, config, resolve(lambda: module, config), example)("histogram")
@@ -88,7 +88,7 @@ def test_a_family_keeps_its_answers_in_integers_and_in_torchs_kernels(name: str,
     with torch.no_grad():
         expected, folded, meant, found = (each(inputs) for each in (module, fused, reference, packed))
     torch.testing.assert_close(folded, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
-    assert (compared("integers", "float", expected, meant).sqnr_db or np.inf) > 6.0
+    assert (compared("integers", "float", expected, meant).sqnr_db or np.inf) > least(signal)
     assert (compared("kernels", "integers", meant, found).sqnr_db or np.inf) > 12.0
     left = sum(parameter.numel() for parameter in packed.parameters())
     weights = sum(parameter.numel() for parameter in module.parameters())
@@ -100,7 +100,7 @@ def test_a_family_keeps_its_answers_through_fuse_ptq_and_int8_onnx(
     name: str, digits: ImageData, tmp_path: Path
 ) -> None:
     context = context_of(name, digits)
-    module = drawn(name, context)
+    module, signal = drawn(name, context)
     (tmp_path / "code.py").write_text(CODE.format(name=name))
     session = Session(Store(tmp_path / "store"), resolve_model(f"{tmp_path / 'code.py'}:network"), context)
     fused = parent_of(fuse_module(module, context.example()), context, tmp_path / "fuse")
@@ -109,14 +109,14 @@ def test_a_family_keeps_its_answers_through_fuse_ptq_and_int8_onnx(
     found = agreements(graph, module, decoded(subset(digits.val, 32), context.preprocessing))
     engines = {"torchscript", "onnxruntime", "openvino"}
     assert {each.engine for each in found} == {"reference program", "onnxruntime, node by node", *engines}
-    assert worst(found, "float") > 6.0, found
+    assert worst(found, "float") > least(signal), found
     assert worst(found, "integers") > 12.0, found
     weights = 4 * sum(parameter.numel() for parameter in module.parameters())
     assert graph.path.stat().st_size <= (0.3 + LARGER.get(name, 0.0)) * weights + (256 << 10)
 
 
-def drawn(name: str, context: Context) -> nn.Module:
-    """The small network of a family, its head fitted to the digits."""
+def drawn(name: str, context: Context) -> tuple[nn.Module, Signal]:
+    """The small network of a family, its head fitted to the digits, and what rounding leaves of it."""
 
     def batches(split, count: int):
         for images, labels in loader(split, context.preprocessing, batch_size=32, device=CPU, limit=count):
@@ -127,7 +127,12 @@ def drawn(name: str, context: Context) -> nn.Module:
     signal = fit_head(module, lambda: batches(context.data.train, 128), lambda: batches(context.data.val, 32))
     assert signal.rounding_db > 9.0  # of what the head reads at most an eighth is what 8 bits cannot hold
     assert signal.top1 > 0.2  # guessing is right on a tenth
-    return module
+    return module, signal
+
+
+def least(signal: Signal) -> float:
+    """The SQNR in dB that int8 must keep: with 4 dB for what `Signal` does not round, such as sums, 6 at most."""
+    return min(6.0, signal.rounding_db - 4.0)
 
 
 def worst(found: tuple[Agreement, ...], reference: str) -> float:
