@@ -294,16 +294,16 @@ def test_every_layer_of_a_drawn_network_has_variance_one_on_the_images() -> None
 def test_what_8_bits_cost_counts_weights_and_answers() -> None:
     """By hand: a channel whose largest weight reads what is always dark, so that its others have few integers."""
     torch.manual_seed(0)
-    convolution = nn.Conv2d(3, 4, 1)
+    convolution = nn.Conv2d(3, 4, 1, bias=False)
     convolution.weight.data[:, 2] = 30.0
     module = nn.Sequential(convolution, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
     images, labels = bars(96, 2)
     images[:, 2] = 0
-    weight, bias = convolution.weight.detach().clone(), convolution.bias.detach()
+    weight = convolution.weight.detach().clone()
     ends = weight.flatten(1).abs().amax(1)
     few = torch.fake_quantize_per_channel_affine(weight, ends / 127, torch.zeros(4, dtype=torch.int32), 0, -127, 127)
-    exact = nn.functional.conv2d(images, weight, bias)
-    lossy = nn.functional.conv2d(images, few, bias)
+    exact = nn.functional.conv2d(images, weight)
+    lossy = nn.functional.conv2d(images, few)
     grid = torch.linspace(float(lossy.min()), float(lossy.max()), 256)
     lossy = grid[(lossy.flatten()[:, None] - grid).abs().argmin(1)].view_as(lossy)
     means = exact.mean((2, 3))
