@@ -68,7 +68,7 @@ BIN := $(VENV)/bin
 
 .PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-gpu bench-quant bench-data
 .PHONY: bench-serve bench-models table-cifar zoo
-.PHONY: soak audit clean
+.PHONY: soak audit fuzz clean
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
@@ -185,6 +185,9 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 test: $(VENV)/.installed-dev ## the tests, on this machine's cores
 	@# With bytecode kept, also where the environment says not to: a hundred processes would compile the same sources.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+fuzz: $(VENV)/.installed-dev ## examples that the tests have not seen yet, for what parses: other ones at each run
+	HYPOTHESIS_PROFILE=searching $(BIN)/python -m pytest -m hypothesis -n $(JOBS) --dist loadfile
 
 clean: ## remove the environment and caches; runs in model_store stay
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,14 +1,18 @@
-"""What all tests share: hypothesis judges what it finds, and not how busy the machine is; Ctrl-C reaches programs.
+"""What all tests share: each run draws the same numbers and examples; Ctrl-C reaches programs that tests start.
 
-And how several processes share the machine: each computes with one thread, and takes the longest files first, so that
-none is left with one at the end. Java is started as what soon ends again is.
+A change is judged by what it changes, and not by what was drawn this time, nor by how busy the machine is; ``make
+fuzz`` is what looks for examples that no run has seen yet. And how several processes share the machine: each computes
+with one thread, and takes the longest files first, so that none is left with one at the end. Java is started as what
+soon ends again is.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -26,8 +30,10 @@ if TYPE_CHECKING:
 # Millions of objects are made while tests are collected, and stay; see `pytest_collection_finish`.
 gc.disable()
 
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
+_UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", _UNHURRIED, derandomize=True)
+settings.register_profile("searching", _UNHURRIED, max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 # A shell's `… &` has its jobs ignore Ctrl-C, and so would every program that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,6 +45,16 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 #: Whether this is one of several processes that share the tests.
 AMONG_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test and its fixtures draw is the same in each run, whichever tests the process has run before it."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
