@@ -7,7 +7,7 @@ import datetime
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,15 +16,25 @@ from torch import nn
 import optimize as opt
 from benchmarks.cifar import __main__ as cifar
 from benchmarks.cifar.chains import chain, control, epochs, shortened, taught, told, trainings, with_epochs
+from benchmarks.cifar.making import Workshop, working
 from benchmarks.cifar.page import over_seeds, page, student
 from benchmarks.cifar.provenance import changed
 from benchmarks.cifar.record import Cell, Faster, Judged, Table, read, write
 from benchmarks.cifar.rows import EXAMPLES, MODELS, ROWS, START, Row
+from examples.cifar_resnet import CifarResNet
 from optimize.data.pixels import decoded
+from optimize.export.macs import total_macs
+from optimize.export.trace import trace
+from optimize.measure.bench import Bench, Candidate
 from optimize.passes.base import pass_of
+from optimize.pruning.groups import group
+from optimize.pruning.propagation import channels_of
+from optimize.pruning.widths import Costs, Rounding
 from optimize.run.recipe import Recipe, load_recipe
+from optimize.store.artifact import Artifact
 from optimize.training.config import TrainingConfig
-from serve.runtime.errors import UserError
+from serve.runtime.errors import EngineError, UserError
+from serve.runtime.execution import Execution
 from serve.runtime.images import normalise
 from tests.optimize.workbench import noise_context, parent_of
 
@@ -141,6 +151,20 @@ def test_each_row_is_a_stage_of_a_legal_recipe_and_its_control_has_as_many_epoch
         assert not isinstance(link.config, TrainingConfig) or link.config.max_steps == 2
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if row.fewer is not None], ids=lambda row: row.name)
+def test_a_recipe_allows_as_few_multiply_accumulates_as_its_row_aims_at(row: Row) -> None:
+    (pruning,) = (
+        each.config for each in chain(load_recipe(EXAMPLES / row.recipe)) if isinstance(each.config, opt.PruneChannels)
+    )
+    module, batch = trace(CifarResNet({"resnet20": 3, "resnet56": 9}[row.network]).eval()), torch.zeros(1, 3, 32, 32)
+    grouping = group(channels_of(module, batch), {})
+    rounding = Rounding(pruning.round_to, pruning.min_width)
+    least = Costs(grouping).macs([rounding.nearest(0, each) for each in grouping.groups])
+    assert row.fewer is not None
+    assert total_macs(module, batch) / least > row.fewer
+    assert pruning.macs is None or 1 / pruning.macs >= row.fewer
+
+
 def test_what_rows_start_from_is_a_recipe_too() -> None:
     recipe = load_recipe(EXAMPLES / START)
     assert [name for name, _ in told(chain(recipe))] == ["fine-tune"]
@@ -208,6 +232,12 @@ def test_a_row_that_aims_at_a_speed_needs_that_too() -> None:
         assert "2.10× fewer MACs" in text
 
 
+def test_a_row_that_aims_at_less_arithmetic_needs_that_too() -> None:
+    for macs, said in ((1.35, "reached"), (1.3, "missed"), (None, "missed")):
+        text = page(Table(cells=(cell("pruned", 0, macs=macs),)))
+        assert lines(text)["1.35 times fewer MACs"][8] == said
+
+
 def test_what_could_not_be_made_says_why_and_what_has_changed_stands_beside_its_cell() -> None:
     table = Table(cells=(cell("ternary", judged=None, reason="training diverged"), cell()))
     text = page(table, lambda each: ["the code has changed since"])
@@ -241,6 +271,42 @@ def test_the_committed_page_is_that_of_the_committed_cells() -> None:
     found = lines((docs / "cifar.md").read_text(encoding="utf-8"))
     for title, cells in lines(page(read(docs / "cifar.json"))).items():
         assert found[title][:8] == cells[:8], title
+
+
+class Broken:
+    """A bench with two engines, of which some work."""
+
+    def __init__(self, *works: str) -> None:
+        self.works = works
+
+    def candidates(self, artifact: Artifact) -> list[Candidate]:
+        return [Candidate(artifact, Execution(engine, "cpu")) for engine in ("openvino", "onnxruntime")]
+
+    def probe(self, execution: Execution) -> str:
+        if execution.engine not in self.works:
+            raise EngineError(f"{execution.engine} is not installed")
+        return ""
+
+
+def test_a_cell_is_judged_by_an_engine_that_works_here_and_without_one_says_each_ones_reason(tmp_path: Path) -> None:
+    artifact = parent_of(nn.Linear(2, 2), noise_context(), tmp_path)
+    (found,) = working(cast("Bench", Broken("onnxruntime")), artifact)
+    assert found.execution.engine == "onnxruntime"
+    with pytest.raises(
+        EngineError, match="openvino: openvino is not installed; onnxruntime: onnxruntime is not installed"
+    ):
+        working(cast("Bench", Broken()), artifact)
+
+
+def test_a_cell_that_could_not_be_made_is_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = iter([cell("w8a8-ptq"), cell("w8a8-qat", judged=None, reason="no engine here runs qat-onnx")])
+    monkeypatch.setattr(Workshop, "key", lambda self, row: row.name)
+    monkeypatch.setattr(Workshop, "make", lambda self, row: next(made))
+    words = ["--short", "--only", "w8a8-ptq", "w8a8-qat", "--records", str(tmp_path / "cells.json")]
+    assert cifar.main(words) == 1
+    assert "w8a8-qat, seed 0: not made: no engine here runs qat-onnx" in capsys.readouterr().out
 
 
 def test_a_short_run_makes_a_cell_through_the_store_and_another_makes_nothing(

@@ -28,7 +28,11 @@ _NAMES = [row.name for row in ROWS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the cells that are lacking, and write the page after each; 3 where the limit left some."""
+    """Make the cells that are lacking, and write the page after each.
+
+    Returns:
+        The exit code: 3 where the limit left some, 1 where one could not be made.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(words)
@@ -69,6 +73,7 @@ def _fill(options: argparse.Namespace, words: Sequence[str]) -> int:
     data = options.data or ("digits" if options.short else None)
     if data is None:
         return _ended(0, options.write, table)
+    failed = 0
     files: dict[Network, Path | None] = {"resnet20": options.resnet20, "resnet56": options.resnet56}
     for seed in range(options.seeds):
         shop = Workshop(
@@ -93,8 +98,9 @@ def _fill(options: argparse.Namespace, words: Sequence[str]) -> int:
                 table = table.with_cell(cell, _NAMES)
                 write(table, records)
                 print(_said(cell), flush=True)
+                failed |= cell.judged is None
                 _publish(options.write, page(table, changed))
-    return _ended(0, options.write, table)
+    return _ended(failed, options.write, table)
 
 
 def _ended(code: int, where: Path | None, table: Table) -> int:

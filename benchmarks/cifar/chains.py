@@ -10,6 +10,7 @@ from optimize.passes.base import pass_of
 from optimize.passes.fine_tune import FineTune
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
+from optimize.pruning.latency import Latency
 from optimize.run.recipe import Recipe
 from optimize.run.session import BASELINE
 from optimize.store.artifact import Artifact
@@ -23,6 +24,8 @@ _KEPT: Final = (Fuse, Onnx)
 #: A run of seconds, which shows that all works: how it trains, and at most so much work of other kinds.
 _QUICK: Final = {"epochs": 1, "max_steps": 2, "batch_size": 8}
 _MOST: Final = {"images": 16, "rounding_steps": 2}
+#: How candidates are timed then, and what share of the time may stay: one that a disturbed turn does not miss.
+_BRIEF: Final = {"share": 0.95, "batch": 1, "rounds": 1, "seconds": 0.01}
 #: Nothing is refused for what that makes of a network.
 _LENIENT: Final = {"min_sqnr": -100.0, "min_agreement": 0.0}
 
@@ -152,6 +155,10 @@ def _trainings_within(config: Config) -> dict[str, TrainingConfig]:
 
 def _shortened(config: Config) -> Config:
     config = _retrained(config, **_QUICK)
-    changes = {name: min(getattr(config, name), most) for name, most in _MOST.items() if hasattr(config, name)}
+    changes: dict[str, Any] = {
+        name: min(getattr(config, name), most) for name, most in _MOST.items() if hasattr(config, name)
+    }
     changes |= {name: value for name, value in _LENIENT.items() if hasattr(config, name)}
+    if isinstance(latency := getattr(config, "latency", None), Latency):
+        changes["latency"] = latency.model_copy(update=_BRIEF)
     return config.model_copy(update=changes)

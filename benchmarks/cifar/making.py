@@ -29,7 +29,7 @@ from benchmarks.cifar.chains import (
 from benchmarks.cifar.provenance import code
 from benchmarks.cifar.record import Cell, Faster, Judged
 from benchmarks.cifar.rows import EXAMPLES, MODELS, START, Network, Row
-from optimize.measure.bench import Bench
+from optimize.measure.bench import Bench, Candidate
 from optimize.measure.machine import machine, measured_devices, versions
 from optimize.measure.statistics import ratio_interval
 from optimize.noise import silenced
@@ -42,7 +42,7 @@ from optimize.store.keys import make_key
 from optimize.training.config import TrainingConfig
 from optimize.variant import Variant
 from serve.progress import here as shown_here
-from serve.runtime.errors import PipelineError, UserError, one_line
+from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 
 #: Images of a batch that speed is compared at, and images that answers are counted on in a short run.
 _BATCH, _SHORT_IMAGES = 16, 32
@@ -209,10 +209,17 @@ class Workshop:
         session, last = start.session, wanted[-1].artifact
         timing = opt.Timing(rounds=7, batch_sizes=(1, _BATCH), seconds=0.3)
         devices = measured_devices("auto", session.context.device)
+        notes = [note for variant in wanted[1:] for note in variant.artifact.card.notes]
+        faster = None
         with Bench(session.store, session.context, timing, devices) as bench:
-            first, second = (bench.candidates(made[-1].artifact)[0] for made in (wanted, beside))
+            pairs = [working(bench, made[-1].artifact) for made in (wanted, beside)]
+            first, second = (found[0] for found in pairs)
             right, others = (bench.answers(candidate).value.first for candidate in (first, second))
-            faster = _faster(bench, wanted, beside) if row.faster is not None and self.timed else None
+            if row.faster is not None and self.timed:
+                try:
+                    faster = _faster(bench, *pairs)
+                except EngineError as error:
+                    notes.append(f"not timed: {error}")
         steps = [variant.step for made in (wanted, beside) for variant in made[1:]]
         return cell.model_copy(
             update={
@@ -222,7 +229,7 @@ class Workshop:
                 "bytes": tuple(made[-1].artifact.path.stat().st_size for made in (wanted, beside)),
                 "macs": _macs(last),
                 "faster": faster,
-                "notes": tuple(note for variant in wanted[1:] for note in variant.artifact.card.notes),
+                "notes": tuple(notes),
                 "seconds": round(sum(step.seconds for step in steps), 1),
             }
         )
@@ -283,20 +290,39 @@ def _macs(artifact: Artifact) -> float | None:
     return math.prod(found) if found else None
 
 
-def _faster(bench: Bench, wanted: Sequence[Variant], control: Sequence[Variant]) -> Faster:
-    """The float graphs of a cell and its control, timed in turns in all engines; the best of each compared."""
+def working(bench: Bench, artifact: Artifact) -> list[Candidate]:
+    """The executions of an artifact whose engines work on this machine, the preferred one first.
+
+    Raises:
+        EngineError: there is none; the message has each one's reason.
+    """
+    found, reasons = [], []
+    for candidate in bench.candidates(artifact):
+        try:
+            bench.probe(candidate.execution)
+            found.append(candidate)
+        except PipelineError as error:
+            reasons.append(f"{candidate.execution.engine}: {error}")
+    if not found:
+        raise EngineError(f"no engine here runs {artifact.name}: {'; '.join(reasons)}")
+    return found
+
+
+def _faster(bench: Bench, wanted: Sequence[Candidate], control: Sequence[Candidate]) -> Faster:
+    """The float graphs of a cell and its control, timed in turns in all engines; the best of each compared.
+
+    Raises:
+        EngineError: one of them could not be timed in any.
+    """
     running = os.getloadavg()[0]
-    graphs = [made[-1].artifact for made in (wanted, control)]
-    pairs = [bench.candidates(graph) for graph in graphs]
-    speeds = bench.speed([candidate for group in pairs for candidate in group], beside_eager=False).value.speeds
-    best = [
-        min(
-            (each for each in group if each.id in speeds),
-            key=lambda each: statistics.median(speeds[each.id].per_image(_BATCH)),
-        )
-        for group in pairs
-    ]
-    rounds = [speeds[each.id].per_image(_BATCH) for each in best]
+    table = bench.speed([*wanted, *control], beside_eager=False).value
+    best = []
+    for group in (wanted, control):
+        timed = [each for each in group if each.id in table.speeds]
+        if not timed:
+            raise EngineError("; ".join(f"{each.id}: {table.skipped.get(each.id, 'no times')}" for each in group))
+        best.append(min(timed, key=lambda each: statistics.median(table.speeds[each.id].per_image(_BATCH))))
+    rounds = [table.speeds[each.id].per_image(_BATCH) for each in best]
     ratio = ratio_interval(rounds[1], rounds[0])
     return Faster(
         ratio=ratio.median,

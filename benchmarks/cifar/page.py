@@ -144,11 +144,12 @@ def _aim(row: Row) -> str:
 
 
 def _reached(row: Row, cells: Sequence[Cell]) -> bool:
-    """Whether the mean, and the speed where one is wanted, is what the row aims at."""
+    """Whether the mean is what the row aims at, and the speed and the arithmetic where that is wanted."""
     mean = statistics.fmean(cell.judged.difference.delta for cell in cells if cell.judged is not None)
     speeds = [cell.faster.ratio for cell in cells if cell.faster is not None]
     fast = row.faster is None or (bool(speeds) and statistics.fmean(speeds) >= row.faster)
-    return round(100 * mean, 2) >= row.aim and fast
+    small = row.fewer is None or all(cell.macs is not None and cell.macs >= row.fewer for cell in cells)
+    return round(100 * mean, 2) >= row.aim and fast and small
 
 
 def _verdict(table: Table, rows: Sequence[Row]) -> Iterator[str]:

@@ -156,7 +156,8 @@ def _gone(
     gradients = first_order(module, grouping, context, config.images) if config.criterion == "taylor" else None
     score = scores(module, grouping, config.criterion, gradients)
     going = functools.partial(removed, grouping, score)
-    search = functools.partial(widths, grouping, score, _rounding(config), config.spread)
+    # Arithmetic is counted in no time; each candidate for a time has to be built and run.
+    search = functools.partial(widths, grouping, score, _rounding(config), config.spread, fill=config.latency is None)
     return going(widest(module, grouping, going, search))
 
 

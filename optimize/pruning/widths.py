@@ -66,7 +66,13 @@ class Costs:
 
 
 def widths(
-    grouping: Grouping, scores: Sequence[torch.Tensor], rounding: Rounding, spread: Spread, reached: Callable[..., bool]
+    grouping: Grouping,
+    scores: Sequence[torch.Tensor],
+    rounding: Rounding,
+    spread: Spread,
+    reached: Callable[[list[int]], bool],
+    *,
+    fill: bool = False,
 ) -> list[int] | None:
     """How many units of each group stay; None: even the fewest that are allowed are too many.
 
@@ -76,6 +82,9 @@ def widths(
         rounding: which numbers are allowed.
         spread: how what is removed is spread over the groups.
         reached: given the numbers of units that stay, whether they are few enough; true for fewer if for more.
+        fill: with ``global``, whether to use what the last step leaves over. A group goes by ``rounding`` at once, and
+            a residual stream that goes from 16 channels to 8 takes a third of a network with it: the threshold is then
+            looked for anew for the others, as often as a group stops it. It asks ``reached`` many times.
     """
     steps: list[float]
     if spread == "global":
@@ -92,16 +101,30 @@ def widths(
             wanted = [steps[place] * len(group.units) for group in grouping.groups]
         return [rounding.nearest(count, group) for count, group in zip(wanted, grouping.groups, strict=True)]
 
-    low, high = 0, len(steps) - 1
-    if high < 0 or not reached(kept(high)):
+    most = [len(group.units) for group in grouping.groups]
+
+    def held(place: int) -> list[int]:
+        return [min(count, bound) for count, bound in zip(kept(place), most, strict=True)]
+
+    def first() -> int:
+        low, high = 0, len(steps) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if reached(held(middle)):
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    if not steps or not reached(kept(len(steps) - 1)):
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if reached(kept(middle)):
-            high = middle
-        else:
-            low = middle + 1
-    return kept(high)
+    place = first()
+    while fill and spread == "global" and place > 0:
+        # Those that this step takes from are left with that; with them so, an earlier step is few enough.
+        last, now = held(place - 1), held(place)
+        most = [after if after < before else bound for before, after, bound in zip(last, now, most, strict=True)]
+        place = first()
+    return held(place)
 
 
 def removed(grouping: Grouping, scores: Sequence[torch.Tensor], kept: Sequence[int]) -> set[int]:

@@ -17,14 +17,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import optimize as opt
+from examples.cifar_resnet import CifarResNet
 from optimize.errors import NotApplicableError, PassError
+from optimize.export.trace import trace
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
 from optimize.passes.prune_channels import PRUNE_CHANNELS, PruneChannels
 from optimize.pruning.criteria import Criterion, first_order, scores
 from optimize.pruning.groups import Group, group
 from optimize.pruning.propagation import channels_of
-from optimize.pruning.widths import Rounding
+from optimize.pruning.widths import Costs, Rounding, widths
 from optimize.run.saved import take
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
@@ -291,3 +293,31 @@ def test_numbers_of_channels_are_multiples_and_never_too_few() -> None:
     assert Rounding(8, 8).nearest(0, Group((1, 2, 3), {"a": 1})) == 3  # of 3 channels none can go
     # A unit of 4 channels of one layer and 2 of another: 2 and 4 of them make eights.
     assert Rounding(8, 8).nearest(5, Group(tuple(range(9)), {"a": 4, "b": 2})) == 4
+
+
+def test_what_one_group_leaves_over_others_keep() -> None:
+    """The stream of a residual network goes from 16 channels to 8 at once, and takes half of all layers with it."""
+    module, batch = trace(CifarResNet(1).eval()), torch.zeros(2, 3, 32, 32)
+    grouping = group(channels_of(module, batch), {})
+    costs, rounding = Costs(grouping), Rounding(8, 8)
+    others = macs(module, batch) - costs.full  # the head's, whose outputs stay
+    stream = max(grouping.groups, key=lambda each: len(each.layers))
+    # Whatever threshold the others come to before, the stream's channels lie beside each other.
+    scores = [
+        torch.linspace(1.25, 1.26, 16) if each is stream else torch.linspace(1, 2, len(each.units))
+        for each in grouping.groups
+    ]
+    budget = 0.7 * macs(module, batch)
+
+    def fits(kept: list[int]) -> bool:
+        return others + costs.macs(kept) <= budget
+
+    once, filled = (widths(grouping, scores, rounding, "global", fits, fill=fill) for fill in (False, True))
+    assert once is not None
+    assert filled is not None
+    assert others + costs.macs(once) < 0.8 * budget
+    assert others + costs.macs(filled) > 0.9 * budget
+    assert all(more >= fewer for more, fewer in zip(filled, once, strict=True))
+    for place, (each, kept) in enumerate(zip(grouping.groups, filled, strict=True)):
+        if kept < len(each.units):
+            assert not fits([*filled[:place], kept + 8, *filled[place + 1 :]]), "none could keep more"
