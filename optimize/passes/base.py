@@ -24,6 +24,10 @@ from serve.runtime.registry import Registry
 C = TypeVar("C", bound=Config)
 
 
+#: A network that is trained, and what nodes of the one that users know are called in it.
+Learner = tuple[nn.Module, Mapping[str, str]]
+
+
 @dataclass(frozen=True)
 class Pass(Generic[C]):
     """One registered pass.
@@ -48,6 +52,9 @@ class Pass(Generic[C]):
             which is in its key. What was measured is not, nor its noise: it is measured once, and the answer kept.
         leaves_zeros: whether zeros among the weights that it leaves are meant: whatever trains what descends from it
             keeps them; see `zeros_are_meant`.
+        learner: for passes that train another graph than the parent's: that graph, and what those of the parent's nodes
+            are called in it whose values it has. It is given the parent's eager module, the config, what builds the
+            model as `check` is given it, and an example input.
         check: refuses a config that does not fit the model, with a `UserError`, before anything is made. It is given
             a function that builds the model, with random weights.
     """
@@ -66,6 +73,7 @@ class Pass(Generic[C]):
     resize: Callable[[nn.Module, Mapping[str, Any]], nn.Module] | None = None
     timed: Callable[[C], tuple[Execution, ...]] = lambda config: ()
     leaves_zeros: bool = False
+    learner: Callable[[nn.Module, C, Callable[[], nn.Module], torch.Tensor], Learner] | None = None
     check: Callable[[Callable[[], nn.Module], C], None] | None = None
 
     def refuses(self, kind: Kind) -> str | None:

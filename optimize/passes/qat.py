@@ -8,18 +8,27 @@ held-out images, the network stays as it was calibrated.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from pydantic import ConfigDict, Field, field_validator, model_validator
-from torch import nn
+from torch import fx, nn
 from torch.ao.nn.intrinsic.qat import freeze_bn_stats
 from torch.ao.quantization.observer import ObserverBase
 
 from optimize.context import Context
-from optimize.passes.base import Pass, register, zeros_are_meant
+from optimize.passes.base import Learner, Pass, register, zeros_are_meant
 from optimize.quantization.calibration import start_ranges
-from optimize.quantization.choices import Choices, Override, check_choices, of_activations, overrides_note, resolve
+from optimize.quantization.choices import (
+    Choices,
+    Chosen,
+    Override,
+    check_choices,
+    of_activations,
+    overrides_note,
+    resolve,
+)
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.fusions import nodes_in
 from optimize.quantization.gate import IMAGES, check_quantized
@@ -85,15 +94,28 @@ class Qat(TrainingConfig, Choices):
         return self
 
 
+def _prepared(
+    module: nn.Module, config: Qat, chosen: Chosen, example: torch.Tensor
+) -> tuple[fx.GraphModule, dict[str, str]]:
+    """The network as it is trained, and what the nodes of ``module`` are called in it."""
+    target = target_named(config.target)
+    # Traced in eval mode and trained afterwards: see `trace`.
+    traced = trace_calls(module, example, chosen.in_float).train()
+    lift_factors(traced)
+    mapping = choose(traced, target.quantization_aware(config.range_horizon), chosen)
+    prepared = prepare(traced, mapping, example, target)
+    return prepared, nodes_in(prepared, traced)
+
+
+def _learner(module: nn.Module, config: Qat, build: Callable[[], nn.Module], example: torch.Tensor) -> Learner:
+    return _prepared(module, config, resolve(build, config), example)
+
+
 def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Product:
     target = target_named(config.target)
     example = context.example()
     chosen = resolve(next(parent.line()).module, config)
-    # Traced in eval mode and trained afterwards: see `trace`.
-    traced = trace_calls(parent.module(), example, chosen.in_float).train()
-    lift_factors(traced)
-    mapping = choose(traced, target.quantization_aware(config.range_horizon), chosen)
-    prepared = prepare(traced, mapping, example, target)
+    prepared, nodes = _prepared(parent.module(), config, chosen, example)
     overridden = overrides_note(watched(prepared).values(), chosen)
     prepared.to(context.device).eval()
 
@@ -113,7 +135,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
                 if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                     layer.eval()  # those that no convolution absorbed
 
-    zeros, nodes = zeros_are_meant(parent), nodes_in(prepared, traced)
+    zeros = zeros_are_meant(parent)
     result = train(prepared, context, config, set_mode=set_mode, from_start=True, keep_zeros=zeros, nodes=nodes)
     product = write_quantized(prepared.cpu(), example, target, folder)
     images = context.example(IMAGES)
@@ -136,6 +158,7 @@ QAT = register(
         accepts=frozenset({"module"}),
         yields="quantized",
         apply=_apply,
+        learner=_learner,
         check=check_choices,
         data="training",
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+
 from torch import nn
 
 from optimize.errors import PassError
@@ -12,6 +15,7 @@ from optimize.training.config import distillations
 from optimize.training.distil import SELF, Distil
 from optimize.training.features import match
 from optimize.training.objective import check_answers
+from serve.runtime.errors import PipelineError
 
 
 def check_teaching(session: Session, recipe: Recipe, stage: Stage | None) -> None:
@@ -35,7 +39,19 @@ def check_teaching(session: Session, recipe: Recipe, stage: Stage | None) -> Non
             _structure(session, recipe, stage.parent if stage is not None else BASELINE) if distil.features else None
         )
         if student is not None and teacher is not None:
-            match(student, teacher, distil.features, session.context.example(2))
+            learner, nodes = _learner(session, stage, student)
+            match(learner, teacher, distil.features, session.context.example(2), nodes)
+
+
+def _learner(session: Session, stage: Stage | None, student: nn.Module) -> tuple[nn.Module, Mapping[str, str] | None]:
+    """What a stage trains of a student, and what its nodes are called in it; see `match`."""
+    if stage is None or stage.operation.learner is None:
+        return student, None
+    try:
+        build = functools.partial(first_module, session)
+        return stage.operation.learner(student, stage.config, build, session.context.example())
+    except PipelineError:  # as it will say when it is its turn
+        return student, None
 
 
 def _taught_by(session: Session, recipe: Recipe, distil: Distil, stage: Stage | None) -> nn.Module | None:

@@ -49,6 +49,11 @@ def with_features(
     known = {name: name for name in nodes} if known is None else known
     for name in names:
         if name not in known:
+            if whole := next((other for other, there in known.items() if there == name), None):
+                raise UserError(
+                    f"distil.features: {whose} computes {name!r} as one with what follows it; what they give together "
+                    f"is {whole!r}"
+                )
             near = did_you_mean(name, known) or f"; it has {listing(list(known), 6)}"
             raise UserError(f"distil.features: {whose} has no node {name!r}{near}")
     output = next(node for node in graph.nodes if node.op == "output")

@@ -265,6 +265,15 @@ def test_a_recipes_features_and_models_are_tried_before_its_baseline_is_trained(
     assert not list((tmp_path / "store" / ".store" / "objects").iterdir())
 
 
+def test_a_feature_that_training_for_integers_has_not_is_refused_before_the_baseline_is_trained(tmp_path):
+    """A convolution that becomes one with its norm and its activation has no value of its own any more."""
+    stages = with_stages({"pass": "qat", "config": {"distil": {"teacher": "self", "features": ["_0"]}}})
+    with pytest.raises(UserError, match=r"computes '_0' as one with what follows it; .* is '_2'$") as refusal:
+        run_recipe(tmp_path / "store", stages)
+    assert "\n" not in str(refusal.value)
+    assert not list((tmp_path / "store" / ".store" / "objects").iterdir())
+
+
 def test_settings_of_a_teacher_are_plain_values_and_come_back():
     for given in ("self", {"model": "resnet18", "checkpoint": "x.pt"}):
         config = Qat(distil={"teacher": given, "features": ["a", "b"]})
