@@ -20,6 +20,10 @@ from benchmarks.zoo.stages import STAGES, Settings
 from benchmarks.zoo.watch import run
 
 
+#: glibc gives each activation of some MB back and has the kernel clear it again: a third of a model's processor time.
+_KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+
+
 def take(name: str, options: argparse.Namespace, until: float = math.inf) -> ModelRecord | None:
     """A model's record, made now as far as it is not there; what is killed is started again behind that stage.
 
@@ -36,7 +40,7 @@ def take(name: str, options: argparse.Namespace, until: float = math.inf) -> Mod
         *(sys.executable, "-m", "benchmarks.zoo.model", name, "--record", str(file), "--store", str(store)),
         *("--settings", settings.to_json(), "--memory", str(options.memory << 30)),
     ]
-    environment = os.environ | ({} if options.compile else {"TORCH_COMPILE_DISABLE": "1"})
+    environment = os.environ | _KEEPS_MEMORY | ({} if options.compile else {"TORCH_COMPILE_DISABLE": "1"})
     while (known := read(file)) is None or not _done(known, settings):
         if (left := until - time.monotonic()) <= 0:
             return known
