@@ -19,7 +19,6 @@ from benchmarks.zoo.record import ModelRecord, Passed, read, read_all, write, wr
 from benchmarks.zoo.stages import STAGES, Settings
 from benchmarks.zoo.watch import run
 
-
 #: glibc gives each activation of some MB back and has the kernel clear it again: a third of a model's processor time.
 _KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from .budget import Budget
 from .card import Preprocessing
 from .headers import Header, faults_named, opened, read_header
-from .lean_torchvision import ImageReadMode, InterpolationMode, decode_jpeg
+from .lean_torchvision import InterpolationMode, decode_jpeg
 from .lean_torchvision import functional as transforms
 
 _NO_BUDGET = Budget()
@@ -49,10 +49,7 @@ def decode(data: bytes, channels: int = 3, budget: Budget = _NO_BUDGET, header: 
     # whose handling of Adobe's inverted inks is the reference.
     if header.format == "JPEG" and header.mode in ("RGB", "L"):
         with faults_named(budget):
-            mode = ImageReadMode.RGB if channels == 3 else ImageReadMode.GRAY
-            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            decoded: torch.Tensor = decode_jpeg(buffer, mode=mode, apply_exif_orientation=True)
-            return decoded
+            return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), channels, True)
     pixels = _decode_with_pillow(data, channels, budget)
     with faults_named(budget):
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
