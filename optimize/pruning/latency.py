@@ -83,10 +83,15 @@ class Latency(Config):
         """Refuse what no engine here could be asked for.
 
         Raises:
-            UserError: see `check_wanted`, or the engine runs no float network.
+            UserError: see `check_wanted`, the engine runs no float network, or there is no such device.
         """
         check_wanted((self.execution,))
         assert self.format
+        device, there = torch.device(self.by.device), torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= there:
+            raise UserError(
+                f"latency: {execution_id(self.by)} is to be timed on {device}, this machine has {there} CUDA devices"
+            )
 
 
 class Budget(Protocol):

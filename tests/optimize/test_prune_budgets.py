@@ -89,7 +89,9 @@ def test_a_share_of_time_that_cannot_be_reached_is_refused_with_the_least_that_w
         PRUNE_CHANNELS.apply(trained, config, session.context, tmp_path)
 
 
-def test_what_cannot_be_asked_for_is_told_in_a_line(session: Session, trained: Artifact) -> None:
+def test_what_cannot_be_asked_for_is_told_in_a_line(
+    session: Session, trained: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=r"said by macs or by latency, and by one of them"):
         PruneChannels(macs=0.5, latency={"share": 0.5, "execution": "onnxruntime"})
     with pytest.raises(UserError, match=r"said by macs or by latency, and by one of them"):
@@ -100,6 +102,9 @@ def test_what_cannot_be_asked_for_is_told_in_a_line(session: Session, trained: A
         PruneChannels(latency={"share": 60, "execution": "onnxruntime"})
     with pytest.raises(UserError, match=r"unknown engine 'onnxruntim' \(did you mean onnxruntime "):
         session.apply(trained, PruneChannels(latency={"share": 0.5, "execution": "onnxruntim"}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"onnxruntime-cuda.* is to be timed on cuda, .* has 0 CUDA devices$"):
+        session.apply(trained, PruneChannels(latency={"share": 0.5, "execution": "onnxruntime-cuda"}))
     assert Latency(share=0.5, execution="openvino").format == "onnx"
     assert Latency(share=0.5, execution={"engine": "exported", "threads": 1}).format == "exported_program"
 
