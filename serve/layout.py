@@ -17,6 +17,7 @@ PLAIN_DATA = "digits"
 ARTIFACTS = "artifacts"
 ARCHIVES = "archives"
 REPORT_FILE = "report.json"
+PAGE_FILE = "report.html"
 OBJECTS_FILE = "objects.json"
 IDENTITY_FILE = "run.json"
 #: What lies beside an archive, by its ending: who vouches for it, and what it consists of.

@@ -37,7 +37,8 @@ def profile(  # noqa: PLR0917 - each is an option of the command line
 ) -> None:
     """Measure what each layer of an artifact takes, its MACs, its bytes, and how near it comes to the machine's peak.
 
-    As each engine tells it, in a process of its own; figures, tables and charts are written beside the run.
+    As each engine tells it, in a process of its own; figures, tables and charts are written beside the
+    run, and the charts into its report.
     """
     with reported():
         run, _, artifact = name.rstrip("/").partition("/")
@@ -47,7 +48,7 @@ def profile(  # noqa: PLR0917 - each is an option of the command line
 
         folder = artifact_folder(store, run, artifact)
         from optimize import noise
-        from optimize.profiling.files import write_profile, write_trace
+        from optimize.profiling.files import write_page, write_profile, write_trace
         from optimize.profiling.profiling import float_program, profile_artifact
         from optimize.profiling.table import print_profiled
         from optimize.profiling.tensorboard import write_graphs
@@ -61,6 +62,7 @@ def profile(  # noqa: PLR0917 - each is an option of the command line
             floats = float_program(line_of(store, run, artifact))
             found = profile_artifact(folder, batch=batch, execution=execution, floats=floats, listener=display)
             written = write_profile(found, store, run)
+            write_page(store, run)
             if trace is not None:
                 write_trace(found, trace)
             if tensorboard is not None:

@@ -1,4 +1,4 @@
-"""Where profiles are written: a folder beside the run, with figures, tables and charts."""
+"""Where profiles are written: a folder beside the run, with figures, tables and charts; and the run's page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import json
 import re
 from pathlib import Path
 
-from optimize.profiling.chart import profile_svg
 from optimize.profiling.records import Profiled
 from optimize.profiling.table import markdown
 from optimize.profiling.trace import chrome_trace
+from optimize.report.charts import stored_charts
+from optimize.report.page import LayerChart, write_html
+from optimize.report.runs import report_of
+from optimize.report.words import number
 from optimize.store.files import write_atomically, write_json
-from serve.runtime.errors import UserError
+from optimize.store.keys import content
+from optimize.store.objects import Store
+from serve import layout
+from serve.runtime.card import read_card
+from serve.runtime.errors import CardError, UserError
 
 
 def write_profile(found: Profiled, store: Path, run: str) -> Path:
@@ -25,7 +32,9 @@ def write_profile(found: Profiled, store: Path, run: str) -> Path:
     Returns:
         The folder.
     """
-    folder = store / f"{run}.profile"
+    from optimize.profiling.chart import profile_svg  # matplotlib: a run that only shows charts is spared it
+
+    folder = _folder(store, run)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(found.to_json(), folder / f"{found.artifact}.json")
     write_atomically(folder / f"{found.artifact}.md", markdown(found).encode())
@@ -33,6 +42,37 @@ def write_profile(found: Profiled, store: Path, run: str) -> Path:
         title = f"{found.title}: {found.artifact} by {one.runs_on}, batch {found.batch}"
         write_atomically(folder / f"{chart_name(found.artifact, one.runs_on)}.svg", profile_svg(title, one))
     return folder
+
+
+def layer_charts(store: Path, run: str) -> list[LayerChart]:
+    """The charts of a run's profiles, those of artifacts that have been made anew since left out."""
+    found = []
+    for path in sorted(_folder(store, run).glob("*.json")):
+        try:
+            profiled = Profiled.from_json(json.loads(path.read_text(encoding="utf-8")))
+            card = read_card(layout.artifact_folder(store, run, profiled.artifact))
+        except (OSError, ValueError, CardError):  # of another version, or of an artifact that the run has not any more
+            continue
+        if content(card) != profiled.content:
+            continue
+        for one in profiled.profiles:
+            drawn = path.with_name(f"{chart_name(profiled.artifact, one.runs_on)}.svg")
+            if drawn.is_file():
+                said = f"batch {profiled.batch}, {len(one.layers)} layers, {number(one.call_ms, 'ms')} a call"
+                found.append(LayerChart(f"{profiled.artifact} by {one.runs_on}", said, drawn.read_bytes()))
+    return found
+
+
+def write_page(store: Path, run: str) -> None:
+    """Write a run's page anew, with the charts of its profiles."""
+    objects = Store(store)
+    with objects.lock(layout.run_lock(run)):
+        report = report_of(store, run)
+        write_html(report, store / run / layout.PAGE_FILE, stored_charts(report, objects), layer_charts(store, run))
+
+
+def _folder(store: Path, run: str) -> Path:
+    return store / f"{run}.profile"
 
 
 def chart_name(artifact: str, runs_on: str) -> str:

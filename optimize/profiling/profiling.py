@@ -16,6 +16,7 @@ from optimize.measure.pool import Pool
 from optimize.profiling.base import readers
 from optimize.profiling.process import in_process
 from optimize.profiling.records import Profile, Profiled
+from optimize.store.keys import content
 from serve.runtime.card import Card, load_card
 from serve.runtime.engines.base import execution_id, executions_for, find_engine
 from serve.runtime.errors import CardError, PipelineError, UserError
@@ -98,6 +99,7 @@ def profile_artifact(
     return Profiled(
         title=f"{card.model} on {card.data.get('name', 'unknown data')}",
         artifact=card.name,
+        content=content(card),
         precision=card.precision,
         batch=batch,
         profiles=tuple(profiles),

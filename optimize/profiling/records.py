@@ -98,11 +98,15 @@ class Profile(Record):
 
 
 class Profiled(Record):
-    """Profiles of one artifact, by every execution that tells, and why others do not."""
+    """Profiles of one artifact, by every execution that tells, and why others do not.
+
+    ``content`` is the artifact's, as `optimize.store.keys.content` has it.
+    """
 
     schema_version: int = SCHEMA
     title: str
     artifact: str
+    content: str = ""
     precision: str
     batch: int
     profiles: tuple[Profile, ...]

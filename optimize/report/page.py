@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,27 @@ class Trained:
     parts: list[tuple[str, str, float]]
 
 
-def write_html(report: Report, path: Path, charts: Charts, columns: Sequence[Column] = COLUMNS) -> None:
+@dataclass(frozen=True)
+class LayerChart:
+    """A profile as the page shows it: whose, in words, and its chart, a file of SVG."""
+
+    name: str
+    said: str
+    drawing: bytes
+
+    @property
+    def source(self) -> str:
+        """The chart as a URL that holds it."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.drawing).decode()}"
+
+
+def write_html(
+    report: Report,
+    path: Path,
+    charts: Charts,
+    profiles: Sequence[LayerChart] = (),
+    columns: Sequence[Column] = COLUMNS,
+) -> None:
     """Write the report as one page that refers to nothing outside itself and needs no script."""
     from markupsafe import Markup
 
@@ -70,6 +91,7 @@ def write_html(report: Report, path: Path, charts: Charts, columns: Sequence[Col
             throughput_table=_throughput_table(report),
             lineage=layout(report.rows),
             trainings=_trainings(report, charts),
+            profiles=profiles,
             shown={row.name: shown(report, row) for row in report.rows},
             groups=_groups(report),
             references=references(report),

@@ -21,6 +21,7 @@ from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
 from optimize.measure.rows import Data, Machine, Report, Row, Skip
 from optimize.models.preprocessing import Wish
+from optimize.profiling.files import layer_charts
 from optimize.report.charts import stored_charts
 from optimize.report.page import write_html
 from optimize.run.floats import graph_of
@@ -116,7 +117,7 @@ def run(job: Job, listener: Listener) -> Outcome:
             charts = stored_charts(report, session.store)
             write_json(sorted(measured.keys | published.keys | {charts.key}), folder / layout.OBJECTS_FILE)
             write_json(report.to_json(), folder / layout.REPORT_FILE)
-            write_html(report, folder / "report.html", charts)
+            write_html(report, folder / layout.PAGE_FILE, charts, layer_charts(job.store, folder.name))
             if charts.paper is not None:
                 write_atomically(folder / "pareto.svg", charts.paper)
     return Outcome(report, folder)

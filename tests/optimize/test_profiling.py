@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import json
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from optimize import cli
 from optimize.profiling import peaks, process
 from optimize.profiling.base import readers
 from optimize.profiling.chart import profile_svg
+from optimize.profiling.files import layer_charts, write_page
 from optimize.profiling.graph import GraphLayers
 from optimize.profiling.names import float_layers
 from optimize.profiling.process import in_process
@@ -29,6 +31,7 @@ from optimize.profiling.table import HEADS, amount, caption, markdown, rows
 from optimize.profiling.tensorboard import write_graphs
 from optimize.profiling.trace import chrome_trace
 from optimize.store.artifact import Artifact
+from optimize.store.files import write_json
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
@@ -337,6 +340,16 @@ def test_the_command_writes_figures_tables_charts_and_a_trace(copied_store: Path
     assert {event["name"] for event in json.loads(trace.read_text())["traceEvents"]} >= {
         layer.name for layer in one.layers
     }
+    drawn = base64.b64encode((folder / "onnx-int8@openvino.svg").read_bytes()).decode()
+    page = (copied_store / "tiny" / "report.html").read_text(encoding="utf-8")
+    assert f'src="data:image/svg+xml;base64,{drawn}"' in page
+    (chart,) = layer_charts(copied_store, "tiny")
+    assert (chart.name, f"{len(one.layers)} layers" in chart.said) == ("onnx-int8 by openvino", True)
+    # Of an artifact that was made anew since nothing is shown.
+    write_json(found.model_copy(update={"content": "another"}).to_json(), folder / "onnx-int8.json")
+    assert layer_charts(copied_store, "tiny") == []
+    write_page(copied_store, "tiny")
+    assert "Where the time goes" not in (copied_store / "tiny" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_variant_is_profiled_from_python(made, session) -> None:
