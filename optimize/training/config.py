@@ -136,6 +136,15 @@ class TrainingConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _of_parts_with_images(self) -> Self:
+        if self.batch_size < 2 * self.accumulate:
+            raise ValueError(
+                f"accumulate={self.accumulate} leaves parts of fewer than two images, which norms need, of "
+                f"batch_size={self.batch_size}"
+            )
+        return self
+
     def augmentation(self, data: ImageData) -> Augmentation:
         """What is done to the training images of ``data``."""
         return data.augment if self.augment == "data" or isinstance(self.augment, bool) else self.augment

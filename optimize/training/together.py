@@ -112,9 +112,11 @@ def _check(context: Context, config: TrainingConfig) -> None:
     count = context.processes
     if context.device.type == "cuda" and count > torch.cuda.device_count():
         raise UserError(f"processes: {count} are more than the {torch.cuda.device_count()} GPUs that there are")
-    if config.batch_size < 2 * count:
+    if config.batch_size < 2 * count * config.accumulate:
+        parts = f" and each part of {config.accumulate} (accumulate)" if config.accumulate > 1 else ""
         raise UserError(
-            f"processes: {count} cannot share steps of {config.batch_size} images (batch_size), two at least for each"
+            f"processes: {count} cannot share steps of {config.batch_size} images (batch_size), two at least for "
+            f"each{parts}"
         )
 
 

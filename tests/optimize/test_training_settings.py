@@ -333,3 +333,11 @@ def test_a_setting_that_cannot_be_is_refused_by_name(setting):
     with pytest.raises(UserError, match=f"Training: {name}: ") as refusal:
         TrainingConfig(**setting)
     assert "\n" not in str(refusal.value)
+
+
+def test_parts_of_a_step_that_would_have_fewer_than_two_images_are_refused():
+    with pytest.raises(UserError, match=r"accumulate=9 leaves parts of fewer than two images.*of batch_size=16$"):
+        TrainingConfig(batch_size=16, accumulate=9)
+    context = dataclasses.replace(brightness(), processes=2)
+    with pytest.raises(UserError, match=r"processes: 2 cannot share steps of 16 .* each part of 8 \(accumulate\)$"):
+        train(nn.Linear(1, 1), context, TrainingConfig(batch_size=16, accumulate=8))
