@@ -21,6 +21,7 @@ from optimize.passes.onnx_packed import OnnxPacked
 from optimize.passes.ptq_lowbit import PTQ_LOWBIT, PtqLowbit
 from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
 from optimize.quantization.convert import trace_calls
+from optimize.quantization.lowbit.words import of_graph
 from optimize.quantization.norms import turn_signs
 from optimize.run.certificates import reference_origin
 from optimize.run.saved import take
@@ -123,6 +124,11 @@ def test_an_artifact_says_what_it_is_and_no_more(w4: Artifact, w2: Artifact, tmp
     config = QatLowbit(**SHORT, holdout=0.3, target="tensorrt")
     simulated = QAT_LOWBIT.apply(parent_of(wide(), context, tmp_path / "parent"), config, context, tmp_path)
     assert simulated.precision == "int8 in float arithmetic (W4A4 simulated)"
+    assert [of_graph(each) for each in (simulated.precision, w4.card.precision, "int8")] == [
+        "int8 (W4A4 simulated)",
+        "int8 (W4A4 executed)",
+        "int8",
+    ], "no graph says that it was executed which nothing here executes"
     assert "no faster than float (1.0×)" in simulated.notes[0]
     assert [note for note in simulated.notes if "what the integers mean against float arithmetic" in note]
 
@@ -289,6 +295,8 @@ def test_a_packed_artifact_is_checked_certified_and_opened_by_both_engines(w4: A
     assert graph.card.precision == "int8 (W4A4 executed)"
     assert packed.card.precision == "int8 (W4A4 packed)"
     assert "3 in int4" in packed.card.notes[0]
+    assert not [note for note in packed.card.notes if "of the float weights' bytes" in note], "another file's size"
+    assert [note for note in packed.card.notes if note.startswith("ONNX Runtime against exact arithmetic")]
     assert packed.path.stat().st_size < graph.path.stat().st_size
     assert reference_origin(packed) == reference_origin(graph) == w4
     batch = session.context.pixels(16)

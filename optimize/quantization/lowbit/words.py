@@ -14,7 +14,7 @@ Way = Literal["executed", "packed", "simulated"]
 _FLOAT = "int8 in float arithmetic"
 #: Bits of ONNX's types below int8.
 _SMALLEST = (2, 4)
-_SAID = re.compile(r"\((.+) (?:executed|packed|simulated)\)$")
+_SAID = re.compile(r"\((.+) (executed|packed|simulated)\)$")
 
 
 def precision(label: str, own: str) -> str:
@@ -23,9 +23,9 @@ def precision(label: str, own: str) -> str:
 
 
 def of_graph(precision: str) -> str:
-    """The precision of an int8 graph, by that of what it is lowered from."""
+    """The precision of an int8 graph, by that of what it is lowered from: what only simulates has executed nothing."""
     said = _SAID.search(precision)
-    return f"int8 ({said[1]} executed)" if said else "int8"
+    return f"int8 ({said[1]} {said[2]})" if said else "int8"
 
 
 def of_packed(precision: str) -> str:
