@@ -17,6 +17,7 @@ from pydantic import Field
 from optimize.context import Context
 from optimize.errors import PassError
 from optimize.export.half_layers import halve_layers
+from optimize.export.image_quantizer import keep_rounding
 from optimize.export.kept_layers import keep_in_float
 from optimize.export.onnx import INPUT, run_onnx
 from optimize.export.pixels import INPUT_TYPES, TakesPixels, entered, graph_input
@@ -72,6 +73,7 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
     )
     if target.packed:
         keep_in_float(path)
+        keep_rounding(path)
     if config.half:
         halve_layers(path, config.half)
     size, floats = path.stat().st_size, (parent.parent.folder / WEIGHTS_FILE).stat().st_size

@@ -18,19 +18,23 @@ from torch.nn import functional
 from optimize.context import Context
 from optimize.data.records import Split
 from optimize.errors import PassError
-from optimize.export.onnx import check_against
+from optimize.export.image_quantizer import keep_rounding
+from optimize.export.onnx import check_against, run_onnx
 from optimize.export.pixels import GraphInput
 from optimize.passes.base import Pass
 from optimize.passes.onnx import ONNX, Onnx
 from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
-from optimize.store.artifact import Artifact, Product
+from optimize.store.artifact import REFERENCE_FILE, Artifact, Product
 from serve.config import Config
 from serve.runtime.card import Card, Preprocessing, sha256_file, write_card
 from serve.runtime.engines.base import executions_for, open_engine, unavailable
+from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor, infer
+from serve.runtime.program_file import load_program
 
 from .workbench import noise, noise_context, parent_of, png
 
@@ -183,6 +187,45 @@ def test_the_normalisation_stands_alone_at_the_entry(graphs):
         std, mean = np.array(COLOUR.std, dtype=np.float32), np.array(COLOUR.mean, dtype=np.float32)
         np.testing.assert_array_equal(factor, np.float32(1) / (np.float32(255) * std))
         np.testing.assert_array_equal(shift, mean / std)
+
+
+@pytest.fixture(scope="module")
+def alike(context, tmp_path_factory) -> Artifact:
+    """An int8 graph of pixels that are normalised alike in all channels, and whose quantizer nearly gives them back."""
+    root = tmp_path_factory.mktemp("alike")
+    same = dataclasses.replace(COLOUR, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    own = dataclasses.replace(context, preprocessing=same)
+    baseline = parent_of(padded(), own, root / "parent")
+    for name in ("ptq", "graph"):
+        (root / name).mkdir()
+    ptq = PTQ.apply(baseline, Ptq(), own, root / "ptq")
+    quantized = made_by(ptq, "ptq", root / "ptq", baseline)
+    return made_by(ONNX_INT8.apply(quantized, OnnxInt8(), own, root / "graph"), "onnx-int8", root / "graph", quantized)
+
+
+def test_openvino_rounds_the_image_as_the_graph_says(alike, pixels):
+    """Left to itself it takes the pixels for the quantizer's integers, half a step off."""
+    exact = torch.from_numpy(run_onnx(alike.path, pixels, literal=True).numpy())
+    model = onnx.load(alike.path)
+    first, second = (node for node in model.graph.node if node.op_type == "Cast")
+    second.input[0] = "input"
+    model.graph.node.remove(first)
+    left = next(iter(compile_bytes(model.SerializeToString(), 1)(pixels.numpy()).values()))
+    found = open_engine(alike.folder, alike.card, Execution("openvino")).run(pixels)
+    assert not torch.equal(torch.from_numpy(left), exact)
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-6)
+
+
+def test_no_number_of_the_graph_changes_by_it(alike, pixels, graphs, tmp_path):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(graphs["onnx-int8-uint8"].path.read_bytes())
+    assert not keep_rounding(path)  # its channels are normalised each in its own way: OpenVINO rounds
+    model = onnx.load(alike.path)
+    kinds = [node.op_type for node in model.graph.node if node.op_type != "Constant"][:5]
+    assert kinds == ["Cast", "Cast", "Mul", "Sub", "QuantizeLinear"]
+    program = load_program(alike.parent.folder / REFERENCE_FILE).module()
+    meant = program((pixels.float() / 255 - 0.5) / 0.5)
+    torch.testing.assert_close(in_onnxruntime(alike.path, pixels.numpy()), meant, rtol=0, atol=1e-5)
 
 
 def test_a_served_graph_of_pixels_says_so(graphs, pixels):
