@@ -61,6 +61,7 @@ def _nearly_pixels(graph: onnx.GraphProto, cast: onnx.NodeProto, constants: dict
     (factor,), (shift,), (scale, zero_point) = chain
     if zero_point.dtype != np.uint8 or np.size(scale) != 1:
         return False
-    place = (_PIXELS[:, None] * factor.reshape(1, -1) - shift.reshape(1, -1)) / scale + np.float32(zero_point)
+    by_channel = _PIXELS[:, None] * factor.astype(np.float32).reshape(1, -1) - shift.astype(np.float32).reshape(1, -1)
+    place = by_channel / np.float32(scale) + np.float32(zero_point)
     ends = np.abs(place[[0, -1]] - _PIXELS[[0, -1], None]).max()
     return bool(ends <= _NEAR and (place.round().clip(0, 255) != _PIXELS[:, None]).any())
