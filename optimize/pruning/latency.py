@@ -7,6 +7,7 @@ built, its norms are folded, it is written as the engine reads it, and timed in 
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from optimize.measure.timing import Timing, Wanted
 from optimize.measure.wanted import check_wanted
 from optimize.pruning.groups import Grouping
 from optimize.pruning.surgery import remove
+from optimize.store.files import write_json
+from optimize.training.checkpoints import fingerprint
 from serve.config import Config
 from serve.runtime.card import Card, Format, sha256_file, write_card
 from serve.runtime.engines.base import execution_id, find_engine
@@ -150,7 +153,15 @@ class Race:
 
         What the search ends at has been chosen for a low time, and is timed once more: if that is above the share, it
         counts as too slow, and the search goes on.
+
+        The answer is kept with the run's unfinished work: times are never twice the same, and other widths would make
+        worthless what a training that was interrupted behind it had come to.
         """
+        known = self._known(module, part)
+        if known is not None and known.is_file():
+            found = json.loads(known.read_text(encoding="utf-8"))
+            self.notes = (*self.notes, found["note"])
+            return list(found["kept"])
         share: float = self._config.share**part
         times: dict[tuple[int, ...], RatioInterval] = {}
 
@@ -168,7 +179,10 @@ class Race:
         while (stay := search(reached)) is not None:
             again = time_of(stay)
             if again.median <= share:
-                self.notes = (*self.notes, self._note(again, share, len(times)))
+                note = self._note(again, share, len(times))
+                if known is not None:
+                    write_json({"kept": stay, "note": note}, known)
+                self.notes = (*self.notes, note)
                 return stay
             times[tuple(stay)] = again
         least = min(times.values(), key=lambda found: found.median)
@@ -176,6 +190,12 @@ class Race:
             f"prune-channels: {share:.3g} of the time of {self._words()} cannot be reached: the least that was "
             f"measured, with as few channels as are allowed, is {_interval(least)}"
         )
+
+    def _known(self, module: fx.GraphModule, part: float) -> Path | None:
+        """Where the answer for a network is kept until all is made; None: nowhere."""
+        if self._context.unfinished is None:
+            return None
+        return self._context.unfinished / f"widths-{fingerprint(module, self._config, 1)}-{part:.6f}.json"
 
     def _note(self, found: RatioInterval, share: float, tried: int) -> str:
         here = machine(torch.device(self._config.by.device))

@@ -14,7 +14,7 @@ from torch import nn
 
 from optimize.listener import Listener
 from optimize.store.files import temporary_for
-from optimize.training.config import TrainingConfig
+from serve.config import Config
 
 _FILE = "training-{}.pt"
 
@@ -22,7 +22,7 @@ _FILE = "training-{}.pt"
 _MOST = 0.05
 
 
-def fingerprint(module: nn.Module, config: TrainingConfig, processes: int) -> str:
+def fingerprint(module: nn.Module, config: Config, processes: int) -> str:
     """SHA-256 over the parameters of ``module``, by their names, the settings and how many processes train.
 
     Another number of processes has other parts of the batches: it does not go on where these were.

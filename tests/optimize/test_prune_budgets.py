@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import re
 import time
@@ -147,6 +148,40 @@ def test_a_candidate_that_was_only_lucky_is_found_out_when_it_is_timed_again(
 
     assert race.widest(module, grouping, lambda kept: removed(grouping, score, kept), search, 1.0) == [5]
     assert "0.31 (0.29 to 0.33) of the whole network's, 0.333 asked for" in race.notes[0]
+
+
+def test_widths_that_were_found_stay_where_the_run_is_interrupted_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are never twice the same: with other widths the training would begin anew."""
+    network = nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+    module = torch.fx.symbolic_trace(network.eval())
+    grouping = group(channels_of(module, torch.zeros(2, 1, 16, 16)), {})
+    score = [torch.arange(16.0)]
+    context = dataclasses.replace(noise_context(), unfinished=tmp_path / "unfinished")
+
+    def written(self: Race, smaller: nn.Module, name: str) -> Path:
+        width = cast("nn.Conv2d", smaller.get_submodule("0")).out_channels
+        (tmp_path / "share").write_text(str(width / 16))
+        return tmp_path
+
+    def search(reached):
+        return widths(grouping, score, Rounding(1, 1), "global", reached)
+
+    def found(whole: torch.fx.GraphModule, part: float = 1.0) -> tuple[list[int], tuple[str, ...], int]:
+        race = Race(whole, Latency(share=1 / 3, execution="torchscript"), context)
+        race._shares = Scripted(0)  # type: ignore[assignment]
+        kept = race.widest(whole, grouping, lambda kept: removed(grouping, score, kept), search, part)
+        return kept, race.notes, race._shares.asked  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Race, "_written", written)
+    kept, notes, asked = found(module)
+    assert (kept, asked > 2) == ([5], True)
+    assert found(module) == (kept, notes, 0)
+    another = copy.deepcopy(module)
+    another.get_parameter("0.weight").data.mul_(2)
+    assert found(another)[2] == asked, "of another network nothing is known"
+    assert found(module, 0.5)[0] == [9], "nor of another step: a third to the power of a half of 16"
 
 
 # --- a pull before the pruning
