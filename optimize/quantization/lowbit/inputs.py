@@ -61,13 +61,13 @@ class InputQuantizer(FakeQuantizeBase):
 
     @abstractmethod
     def quantized(self, given: torch.Tensor) -> torch.Tensor:
-        """``given`` on the grid, with the gradients of training."""
+        """``given`` on the grid, with the gradients of training; of its dtype, computed in float32."""
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """``given`` ``(N, …)`` on its grid; as it is while fake quantization is disabled."""
         if not self.fake_quant_enabled[0]:
             return given
-        return self.quantized(given.float()).to(given.dtype)  # under autocast, too, the grid is that of float32
+        return self.quantized(given)
 
     def calculate_qparams(self, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero-point."""
@@ -109,8 +109,8 @@ class PactInput(InputQuantizer):
 
     def quantized(self, given: torch.Tensor) -> torch.Tensor:
         """See `InputQuantizer`."""
-        found: torch.Tensor = _Pact.apply(given, self.alpha, self.grid)
-        return found
+        found: torch.Tensor = _Pact.apply(given.float(), self.alpha, self.grid)
+        return found.to(given.dtype)
 
 
 class _Pact(torch.autograd.Function):
@@ -147,7 +147,8 @@ class DorefaInput(InputQuantizer):
 
     def quantized(self, given: torch.Tensor) -> torch.Tensor:
         """See `InputQuantizer`."""
-        return torch.fake_quantize_per_tensor_affine(given, self._grid.scale, self.zero, 0, self.quant_max)
+        found = torch.fake_quantize_per_tensor_affine(given.float(), self._grid.scale, self.zero, 0, self.quant_max)
+        return found.to(given.dtype)
 
 
 #: The class of each name.
