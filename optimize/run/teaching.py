@@ -106,7 +106,8 @@ def _model(given: TeacherModel | nn.Module, context: Context) -> Teaching:
         try:
             load_into(module, checkpoint, origin)
         except UserError as error:
-            raise UserError(f"distil.teacher: {source.name}: {error}") from None
+            said = str(error).removeprefix(f"{source.name}: ")  # which is the origin of a module's own weights
+            raise UserError(f"distil.teacher: {source.name}: {said}") from None
         return Teacher(source.name, digest, module.eval(), own.mean, own.std)
 
     digest = _digest(
