@@ -28,6 +28,7 @@ from benchmarks.quant.record import SubjectRecord, read, read_all, write
 from benchmarks.quant.rows import make_row
 from benchmarks.quant.speed import seconds_of, timed
 from benchmarks.quant.ways import FLOAT, Bed, Way, ways
+from optimize import noise
 from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
 from serve.runtime.errors import PipelineError
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = [way.name for way in ways(options.images)]
     if unknown := [name for name in options.only or () if name not in known]:
         parser.error(f"there is no way {unknown[0]!r}; there are {', '.join(known)}")
+    noise.silence()
     whole = True
     try:
         if options.model is not None:

@@ -36,6 +36,7 @@ from optimize.quantization.norms import lift_factors
 from optimize.quantization.observers import activations, observe, watched
 from optimize.quantization.ranges import Observer
 from optimize.quantization.targets import target_named
+from optimize.quantization.ties import part_from_ties
 from optimize.store.artifact import Artifact, Product
 from optimize.training.config import TrainingConfig, by_optimizer
 from optimize.training.loop import train
@@ -137,7 +138,8 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
 
     zeros = zeros_are_meant(parent)
     result = train(prepared, context, config, set_mode=set_mode, from_start=True, keep_zeros=zeros, nodes=nodes)
-    product = write_quantized(prepared.cpu(), example, target, folder)
+    part_from_ties(prepared.cpu(), example)
+    product = write_quantized(prepared, example, target, folder)
     images = context.example(IMAGES)
     with torch.no_grad():
         expected = prepared(images)

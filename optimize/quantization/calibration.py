@@ -17,6 +17,7 @@ from torch.ao.quantization.observer import HistogramObserver, ObserverBase
 from optimize.context import Context
 from optimize.quantization.observers import MeanMinMaxObserver, activations, observe, watched
 from optimize.quantization.ranges import CountingObserver
+from optimize.quantization.ties import part_from_ties
 from serve.runtime.images import normalise
 
 
@@ -27,8 +28,8 @@ class Batches(Iterable[tuple[torch.Tensor, torch.Tensor]], Protocol):
         """How many batches there are."""
 
 
-def calibrate(prepared: nn.Module, context: Context, batches: Batches) -> None:
-    """Show an observed model training images, and settle the observers that take means.
+def calibrate(prepared: fx.GraphModule, context: Context, batches: Batches) -> None:
+    """Show an observed model training images, and settle the observers that take means, and the image's.
 
     Args:
         prepared: with observers, on ``context.device``, in eval mode.
@@ -36,7 +37,7 @@ def calibrate(prepared: nn.Module, context: Context, batches: Batches) -> None:
         batches: such as ``context.calibration(256)``.
     """
     means = [layer for layer in prepared.modules() if isinstance(layer, MeanMinMaxObserver)]
-    _show(prepared, context, batches, means)
+    part_from_ties(prepared, _show(prepared, context, batches, means))
 
 
 def start_ranges(
@@ -89,12 +90,16 @@ def _range(observer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return ((observer.quant_min - zero_point) * scale).squeeze(), ((observer.quant_max - zero_point) * scale).squeeze()
 
 
-def _show(prepared: nn.Module, context: Context, batches: Batches, means: Sequence[MeanMinMaxObserver]) -> None:
+def _show(prepared: nn.Module, context: Context, batches: Batches, means: Sequence[MeanMinMaxObserver]) -> torch.Tensor:
+    """Show all batches; the last of them, normalised, is returned."""
+    images = torch.empty(0)
     with torch.no_grad():
         for done, (batch, _) in enumerate(batches, start=1):
-            prepared(normalise(batch, context.preprocessing, context.device, torch.float32))
+            images = normalise(batch, context.preprocessing, context.device, torch.float32)
+            prepared(images)
             for mean in means:
                 mean.end_batch()
             context.listener.progressed(done / len(batches), "calibrating")
     for mean in means:
         mean.settle()
+    return images

@@ -1,0 +1,77 @@
+"""Pixels that lie halfway between two integers of the image's quantizer: its range is widened until none does."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optimize.context import Context
+from optimize.passes.ptq import PTQ, Ptq
+from optimize.passes.qat import QAT, Qat
+from optimize.quantization.ranges import Observer
+from optimize.quantization.targets import TargetName
+
+from .workbench import noise, noise_context, parent_of, quantizers
+
+PIXELS = torch.arange(256, dtype=torch.float64)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)).eval()
+
+
+def context(mean: float, std: float) -> Context:
+    found = noise_context(train=noise(64, 1))
+    return dataclasses.replace(found, preprocessing=dataclasses.replace(found.preprocessing, mean=(mean,), std=(std,)))
+
+
+def places(folder: Path, mean: float, std: float) -> torch.Tensor:
+    """Where the pixels lie on the grid of the image's quantizer, in exact arithmetic."""
+    scale, zero_point, _, _ = quantizers(folder)[0]
+    return (PIXELS / 255 - mean) / std / scale + zero_point
+
+
+def distinct(place: torch.Tensor) -> int:
+    return len(place.round().unique())
+
+
+@pytest.mark.parametrize(
+    ("observer", "target"), [("moving-average", "auto"), ("percentile", "auto"), ("minmax", "tensorrt")]
+)
+def test_no_pixel_is_a_tie_and_nearly_each_has_its_own_integer(
+    observer: Observer, target: TargetName, tmp_path: Path
+) -> None:
+    own = context(0.5, 0.5)
+    parent = parent_of(network(), own, tmp_path / "parent")
+    (tmp_path / "ptq").mkdir()
+    PTQ.apply(parent, Ptq(observer=observer, target=target), own, tmp_path / "ptq")
+    place = places(tmp_path / "ptq", 0.5, 0.5)
+    if quantizers(tmp_path / "ptq")[0][3] == 127 and target == "auto":
+        pytest.skip("activations of 7 bits have fewer integers than there are pixels")
+    assert ((place - place.floor() - 0.5).abs() > 1e-3).all()
+    assert distinct(place) >= 253
+    assert place.min() >= quantizers(tmp_path / "ptq")[0][2] - 0.5
+    assert place.max() <= quantizers(tmp_path / "ptq")[0][3] + 0.5
+
+
+def test_ranges_that_training_moved_are_widened_when_they_are_written(tmp_path: Path) -> None:
+    own = context(0.5, 0.5)
+    parent = parent_of(network(), own, tmp_path / "parent")
+    (tmp_path / "qat").mkdir()
+    QAT.apply(parent, Qat(epochs=1, batch_size=32, min_sqnr=-50), own, tmp_path / "qat")
+    place = places(tmp_path / "qat", 0.5, 0.5)
+    assert ((place - place.floor() - 0.5).abs() > 1e-3).all()
+
+
+def test_other_ranges_stay_as_they_were_observed(tmp_path: Path) -> None:
+    own = context(0.4, 0.4)
+    parent = parent_of(network(), own, tmp_path / "parent")
+    (tmp_path / "ptq").mkdir()
+    PTQ.apply(parent, Ptq(observer="minmax"), own, tmp_path / "ptq")
+    scale, _, low, high = quantizers(tmp_path / "ptq")[0]
+    assert scale == pytest.approx(1 / 0.4 / (high - low), rel=1e-6)
