@@ -13,14 +13,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.zoo.model import KEEPS_MEMORY
 from benchmarks.zoo.names import family, timm_names, torchvision_names
 from benchmarks.zoo.page import made_with, page
 from benchmarks.zoo.record import ModelRecord, Passed, read, read_all, write, write_all
 from benchmarks.zoo.stages import STAGES, Settings
 from benchmarks.zoo.watch import run
-
-#: glibc gives each activation of some MB back and has the kernel clear it again: a third of a model's processor time.
-_KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
 
 def take(name: str, options: argparse.Namespace, until: float = math.inf) -> ModelRecord | None:
@@ -39,7 +37,7 @@ def take(name: str, options: argparse.Namespace, until: float = math.inf) -> Mod
         *(sys.executable, "-m", "benchmarks.zoo.model", name, "--record", str(file), "--store", str(store)),
         *("--settings", settings.to_json(), "--memory", str(options.memory << 30)),
     ]
-    environment = os.environ | _KEEPS_MEMORY | ({} if options.compile else {"TORCH_COMPILE_DISABLE": "1"})
+    environment = os.environ | KEEPS_MEMORY | ({} if options.compile else {"TORCH_COMPILE_DISABLE": "1"})
     while (known := read(file)) is None or not _done(known, settings):
         if (left := until - time.monotonic()) <= 0:
             return known
