@@ -25,6 +25,7 @@ from optimize.cli.words import (
     uncollected,
 )
 from optimize.data.formats.base import DEFAULT_DATA
+from serve import layout
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE, target
 from serve.runtime.errors import PipelineError
@@ -217,5 +218,5 @@ def _print_outcome(report: Report, folder: Path, *, every: bool) -> None:
     from optimize.report.table import print_table
 
     print_table(report, every=every)
-    typer.echo(f"report: {folder / 'report.html'}   archives: {folder / 'archives'}")
+    typer.echo(f"report: {folder / layout.PAGE_FILE}   archives: {folder / 'archives'}")
     typer.echo(f"serve it: {target('serve', f'serve start {folder.name}', folder.parent, RUN=folder.name)}")

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optimize.cli.words import Every, Store
+from serve import layout
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE
 from serve.runtime.errors import PipelineError, UserError
@@ -52,7 +53,7 @@ def show(
             Console().print_json(card_of(store, name))
         else:
             print_table(report_of(store, name.rstrip("/")), every=every)
-            typer.echo(store / name / "report.html")
+            typer.echo(store / name / layout.PAGE_FILE)
 
 
 def verify(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: Store = DEFAULT_STORE) -> None:
