@@ -12,6 +12,7 @@ from serve.asgi.loading import Wanted, load
 from serve.asgi.models import Models, Served
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import EngineError
+from serve.runtime.heap import settle_heap
 from serve.verified import Policy
 
 _LOG = logging.getLogger(__name__)
@@ -94,6 +95,8 @@ class Changing:
                 task = asyncio.ensure_future(self._leave(old))
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
+            if opened:
+                settle_heap()
 
     async def end(self) -> bool:
         """Answer what was accepted, and close everything.
@@ -124,6 +127,7 @@ class Changing:
             answered = False
         answered &= await asyncio.to_thread(served.service.drain, self._drain_s)
         await asyncio.to_thread(served.service.close)
+        settle_heap()
         _LOG.info(
             "closed",
             extra={"fields": {"model": served.name, "version": served.version, "all_answered": answered}},

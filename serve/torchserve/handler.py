@@ -108,6 +108,7 @@ class ImageClassifierHandler:
         # Imported here and not above: TorchServe 0.12 takes an ImportError of this module for "no such
         # file" and reports "No module named 'ts.torch_handler.handler'" in place of the cause.
         prefer_own_runtime()
+        from serve.runtime.heap import settle_heap
         from serve.runtime.service import open_service
 
         properties = context.system_properties
@@ -122,6 +123,7 @@ class ImageClassifierHandler:
         if context.metrics is not None:
             self._tell_passed_over(context)
         threading.Thread(target=self._tell_for_ever, name="metrics", daemon=True).start()
+        settle_heap()
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
         """Answer a batch of requests, one body for each, with its own status.
