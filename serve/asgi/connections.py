@@ -8,10 +8,12 @@ each body twice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -20,6 +22,8 @@ from serve.asgi.messages import GONE, RETRY_AFTER_S, WHOLE, Headers, Response
 
 #: Answers a request by its method, URL and headers alone, or leaves it to the application.
 EarlyAnswer = Callable[[bytes, bytes, Sequence[tuple[bytes, bytes]]], tuple[Response, Headers] | None]
+
+_HEAD_END = b"\r\n\r\n"
 
 # For what a client still sends when it has its answer (413, 401): closed at once, the answer would be lost with it.
 _LINGER_S = 5.0
@@ -45,6 +49,8 @@ class GuardedConnection(HttpToolsProtocol):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._in_body = False
+        self._to_drop = 0  # bytes of the body of a request that was answered early
+        self._dropped = 0  # those of them that the parser had
         self._answered_early = False  # by `early`: of this request there is no cycle
         self._tell_gone: Callable[[], None] | None = None
 
@@ -66,20 +72,58 @@ class GuardedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take in bytes."""
+        rest = memoryview(data)
+        if self._to_drop:
+            rest = self._drop(rest)
+        elif not self._in_body and (end := data.find(_HEAD_END) + len(_HEAD_END)) >= len(_HEAD_END):
+            # By itself: the body of a request that is refused by its head needs no parser.
+            self._take(rest[:end])
+            rest = self._drop_body(rest[end:])
+        if rest:
+            self._take(rest)
+        if self._answered_early and self._in_body:
+            self._linger()
+
+    def _take(self, data: memoryview) -> None:
+        """Parse what has come."""
         if self.transport.is_closing():
             return
         if not self._in_body:
-            self._await_head()
             self._head_bytes += len(data)
-        super().data_received(data)
-        if self._answered_early and self._in_body:
-            self._linger()
-        if not self._in_body and self._head_bytes > self._limits.head_bytes and not self.transport.is_closing():
+        super().data_received(data)  # type: ignore[arg-type]
+        if self._in_body or not self._head_bytes or self.transport.is_closing():
+            return
+        if self._head_bytes > self._limits.head_bytes:
             self._end(b"431 Request Header Fields Too Large", b"the headers are too large")
+        else:
+            self._await_head()  # most come whole, and need no timer
+
+    def _drop_body(self, data: memoryview) -> memoryview:
+        """Begin to pass over a body behind its head, where its request is answered and its length known."""
+        if self._answered_early and self._in_body:
+            length = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+            self._to_drop = max(0, length - self._dropped)
+        return self._drop(data) if self._to_drop else data
+
+    def _drop(self, data: memoryview) -> memoryview:
+        """Pass over the body of a refused request; what is behind it."""
+        passed = min(self._to_drop, len(data))
+        self._to_drop -= passed
+        if not self._to_drop:
+            self._in_body = False
+            self._body_is_there()
+            self._renew_parser()
+        return data[passed:]
+
+    def _renew_parser(self) -> None:
+        """Begin at a message: the parser at hand waits for a body that was passed over."""
+        self.parser = httptools.HttpRequestParser(self)
+        with contextlib.suppress(AttributeError):  # httptools before 0.6.3, as uvicorn 0.54
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        self._await_head()
+        self._head_bytes = self._head_bytes or 1  # behind the end of a body
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -87,7 +131,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._head_is_there()
         self._in_body = True
         found = self._early(self.parser.get_method(), self.url, self.headers) if self._is_plain() else None
-        self._answered_early = found is not None
+        self._answered_early, self._dropped = found is not None, 0
         if found is None:
             super().on_headers_complete()
             whole = functools.partial(self._answer, self.cycle)
@@ -99,6 +143,7 @@ class GuardedConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A part of its body is there."""
         if self._answered_early:
+            self._dropped += len(body)
             return
         cycle = self.cycle
         before = cast("bytes | bytearray", cycle.body)
@@ -162,6 +207,7 @@ class GuardedConnection(HttpToolsProtocol):
         if not cycle.keep_alive:
             self.transport.close()
         cycle.on_response()
+        cycle.scope["extensions"] = {}  # they hold the cycle, which would wait for the garbage collector
         return True
 
     def _write(self, response: Response, headers: Headers, *, head_only: bool = False) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import gc
+import itertools
 import os
 import signal
 import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +21,9 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 
 from serve.asgi import process
 from serve.asgi.application import Application
@@ -238,6 +243,74 @@ def test_a_body_in_any_number_of_parts_is_what_was_sent() -> None:
 
     asyncio.run(ask())
     assert [request.images == (body,) for request in service.requests] == [True, True, True]
+
+
+# Bodies that a parser would take for heads, too.
+BODIES = st.one_of(
+    st.binary(max_size=40), st.just(b"\r\n\r\n"), st.just(PING), st.just(b"POST /predictions/stuck HTTP/1.1\r\n\r\n")
+)
+
+
+def test_wherever_the_bytes_of_requests_are_cut_each_gets_its_answer() -> None:
+    @settings_of_hypothesis(max_examples=60)
+    @given(
+        messages=st.lists(st.one_of(st.none(), st.tuples(BODIES, st.booleans())), min_size=1, max_size=5),
+        cuts=st.lists(st.integers(0, 400), max_size=4),
+    )
+    def each(messages: list[tuple[bytes, bool] | None], cuts: list[int]) -> None:
+        """A message is a request that is answered, or the body of one that is refused, and whether it is chunked."""
+        sent = b"".join(PING if message is None else refused_request(*message) for message in messages)
+        places = [0, *sorted(cut for cut in cuts if cut < len(sent)), len(sent)]
+        answers = runner.run(ask(sent[start:end] for start, end in itertools.pairwise(places)))
+        statuses = [int(answer[:3]) for answer in answers.split(b"HTTP/1.1 ")[1:]]
+        assert statuses == [200 if message is None else 503 for message in [*messages, None]]
+
+    async def ask(parts: Iterable[bytes]) -> bytes:
+        reader, writer = await connect()
+        for part in parts:
+            writer.write(part)
+            for _ in range(3):
+                await asyncio.sleep(0)
+        writer.write(PING.replace(b"Host: x", b"Connection: close"))
+        answers = await read(reader)
+        writer.close()
+        return answers
+
+    with asyncio.Runner() as runner:
+        server = listening(settings(), stuck_model(Full()))
+        connect, _ = runner.run(server.__aenter__())
+        each()
+        runner.run(server.__aexit__(None, None, None))
+
+
+def refused_request(body: bytes, chunked: bool) -> bytes:
+    head = b"POST /predictions/stuck HTTP/1.1\r\nHost: x\r\n"
+    if not chunked:
+        return head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    chunk = b"%x\r\n%s\r\n" % (len(body), body) if body else b""
+    return head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + b"0\r\n\r\n"
+
+
+def test_nothing_of_a_request_waits_for_the_garbage_collector() -> None:
+    async def ask() -> list[str]:
+        async with listening(settings(), stuck_model(Full())) as (connect, _):
+            reader, writer = await connect()
+            for request in (PING, b"POST /predictions/%73tuck HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc") * 3:
+                writer.write(request)
+                await asyncio.wait_for(reader.readuntil(b"}"), 30)
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            for _ in range(5):
+                writer.write(PING)
+                await asyncio.wait_for(reader.readuntil(b"}"), 30)
+            gc.collect()
+            found = [type(entry).__name__ for entry in gc.garbage]
+            gc.set_debug(0)
+            gc.garbage.clear()
+            writer.close()
+        return found
+
+    assert "RequestResponseCycle" not in asyncio.run(ask())
 
 
 def test_an_answer_has_the_body_and_the_end_that_its_request_asks_for() -> None:
