@@ -35,7 +35,7 @@ class Asking:
         self._served = served
         self._request = request
         limit = time.monotonic() + served.serving.response_timeout_s
-        self._late = _late() if deadline is not None and deadline <= limit else _unanswered(served)
+        self._clients_deadline = deadline is not None and deadline <= limit
         self._deadline = limit if deadline is None else min(deadline, limit)
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[Answered] = self._loop.create_future()
@@ -49,8 +49,8 @@ class Asking:
         """
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise self._late
-        timer = self._loop.call_later(left, self._fail, self._late)
+            raise self._late()
+        timer = self._loop.call_later(left, self._give_up)
         computing = self._submit()
         computing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._settle, done))
         try:
@@ -78,19 +78,21 @@ class Asking:
         try:
             self._outcome.set_result(computing.result())
         except (TimeoutError, CancelledError):
-            self._fail(self._late)
+            self._give_up()
         except Exception as error:  # noqa: BLE001 - an engine's library may fail in any way
             self._fail(RefusedError(500, f"the model failed: {one_line(error)}", "engine"))
+
+    def _give_up(self) -> None:
+        self._fail(self._late())
 
     def _fail(self, error: Exception) -> None:
         if not self._outcome.done():
             self._outcome.set_exception(error)
 
-
-def _late() -> RefusedError:
-    return RefusedError(504, "the deadline that came with the request is over: nothing more is computed", "deadline")
-
-
-def _unanswered(served: Served) -> RefusedError:
-    seconds = served.serving.response_timeout_s
-    return RefusedError(504, f"{served.name} did not answer within {seconds} s: nothing more is computed", "timeout")
+    def _late(self) -> RefusedError:
+        if self._clients_deadline:
+            message = "the deadline that came with the request is over: nothing more is computed"
+            return RefusedError(504, message, "deadline")
+        seconds = self._served.serving.response_timeout_s
+        message = f"{self._served.name} did not answer within {seconds} s: nothing more is computed"
+        return RefusedError(504, message, "timeout")

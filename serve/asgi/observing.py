@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Callable
@@ -13,10 +14,14 @@ from serve.runtime.work import Answered
 
 _ID = re.compile(r"[!-~]{1,128}")
 
+# Of this process and of one request: random numbers for each would be a system call each.
+_PROCESS = secrets.token_hex(4)
+_NUMBER = itertools.count(secrets.randbelow(1 << 20))
+
 
 def request_id(given: str) -> str:
     """The client's word for its request where that is one (visible ASCII, at most 128 of it), or a new one."""
-    return given if _ID.fullmatch(given) else secrets.token_hex(8)
+    return given if _ID.fullmatch(given) else f"{_PROCESS}{next(_NUMBER):08x}"
 
 
 @dataclass(slots=True)
