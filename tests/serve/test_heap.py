@@ -14,6 +14,7 @@ from serve.asgi.changing import Changing
 from serve.asgi.loading import Wanted
 from serve.asgi.models import Models
 from serve.runtime.heap import settle_heap
+from serve.runtime.predictor import Predictor
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
 from serve.verified import Policy
@@ -55,7 +56,7 @@ def test_both_servers_pass_over_what_lives_when_a_model_is_ready_and_a_replaced_
     )
     models = Models()
 
-    async def change() -> tuple[int, weakref.ref[object]]:
+    async def change() -> tuple[int, weakref.ref[Predictor]]:
         changing = Changing(
             models,
             gpu=None,
