@@ -93,6 +93,11 @@ def stock_items(network: torch.jit.ScriptModule, images: Sequence[tuple[str, byt
 def stock_torchserve(models: Sequence[str], archives: Path, scratch: Path) -> Iterator[Live]:
     """Serve archives of that folder by TorchServe's own command, without tokens, until the block ends.
 
+    Args:
+        models: each the name in an archive's manifest and, with ``.mar``, of its file.
+        archives: the folder that they lie in.
+        scratch: is made; holds the configuration, the logs and what TorchServe unpacks.
+
     Raises:
         PipelineError: it does not come up.
     """
@@ -106,7 +111,7 @@ def stock_torchserve(models: Sequence[str], archives: Path, scratch: Path) -> It
     java = java_executable()
     log = scratch / "console.log"
     words = ["--start", "--foreground", "--ncs", "--disable-token-auth", "--model-store", str(archives), "--models"]
-    words += [f"{model}={model}.mar" for model in models]
+    words += [f"{model}.mar" for model in models]
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "ts.model_server", *words, "--ts-config", str(scratch / "config.properties")],

@@ -69,6 +69,14 @@ def free_ports() -> Ports:
     return Ports(*servers.free_ports(5))
 
 
+def hide_project(folder: Path) -> Path:
+    """Interpreters whose ``PYTHONPATH`` is this folder find no project of ours but the one in an archive."""
+    (folder / "sitecustomize.py").write_text(HIDE_PROJECT.format(project=str(Path(__file__).parents[2])))
+    (folder / "serve").mkdir()
+    (folder / "serve" / "__init__.py").write_text(DECOY)
+    return folder
+
+
 @contextmanager
 def by(interpreter: Path) -> Iterator[None]:
     """A server that is started meanwhile starts its workers, then and later, by another interpreter than this one."""
@@ -124,10 +132,7 @@ def served(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         model_name=name_of("fallback"),
         options=ServingOptions(batch_size=2, options={"openvino": {"precision": "f33"}}),
     )
-    hiding = tmp_path_factory.mktemp("hiding")
-    (hiding / "sitecustomize.py").write_text(HIDE_PROJECT.format(project=str(Path(__file__).parents[2])))
-    (hiding / "serve").mkdir()
-    (hiding / "serve" / "__init__.py").write_text(DECOY)
+    hiding = hide_project(tmp_path_factory.mktemp("hiding"))
     told: list[tuple[float, str]] = []
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
