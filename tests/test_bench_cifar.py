@@ -7,7 +7,7 @@ import datetime
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 import optimize as opt
 from benchmarks.cifar import __main__ as cifar
 from benchmarks.cifar.chains import chain, control, epochs, shortened, taught, told, trainings, with_epochs
-from benchmarks.cifar.making import Workshop, working
+from benchmarks.cifar.making import Workshop
 from benchmarks.cifar.page import over_seeds, page, student
 from benchmarks.cifar.provenance import changed
 from benchmarks.cifar.record import Cell, Faster, Judged, Table, read, write
@@ -25,16 +25,13 @@ from examples.cifar_resnet import CifarResNet
 from optimize.data.pixels import decoded
 from optimize.export.macs import total_macs
 from optimize.export.trace import trace
-from optimize.measure.bench import Bench, Candidate
 from optimize.passes.base import pass_of
 from optimize.pruning.groups import group
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.widths import Costs, Rounding
 from optimize.run.recipe import Recipe, load_recipe
-from optimize.store.artifact import Artifact
 from optimize.training.config import TrainingConfig
-from serve.runtime.errors import EngineError, UserError
-from serve.runtime.execution import Execution
+from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 from tests.optimize.workbench import noise_context, parent_of
 
@@ -271,31 +268,6 @@ def test_the_committed_page_is_that_of_the_committed_cells() -> None:
     found = lines((docs / "cifar.md").read_text(encoding="utf-8"))
     for title, cells in lines(page(read(docs / "cifar.json"))).items():
         assert found[title][:8] == cells[:8], title
-
-
-class Broken:
-    """A bench with two engines, of which some work."""
-
-    def __init__(self, *works: str) -> None:
-        self.works = works
-
-    def candidates(self, artifact: Artifact) -> list[Candidate]:
-        return [Candidate(artifact, Execution(engine, "cpu")) for engine in ("openvino", "onnxruntime")]
-
-    def probe(self, execution: Execution) -> str:
-        if execution.engine not in self.works:
-            raise EngineError(f"{execution.engine} is not installed")
-        return ""
-
-
-def test_a_cell_is_judged_by_an_engine_that_works_here_and_without_one_says_each_ones_reason(tmp_path: Path) -> None:
-    artifact = parent_of(nn.Linear(2, 2), noise_context(), tmp_path)
-    (found,) = working(cast("Bench", Broken("onnxruntime")), artifact)
-    assert found.execution.engine == "onnxruntime"
-    with pytest.raises(
-        EngineError, match="openvino: openvino is not installed; onnxruntime: onnxruntime is not installed"
-    ):
-        working(cast("Bench", Broken()), artifact)
 
 
 def test_a_cell_that_could_not_be_made_is_an_exit_code(

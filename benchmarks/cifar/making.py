@@ -212,7 +212,10 @@ class Workshop:
         notes = [note for variant in wanted[1:] for note in variant.artifact.card.notes]
         faster = None
         with Bench(session.store, session.context, timing, devices) as bench:
-            pairs = [working(bench, made[-1].artifact) for made in (wanted, beside)]
+            pairs = [
+                [Candidate(graph, each.execution) for each in bench.working(graph)]
+                for graph in (made[-1].artifact for made in (wanted, beside))
+            ]
             first, second = (found[0] for found in pairs)
             right, others = (bench.answers(candidate).value.first for candidate in (first, second))
             if row.faster is not None and self.timed:
@@ -288,24 +291,6 @@ def _macs(artifact: Artifact) -> float | None:
         if effect.layer == WHOLE and effect.figure.startswith("multiply-accumulates")
     ]
     return math.prod(found) if found else None
-
-
-def working(bench: Bench, artifact: Artifact) -> list[Candidate]:
-    """The executions of an artifact whose engines work on this machine, the preferred one first.
-
-    Raises:
-        EngineError: there is none; the message has each one's reason.
-    """
-    found, reasons = [], []
-    for candidate in bench.candidates(artifact):
-        try:
-            bench.probe(candidate.execution)
-            found.append(candidate)
-        except PipelineError as error:
-            reasons.append(f"{candidate.execution.engine}: {error}")
-    if not found:
-        raise EngineError(f"no engine here runs {artifact.name}: {'; '.join(reasons)}")
-    return found
 
 
 def _faster(bench: Bench, wanted: Sequence[Candidate], control: Sequence[Candidate]) -> Faster:

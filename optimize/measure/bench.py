@@ -35,7 +35,7 @@ from optimize.store.files import write_json
 from optimize.store.keys import AnswersKey, FootprintKey, Key, ProbeKey, SpeedKey, opening, paired
 from optimize.store.objects import Store
 from optimize.store.sources import code_of
-from serve.runtime.engines.base import find_engine, pair_id
+from serve.runtime.engines.base import execution_id, find_engine, pair_id
 from serve.runtime.errors import EngineError, PipelineError, one_line
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
@@ -91,6 +91,14 @@ class Weighed:
 
     provider: str
     footprint: Footprint
+
+
+@dataclass(frozen=True)
+class Working:
+    """An execution whose engine works on this machine; ``key`` is of the object in the store that says so."""
+
+    execution: Execution
+    key: str
 
 
 @dataclass(frozen=True)
@@ -174,6 +182,27 @@ class Bench:
         )
         self.store.obtain(key.digest, build, about=f"{execution.engine} works on {execution.device_type}")
         return key.digest
+
+    def working(self, *artifacts: Artifact) -> list[Working]:
+        """The executions that run each of some artifacts on this machine, the preferred one first.
+
+        Raises:
+            EngineError: there is none; the message has each one's reason.
+        """
+        runs = [{execution_id(c.execution): c.execution for c in self.candidates(each)} for each in artifacts]
+        found, reasons = [], []
+        for name, execution in runs[0].items():
+            if any(name not in others for others in runs):
+                continue
+            try:
+                found.append(Working(execution, self.probe(execution)))
+            except PipelineError as error:
+                reasons.append(f"{name}: {error}")
+        if not found:
+            names = " and ".join(dict.fromkeys(artifact.name for artifact in artifacts))
+            apart = f"none is common to {' and to '.join(', '.join(each) for each in runs)}"
+            raise EngineError(f"no execution runs {names} here: {'; '.join(reasons) or apart}")
+        return found
 
     def answers(self, candidate: Candidate) -> Kept[Answers]:
         """The pair's answers on the validation images."""

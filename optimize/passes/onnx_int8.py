@@ -36,6 +36,9 @@ from serve.runtime.program_file import load_program
 #: Graph structure, scales and names: what a file needs beside its weights, however small the network.
 _STRUCTURE_BYTES = 256 << 10
 
+#: How the note on a file's size ends.
+OF_FLOAT = "of the float weights' bytes"
+
 
 class OnnxInt8(TakesPixels, Gate):
     """Settings of ``onnx-int8``."""
@@ -84,7 +87,7 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
         )
     note = (
         f"{summary.weights} int8 weights, {summary.activations} activation quantizers, "
-        f"{size / floats:.2f} of the float weights' bytes"
+        f"{size / floats:.2f} {OF_FLOAT}"
     )
     with torch.no_grad():
         expected = program.module()(context.example(IMAGES))

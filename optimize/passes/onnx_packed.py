@@ -14,6 +14,7 @@ from optimize.export.packing import Smallest, pack_weights
 from optimize.export.pixels import graph_input
 from optimize.lint.base import lint
 from optimize.passes.base import Pass, register
+from optimize.passes.onnx_int8 import OF_FLOAT
 from optimize.quantization.gate import IMAGES
 from optimize.quantization.lowbit.words import of_packed
 from optimize.quantization.qdq import LINTED
@@ -71,7 +72,7 @@ def _apply(parent: Artifact, config: OnnxPacked, context: Context, folder: Path)
             f"packed: weights are stored in fewer bits ({stored}: {packed.after} bytes, {packed.before} as int8), cast "
             f"to int8 when the file is loaded, and computed by int8 kernels, no faster than int8; {size / was:.2f} of "
             f"the file's bytes before, equal logits in ONNX Runtime",
-            *parent.card.notes[1:],  # the first has the size of the file that it was
+            *(note for note in parent.card.notes if not note.endswith(OF_FLOAT)),  # the size of the file that it was
         ),
     )
 

@@ -217,21 +217,9 @@ def shared_executions(bed: Bed, first: Artifact, second: Artifact) -> list[Execu
     Raises:
         EngineError: there is none; the message says why.
     """
-    runs = [{execution_id(c.execution): c.execution for c in bed.bench.candidates(each)} for each in (first, second)]
-    works, reasons = [], []
-    for name, execution in runs[0].items():
-        if name in runs[1]:
-            try:
-                bed.keys.add(bed.bench.probe(execution))
-            except EngineError as error:
-                reasons.append(str(error))
-            else:
-                works.append(execution)
-    if not works:
-        said = "; ".join(reasons) or f"{', '.join(runs[0])} and {', '.join(runs[1])} have none in common"
-        both = first.name if first is second else f"both {first.name} and {second.name}"
-        raise EngineError(f"no execution runs {both} here: {said}")
-    return works
+    works = bed.bench.working(first, second)
+    bed.keys |= {each.key for each in works}
+    return [each.execution for each in works]
 
 
 def fastest_execution(

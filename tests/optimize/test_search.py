@@ -466,6 +466,16 @@ def test_where_the_gate_lets_nothing_pass_trials_run_by_an_execution_that_works(
         ):
             choose_execution(bed, graph, first.engine)
 
+        def broken(_: measuring.Bench, execution: Execution) -> str:
+            raise EngineError("it is not installed")
+
+        monkeypatch.setattr(measuring.Bench, "probe", broken)
+        reasons = (
+            f"no execution runs {graph.name} here: {first.engine}: it is not installed; {second.engine}: "
+        )
+        with pytest.raises(EngineError, match=reasons):
+            choose_execution(bed, graph, None)
+
 
 def test_an_engine_that_cannot_be_timed_is_named_and_trials_run_by_another(bench, monkeypatch) -> None:
     engines, failing = ("onnxruntime", "openvino"), set[int]()
