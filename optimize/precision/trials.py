@@ -218,7 +218,7 @@ def shared_executions(bed: Bed, first: Artifact, second: Artifact) -> list[Execu
         EngineError: there is none; the message says why.
     """
     works = bed.bench.working(first, second)
-    bed.keys |= {each.key for each in works}
+    bed.keys.update(each.key for each in works)
     return [each.execution for each in works]
 
 
