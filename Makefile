@@ -57,6 +57,9 @@ SERVE_OPTIONS = $(foreach word,$(ARTIFACTS),--artifact '$(word)') \
 	$(foreach name,$(SERVE_LISTS),$(foreach word,$($(name)),$(call option,$(name)) '$(word)')) \
 	$(foreach name,$(SERVE_FLAGS),$(if $($(name)),$(call option,$(name))))
 THE_RUN = $(if $(RUN),'$(RUN)','$(MODEL)' --data '$(DATA)')
+# Several in one server: NAME=RUN/ARTIFACT each, or less.
+RUNS ?=
+THE_RUNS = $(if $(RUNS),$(foreach run,$(RUNS),'$(run)'),$(THE_RUN))
 
 # The first Python 3.12 or 3.11 that really starts (a pyenv shim may exist and not).
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
@@ -77,8 +80,8 @@ help: ## this list
 	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name]"
 	@echo "                   [CLASSES=file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1]"
 	@echo "                   [PROCESSES=number] [TENSORBOARD=folder] [RUN=name] [REPLACE=1]"
-	@echo "       make serve  [ARTIFACTS=all|'name name'] [PORT=number] [WORKERS=number] and each other option of"
-	@echo "                   \`serve start\`, in capitals: [BATCH_SIZE=8] [ENGINE=openvino] [EXPOSE=1 HOST=0.0.0.0]"
+	@echo "       make serve  [RUNS='run run/artifact name=run'] [ARTIFACTS=all|'name name'] [PORT=number] [WORKERS=number]"
+	@echo "                   and each other option of \`serve start\`, in capitals: [BATCH_SIZE=8] [ENGINE=openvino] [EXPOSE=1 HOST=0.0.0.0]"
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -161,7 +164,7 @@ package: $(VENV)/.installed ## pack the archives of a run again
 	@$(BIN)/python -m serve package $(THE_RUN) --store '$(STORE)'
 
 serve: $(VENV)/.installed ## serve what the run recommends over REST, on loopback
-	@$(BIN)/python -m serve start $(THE_RUN) --store '$(STORE)' --device '$(DEVICE)' $(SERVE_OPTIONS)
+	@$(BIN)/python -m serve start $(THE_RUNS) --store '$(STORE)' --device '$(DEVICE)' $(SERVE_OPTIONS)
 
 # Neither installs anything: without an environment nothing was started from here.
 NO_SERVER := no server is running: there is no environment here ($(VENV)) that could have started one

@@ -38,19 +38,20 @@ from tests.serve.mutations import mutated
 TITLES = {"own": "Our own server", "torchserve": "Our archive behind TorchServe"}
 _DAMAGED = 400
 _GOODPUT = 0.9
+_WORDS = {True: "pass", False: "**fail**", None: "**not judged**"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Something that must hold, in words with its figures, and whether it did."""
+    """Something that must hold, in words with its figures, and whether it did; None: the campaign cannot tell."""
 
     words: str
-    holds: bool
+    holds: bool | None
 
     @property
     def line(self) -> str:
         """As a line of a list."""
-        return f"- {'pass' if self.holds else '**fail**'}: {self.words}"
+        return f"- {_WORDS[self.holds]}: {self.words}"
 
 
 def workloads(artifact: Path, way: Serving, photos: Path | None) -> tuple[Workload, Workload]:
@@ -99,11 +100,7 @@ def verdicts(found: Soaked, queue: int) -> list[Verdict]:
             not found.bad_client_faults,
         ),
         *(_answered(found, client) for client in ANSWERED[found.kind]),
-        Verdict(
-            f"memory grew by {found.growth:.2f} MB a minute over {len(found.memory)} samples "
-            f"(a leak: above {LEAK_MB_A_MINUTE:g}, and above 5 % in all)",
-            not found.leaks,
-        ),
+        _memory_verdict(found),
     ]
     if found.kind == "torchserve":
         slowest = max((kill.recovery_s for kill in found.kills), default=math.inf)
@@ -130,6 +127,14 @@ def verdicts(found: Soaked, queue: int) -> list[Verdict]:
     after = found.afterwards
     result.append(Verdict("it answers as known afterwards", after is not None and after.good > 0 and not after.bad))
     return result
+
+
+def _memory_verdict(found: Soaked) -> Verdict:
+    grew = f"memory grew by {found.growth:.2f} MB a minute over {len(found.memory)} samples"
+    rule = f"a leak: above {LEAK_MB_A_MINUTE:g}, and above 5 % in all"
+    if (leaks := found.leaks) is None:
+        return Verdict(f"{grew} ({rule}, which takes {found.telling_minutes:.0f} minutes at that rate)", None)
+    return Verdict(f"{grew} ({rule})", not leaks)
 
 
 def _answered(found: Soaked, client: str) -> Verdict:
@@ -259,7 +264,7 @@ def main() -> int:
                     phases = Phases(kind, live, photos, mixed, scratch=scratch)
                     found = phases.run(course(options.minutes))
             judged = verdicts(found, options.queue)
-            held = held and all(verdict.holds for verdict in judged)
+            held = held and all(verdict.holds is not False for verdict in judged)
             print("\n".join(section(found, judged, way)), flush=True)
             body += section(found, judged, way)
             if options.write is not None:  # each server's as soon as it is there

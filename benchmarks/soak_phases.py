@@ -95,13 +95,21 @@ class Soaked:
         return slope(self.memory)
 
     @property
-    def leaks(self) -> bool:
-        """Whether memory grows for as long as it is watched."""
-        if len(self.memory) < 3:
+    def leaks(self) -> bool | None:
+        """Whether memory grows for as long as it is watched; None: it grew for too short a time to tell.
+
+        What grows by more than `LEAK_MB_A_MINUTE` may fill up and stop. It is a leak where that made a twentieth.
+        """
+        if len(self.memory) < 3 or self.growth <= LEAK_MB_A_MINUTE:
             return False
-        minutes = (self.memory[-1][0] - self.memory[0][0]) / 60
+        watched = (self.memory[-1][0] - self.memory[0][0]) / 60
+        return True if watched > self.telling_minutes else None
+
+    @property
+    def telling_minutes(self) -> float:
+        """How long memory would have to grow as it did for a leak."""
         usual = statistics.median(megabytes for _, megabytes in self.memory)
-        return self.growth > LEAK_MB_A_MINUTE and self.growth * minutes > usual / 20
+        return usual / 20 / self.growth
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> float:

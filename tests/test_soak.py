@@ -100,7 +100,16 @@ def test_steady_growth_is_a_leak_and_noise_or_one_step_is_none() -> None:
     assert found.growth == pytest.approx(12)
     assert "memory grew by 12.00 MB a minute" in failing(found)[0]
     found.memory = [(10.0 * step, 500.0 + 40 * (step > 10)) for step in range(60)]
-    assert not found.leaks
+    assert found.leaks is False
+
+
+def test_growth_that_was_watched_for_too_short_a_time_is_not_said_to_pass() -> None:
+    found = sound()
+    found.memory = [(10.0 * step, 500.0 + 1.5 * step) for step in range(12)]  # 9 MB a minute, for two minutes
+    assert found.leaks is None
+    (told,) = [verdict.line for verdict in verdicts(found, queue=100) if verdict.holds is None]
+    assert told.startswith("- **not judged**: memory grew by 9.00 MB a minute over 12 samples")
+    assert "which takes 3 minutes at that rate" in told
 
 
 def test_overload_that_costs_answers_or_keeps_them_waiting_fails() -> None:

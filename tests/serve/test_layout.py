@@ -116,6 +116,7 @@ def test_each_option_of_start_works_from_make_and_make_has_no_other() -> None:
     assert "--artifact" not in made("serve")
     assert "--artifact 'onnx-int8' --artifact 'ptq'" in made("serve", "ARTIFACTS=onnx-int8 ptq")
     assert "--artifact 'all'" in made("serve", "ARTIFACTS=all")
+    assert "serve start 'one' 'mine=two/ptq' --store" in made("serve", "RUNS=one mine=two/ptq")
 
 
 def test_where_a_shell_says_that_it_is_is_not_where_the_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
