@@ -86,8 +86,7 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
             f"float weights (and {summary.float_bytes} left in float): its weights are not stored as int8"
         )
     note = (
-        f"{summary.weights} int8 weights, {summary.activations} activation quantizers, "
-        f"{size / floats:.2f} {OF_FLOAT}"
+        f"{summary.weights} int8 weights, {summary.activations} activation quantizers, {size / floats:.2f} {OF_FLOAT}"
     )
     with torch.no_grad():
         expected = program.module()(context.example(IMAGES))

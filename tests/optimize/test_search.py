@@ -470,9 +470,7 @@ def test_where_the_gate_lets_nothing_pass_trials_run_by_an_execution_that_works(
             raise EngineError("it is not installed")
 
         monkeypatch.setattr(measuring.Bench, "probe", broken)
-        reasons = (
-            f"no execution runs {graph.name} here: {first.engine}: it is not installed; {second.engine}: "
-        )
+        reasons = f"no execution runs {graph.name} here: {first.engine}: it is not installed; {second.engine}: "
         with pytest.raises(EngineError, match=reasons):
             choose_execution(bed, graph, None)
 
