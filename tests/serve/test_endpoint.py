@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -90,9 +92,51 @@ def test_no_damaged_image_of_any_format_is_a_fault_of_the_server(served: Served)
             assert answer.status_code in (200, 400, 413, 415), (number, answer.status_code, answer.text)
             statuses[answer.status_code] += 1
         assert all(statuses[status] > 20 for status in (200, 400, 415)), statuses
-        answer = client.post(served.url(), content=jpeg(1), headers={"x-request-id": "mine"})
-        assert answer.status_code == 200
-        assert answer.headers["x-request-id"] != "mine"  # as docs/observability.md says
+        assert client.post(served.url(), content=jpeg(1)).status_code == 200
+
+
+def test_an_answer_has_the_id_that_its_request_came_with_whoever_gives_it(served: Served) -> None:
+    root = served.url().partition("/predictions")[0]
+    asked = [
+        ("POST", served.url(), served.headers(), jpeg(1), 200),
+        ("POST", served.url(), served.headers(), b"no image", 415),
+        ("POST", f"{root}/predictions/absent", served.headers(), jpeg(1), 404),
+        ("POST", served.url(), {}, jpeg(1), 400),  # the last two are answered before TorchServe has them
+        ("GET", f"{root}/ping", {}, b"", 200),
+    ]
+    with httpx.Client(timeout=60) as client:
+        for given in ("mine", "!~" * 64, None, "", "a b", "\xe9", "!" * 129):
+            named = {} if given is None else {b"x-request-id": given.encode("latin-1")}
+            told = []
+            for method, url, headers, content, status in asked:
+                every = {name.encode(): value.encode() for name, value in headers.items()} | named
+                answer = client.request(method, url, headers=every, content=content)
+                assert answer.status_code == status
+                told.append(answer.headers["x-request-id"])
+            if given in ("mine", "!~" * 64):
+                assert told == [given] * len(asked)
+            else:
+                assert given not in told
+                assert len({*told, ""}) == len(asked) + 1, told  # each its own
+
+
+def test_requests_that_do_not_wait_for_each_other_get_their_ids_in_their_order(served: Served) -> None:
+    (token,) = (f"{name}: {value}" for name, value in served.headers().items())
+    head = f"POST /predictions/{name_of('script')} HTTP/1.1\r\nHost: x\r\n{token}\r\nContent-Type: image/jpeg\r\n"
+    names = ["first", "", "third"]
+    image = jpeg(1)
+    with socket.create_connection((HOST, served.running.ports.inference), timeout=60) as stream:
+        for name in names:
+            stream.sendall(f"{head}X-Request-Id: {name}\r\nContent-Length: {len(image)}\r\n\r\n".encode() + image)
+        told = []
+        with stream.makefile("rb") as answers:
+            for _ in names:
+                assert answers.readline().startswith(b"HTTP/1.1 200 ")
+                fields = http.client.parse_headers(answers)
+                answers.read(int(fields["Content-Length"]))
+                told.append(fields["x-request-id"])
+    assert (told[0], told[2]) == ("first", "third")
+    assert told[1] not in (None, *names)
 
 
 def test_instances_are_answered_in_order_each_with_its_classes_or_its_error(served: Served) -> None:

@@ -333,7 +333,7 @@ def test_a_full_queue_is_told_and_counted_before_the_body_and_the_connection_goe
         return values["Requests5XX"], values["ts_inference_requests_total"]
 
     def ask(path: str) -> tuple[http.client.HTTPResponse, bytes]:
-        send_head(stream, operated, path, 100_000)
+        send_head(stream, operated, path, 100_000, name="mine")
         answer = http.client.HTTPResponse(stream)
         answer.begin()
         return answer, answer.read()
@@ -355,7 +355,7 @@ def test_a_full_queue_is_told_and_counted_before_the_body_and_the_connection_goe
             answer, body = ask(path)
             assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
             assert json.loads(body)["message"] == f"the queue of {QUICK} is full: try again"
-            assert answer.getheader("x-request-id")
+            assert answer.getheader("x-request-id") == "mine"
             stream.sendall(b"x" * 100_000)
         assert [after - count for after, count in zip(counted(), before, strict=True)] == [2, 2]
         worker.resume()
@@ -687,8 +687,11 @@ def opened(operated: Operated) -> socket.socket:
     return socket.create_connection((HOST, operated.running.ports.inference), timeout=30)
 
 
-def send_head(stream: socket.socket, operated: Operated, model: str, length: int, body: bytes = b"") -> None:
+def send_head(
+    stream: socket.socket, operated: Operated, model: str, length: int, body: bytes = b"", *, name: str = ""
+) -> None:
     head = f"POST /predictions/{model} HTTP/1.1\r\nHost: x\r\n{operated.header}\r\nContent-Type: image/jpeg\r\n"
+    head += f"X-Request-Id: {name}\r\n" if name else ""
     stream.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
 
 

@@ -43,6 +43,7 @@ class Gate extends ChannelDuplexHandler {
 
     private final Admission admission
     private final boolean inference
+    private final RequestIds ids = new RequestIds()
     private int waiting = 0  // requests of this connection that are not answered
     private long bytes = 0  // of their bodies
     private long announced = 0  // bytes of the present body that were taken when its header came
@@ -69,6 +70,10 @@ class Gate extends ChannelDuplexHandler {
     void channelRead(ChannelHandlerContext context, Object message) {
         if (held != null) {
             receiving = receiving && !(message instanceof LastHttpContent)
+            if (message instanceof HttpRequest) {
+                ids.come((HttpRequest) message)
+                ids.owe()
+            }
             held.add(message)
             return
         }
@@ -133,6 +138,7 @@ class Gate extends ChannelDuplexHandler {
     private boolean accept(ChannelHandlerContext context, HttpRequest request) {
         receiving = true
         since = System.nanoTime()
+        ids.come(request)
         int query = request.uri().indexOf('?')
         path = query < 0 ? request.uri() : request.uri().substring(0, query)
         contentType = request.headers().get(HttpHeaderNames.CONTENT_TYPE) ?: ''
@@ -166,6 +172,7 @@ class Gate extends ChannelDuplexHandler {
         announced = length
         bytes += length
         waiting++
+        ids.owe()
         admission.begin()
         removed = removedBy(request)
         removed?.close()
@@ -252,7 +259,8 @@ class Gate extends ChannelDuplexHandler {
         return Unpooled.copiedBuffer(body.toString(), StandardCharsets.UTF_8)
     }
 
-    private static void send(ChannelHandlerContext context, FullHttpResponse answer, boolean close) {
+    private void send(ChannelHandlerContext context, FullHttpResponse answer, boolean close) {
+        ids.refuse(answer)
         HttpUtil.setContentLength(answer, answer.content().readableBytes())
         if (close) {
             answer.headers().set(HttpHeaderNames.CONNECTION, HttpHeaderValues.CLOSE)
@@ -276,6 +284,7 @@ class Gate extends ChannelDuplexHandler {
             if (message instanceof FullHttpResponse) {
                 answer = inWords((FullHttpResponse) message)
             }
+            ids.answer((HttpResponse) answer)
             if (admission.draining || closeWhenAnswered) {
                 closeWhenAnswered = true
                 ((HttpResponse) answer).headers().set(HttpHeaderNames.CONNECTION, HttpHeaderValues.CLOSE)
