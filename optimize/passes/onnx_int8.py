@@ -23,7 +23,7 @@ from optimize.export.onnx import INPUT, run_onnx
 from optimize.export.pixels import INPUT_TYPES, TakesPixels, entered, graph_input
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES, Gate, check_answers
-from optimize.quantization.lowbit.words import of_graph
+from optimize.quantization.lowbit.words import OF_FLOAT, of_graph
 from optimize.quantization.qdq import QdqSummary, lower
 from optimize.quantization.targets import TargetName, target_named
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
@@ -35,9 +35,6 @@ from serve.runtime.program_file import load_program
 
 #: Graph structure, scales and names: what a file needs beside its weights, however small the network.
 _STRUCTURE_BYTES = 256 << 10
-
-#: How the note on a file's size ends.
-OF_FLOAT = "of the float weights' bytes"
 
 
 class OnnxInt8(TakesPixels, Gate):

@@ -14,9 +14,8 @@ from optimize.export.packing import Smallest, pack_weights
 from optimize.export.pixels import graph_input
 from optimize.lint.base import lint
 from optimize.passes.base import Pass, register
-from optimize.passes.onnx_int8 import OF_FLOAT
 from optimize.quantization.gate import IMAGES
-from optimize.quantization.lowbit.words import of_packed
+from optimize.quantization.lowbit.words import OF_FLOAT, of_packed
 from optimize.quantization.qdq import LINTED
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config

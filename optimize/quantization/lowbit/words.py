@@ -16,6 +16,9 @@ _FLOAT = "int8 in float arithmetic"
 _SMALLEST = (2, 4)
 _SAID = re.compile(r"\((.+) (executed|packed|simulated)\)$")
 
+#: How the note on the size of an int8 graph's file ends.
+OF_FLOAT = "of the float weights' bytes"
+
 
 def precision(label: str, own: str) -> str:
     """A card's precision, of bits such as ``W4A4`` and of what the int8 program of them would be called."""
