@@ -152,6 +152,7 @@ def whole(name: str, **changes: object) -> ModelRecord:
     stages["onnx-int8"] = Passed(status="ok", seconds=2.0, bytes=260)
     stages["agreement"] = Passed(status="ok", seconds=2.0, agreements=agreed)
     record = ModelRecord(
+        image_size=64,
         name=name,
         family=family(name),
         weights="random",
@@ -173,7 +174,7 @@ def test_the_page_counts_who_passes_and_says_why_others_do_not(tmp_path: Path) -
     assert "- vgg11, ptq: it broke" in text
     line = next(line for line in text.splitlines() if line.startswith("| resnet18 | random"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[2:9] == ["11.0", "25.0%, 32 dB", "75%", "0.26", "90.0%, 18.2 dB", "98.4%, 28.5 dB", ""]
+    assert cells[2:10] == ["11.0", "64", "25.0%, 32 dB", "75%", "0.26", "90.0%, 18.2 dB", "98.4%, 28.5 dB", ""]
     assert cells[-2] == "2.50 [2.40, 2.60]"
 
 

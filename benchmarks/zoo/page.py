@@ -42,7 +42,7 @@ def _head(records: Sequence[ModelRecord], settings: Settings) -> Iterator[str]:
     yield from (
         "# The zoo",
         "",
-        f"Made by `make zoo` {when}, with images of {settings.image_size} pixels a side or as many as a network takes, "
+        f"Made by `make zoo` {when}, with images of as many pixels a side as the second table tells, "
         f"{settings.calibration} to calibrate on, {settings.judging} to judge by: {where}. Each model's record, in "
         "[zoo.json](zoo.json), has its day; what stands there is not made again.",
         "",
@@ -123,16 +123,17 @@ def _name(record: ModelRecord) -> str:
 
 def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
     yield (
-        "| model | weights | parameters, M | images differ by | top-1 | size | of the integers | of engines "
+        "| model | weights | parameters, M | pixels a side | images differ by | top-1 | size | of the integers | of engines "
         "| TensorRT's integers | node by node | int8 | float | times as fast | memory, GiB |"
     )
-    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    yield f"|---|---|{'---:|' * 13}"
     for record in records:
         signal, size = record.signal, _share(record)
         cells = [
             _name(record),
             record.weights.removeprefix("torchvision's weights "),
             f"{record.parameters / 1e6:.1f}" if record.parameters else "",
+            str(record.image_size or ""),
             _signal(signal) if signal else "",
             f"{signal.top1:.0%}" if signal else "",
             f"{size:.2f}" if size else "",
