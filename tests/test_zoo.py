@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -127,6 +128,20 @@ def test_no_stage_is_begun_when_the_time_is_over(tmp_path: Path, monkeypatch) ->
     kept: list[ModelRecord] = []
     assert Model("resnet18", tmp_path, Settings(), record, kept.append, until=time.monotonic()).run() == record
     assert not kept
+
+
+def test_what_goes_on_later_keeps_its_size_and_what_was_said_of_its_weights(tmp_path: Path) -> None:
+    kept: list[ModelRecord] = []
+    first = Settings(image_size=64, calibration=16, judging=8, fitting=16)
+    began = Model("shufflenet_v2_x0_5", tmp_path / "store", first, whole("x", stages={}), kept.append)
+    began._stage("baseline")
+    assert (kept[-1].weights, kept[-1].image_size) == (began.record.weights, 64)
+    told = began.record.model_copy(update={"weights": "random, trained for 4 epochs"})
+    other = dataclasses.replace(first, image_size=96)
+    again = Model("shufflenet_v2_x0_5", tmp_path / "store", other, told, kept.append)
+    again._stage("baseline")
+    assert again._session.context.preprocessing.crop == (64, 64)
+    assert (again.record.weights, again.record.image_size) == ("random, trained for 4 epochs", 64)
 
 
 def test_the_zoo_has_all_of_torchvisions_classifiers_and_refuses_others(capsys) -> None:

@@ -123,8 +123,8 @@ def _name(record: ModelRecord) -> str:
 
 def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
     yield (
-        "| model | weights | parameters, M | pixels a side | images differ by | top-1 | size | of the integers | of engines "
-        "| TensorRT's integers | node by node | int8 | float | times as fast | memory, GiB |"
+        "| model | weights | parameters, M | pixels a side | images differ by | top-1 | size | of the integers "
+        "| of engines | TensorRT's integers | node by node | int8 | float | times as fast | memory, GiB |"
     )
     yield f"|---|---|{'---:|' * 13}"
     for record in records:

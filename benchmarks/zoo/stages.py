@@ -189,22 +189,30 @@ class Model:
                 return with_named_weights(source, "DEFAULT")
         return source, None
 
+    @property
+    def _weights(self) -> Path:
+        """The file of the network's weights, once it is made."""
+        return self.store / "weights.pth"
+
     @functools.cached_property
     def _session(self) -> Session:
-        source, weights = self._source
+        source, _ = self._source
         data = open_data("digits")
         data = dataclasses.replace(data, val=subset(data.val, self.settings.judging), val_of=len(data.val))
         side = source.only_size or source.legal_size(self.settings.image_size)
+        if self._weights.exists():
+            side = self.record.image_size or side  # what was begun goes on as it began
         preprocessing = choose_preprocessing(source, data, side).preprocessing
-        said = source.declared_by if weights is not None else "random"
-        self._note(weights=said, image_size=side)
         return Session(Store(self.store), source, Context(data, preprocessing, _CPU))
 
     def _baseline(self) -> Step:
         """The network with its weights, its head fitted to the data; weights are drawn once."""
-        session, file = self._session, self.store / "weights.pth"
+        session, file = self._session, self._weights
         if file.exists():
             return session.baseline(checkpoint=read_checkpoint(file))
+        source, weights = self._source
+        side = session.context.preprocessing.crop[0]
+        self._note(weights=source.declared_by if weights is not None else "random", image_size=side)
         if (module := self._library_module()) is not None:
             signal = self._fit_head(module)
         else:
