@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +146,21 @@ def test_no_damaged_image_of_any_format_is_a_fault_of_the_server(server: Server)
             statuses[answer.status_code] += 1
         assert all(statuses[status] > 20 for status in (200, 400, 415)), statuses
         assert client.post("/predictions/m", content=IMAGE).status_code == 200
+
+
+def test_thousands_of_damaged_images_among_whole_ones_cost_nobody_else_an_answer(server: Server) -> None:
+    begun = len(server.lines)
+
+    def ask(first: int) -> Counter[str]:
+        with server.client() as client:
+            return mutations.asked(client, "/predictions/m", range(first, 16_000, 4), IMAGE)
+
+    with ThreadPoolExecutor(4) as pool:
+        seen = sum(pool.map(ask, range(10_000, 10_004)), Counter())
+    assert seen.total() == 6000
+    assert min(seen["answered"], seen["refused"]) > 500, seen
+    assert server.process.poll() is None
+    assert not [line for line in server.lines[begun:] if "Traceback" in line]
 
 
 def test_a_body_beyond_the_limit_is_told_while_it_is_sent(server: Server) -> None:

@@ -139,6 +139,15 @@ def test_requests_that_do_not_wait_for_each_other_get_their_ids_in_their_order(s
     assert told[1] not in (None, *names)
 
 
+def test_a_thousand_damaged_images_among_whole_ones_cost_nobody_else_an_answer(served: Served) -> None:
+    before = [worker["pid"] for worker in served.client.workers(name_of("script"))]
+    with httpx.Client(headers=served.headers(), timeout=60) as client:
+        seen = mutations.asked(client, served.url(), range(16_000, 17_000), jpeg(1))
+    assert seen.total() == 1000
+    assert min(seen["answered"], seen["refused"]) > 100, seen
+    assert [worker["pid"] for worker in served.client.workers(name_of("script"))] == before
+
+
 def test_instances_are_answered_in_order_each_with_its_classes_or_its_error(served: Served) -> None:
     good = [jpeg(seed) for seed in (1, 2)]
     body = {"instances": [b64(good[0]), b64(b""), {"b64": "%"}, {"c": 1}, b64(good[1])]}
