@@ -115,6 +115,52 @@ def test_others_than_this_machine_are_let_in_only_where_that_is_said(tmp_path: P
     assert opened == ["inference_address=http://0.0.0.0:8080"], "the predictions, and nothing else"
 
 
+@pytest.mark.parametrize(
+    ("words", "opened"),
+    [
+        (("--host", "0.0.0.0", "--expose"), "0.0.0.0"),
+        (("--host", "192.0.2.7", "--expose"), "192.0.2.7"),
+        (("--host", "127.0.0.2", "--expose"), None),
+        (("--expose",), None),
+        ((), None),
+    ],
+)
+def test_who_lets_others_in_is_told_what_they_reach_and_what_they_do_not(
+    words: tuple[str, ...], opened: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, archives = archived(artifacts.torchscript(tmp_path / "small" / "artifacts" / "script"))
+    (model,) = archives
+    asked: list[str] = []
+
+    # What the server itself opens is shown by its configuration, above: no test opens a port to others.
+    def started(_store: Path, archives: dict[str, Path], *, ports: Ports, host: str, **_rest: object) -> RunningServer:
+        asked.append(host)
+        served = tuple(ServedModel.of(name, path) for name, path in archives.items())
+        identity = Identity.of(os.getpid(), "no such word")
+        return RunningServer(identity, served, model, str(tmp_path), ports=ports, host=host)
+
+    monkeypatch.setattr(server, "start", started)
+    ended = invoked("start", "small", "--store", store, "--artifact", "script", "--port", "8099", *words)
+    assert ended.returncode == 0, ended.stderr
+    told = [line for line in ended.stdout.splitlines() if line.startswith("open to")]
+    if opened is None:
+        assert not told
+        assert asked[0].startswith("127.")
+        return
+    assert asked == [opened]
+    assert told == [
+        f"open to whoever reaches http://{opened}:8099: predictions, which ask for the token, and without encryption; "
+        "put a proxy with TLS before it. All other ports are on loopback"
+    ]
+    assert "metrics: http://127.0.0.1:8082/metrics" in ended.stdout.splitlines()
+    here = "127.0.0.1" if opened == "0.0.0.0" else opened
+    assert ended.stdout.splitlines()[-1].endswith(f"http://{here}:8099/predictions/{model}")
+    refused = invoked("start", "small", "--store", store, "--artifact", "script", "--host", opened)
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: --host {opened} lets others than this machine in: say so with --expose\n"
+    assert asked == [opened], "nothing was started"
+
+
 def test_a_missing_archive_is_named_with_what_makes_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"small-x\.mar: there is no such archive; .*serve package small"):
         server.start(tmp_path, {"small-x": layout.archive_path(tmp_path, "small", "x")})
