@@ -34,7 +34,9 @@ from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.serving import Serving
 from tests.serve import artifacts
+from tests.serve.own_server import Running, bearer
 from tests.serve.test_asgi_process import running
+from tests.serve.test_metrics import ask, grouped_by, scrape, selectors
 from tests.serve.test_signing import make_keys
 
 KUBERNETES = "1.37"
@@ -207,6 +209,31 @@ def test_it_scales_on_the_time_that_requests_wait(kubernetes: Path, manifests: d
     assert rule["name"]["as"] == metric["pods"]["metric"]["name"]
     assert 'serve_stage_seconds_sum{<<.LabelMatchers>>,stage="queue"}' in rule["metricsQuery"]
     assert "replicas" not in manifests["Deployment"]["spec"]
+
+
+def test_the_adapters_queries_are_promql_over_what_a_pod_tells(kubernetes: Path, own_server: Running) -> None:
+    """Its templates are filled as prometheus-adapter does it for two pods of a namespace."""
+    (rule,) = yaml.safe_load((kubernetes / "prometheus-adapter.yaml").read_text())["rules"]
+    pods = {"namespace": "default", "pod": "small-onnx-1|small-onnx-2"}
+    filled = {"LabelMatchers": 'namespace="default",pod=~"small-onnx-1|small-onnx-2"', "GroupBy": "pod"}
+    query = re.sub(r"<<\.(\w+)>>", lambda field: filled[field[1]], rule["metricsQuery"])
+    assert "<<" not in query
+    assert set(rule["resources"]["overrides"]) == set(pods), "by which labels the adapter finds a pod"
+    with httpx.Client(base_url=f"http://{own_server.http}", headers=bearer(), trust_env=False) as client:
+        assert ask(client, [artifacts.jpeg()]).status_code == 200
+        scraped = {sample.name: sample.labels for sample in scrape(client).samples}
+    (of_series,) = selectors(rule["seriesQuery"])
+    of_query = selectors(query)
+    assert {entry.name for entry in of_query} == {"serve_stage_seconds_sum", "serve_stage_seconds_count"}
+    assert of_series.name in {entry.name for entry in of_query}
+    for entry in (of_series, *of_query):
+        # What Prometheus' operator adds to the labels of a pod's samples: its namespace and its name.
+        assert {label.name for label in entry.matchers.matchers} <= scraped[entry.name].keys() | pods.keys()
+        assert ("stage", "queue") in {(label.name, label.value) for label in entry.matchers.matchers}
+    for entry in of_query:
+        found = {label.name: label.value for label in entry.matchers.matchers}
+        assert found == {**pods, "stage": "queue"}
+    assert grouped_by(query) == {"pod"}
 
 
 def test_prometheus_scrapes_the_pods_with_a_token(kubernetes: Path, manifests: dict[str, dict[str, Any]]) -> None:
