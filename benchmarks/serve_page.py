@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.serve_subjects import Shot, Subject
 from serve.load.histogram import merged
-from serve.runtime.stages import STAGES
+from serve.runtime.stages import FRONTEND_STAGE, STAGES
 
 #: Shots by subject, workload and clients, one a round.
 Shots = Mapping[tuple[str, str, int], Sequence[Shot]]
@@ -116,19 +116,20 @@ def speed_table(shots: Shots, subjects: Sequence[Subject], workload: str, client
 
 
 def stage_table(shots: Shots, subjects: Sequence[Subject], workload: str, clients: int) -> list[str]:
-    """Where each ms of a request goes: means, the rest being HTTP, queues outside the runtime and scheduling."""
+    """Where each ms of a request goes: means, the rest being HTTP, a foreign server's queue and scheduling."""
+    names = (FRONTEND_STAGE, *STAGES)
     rows = [
-        f"| {_clients(clients)} | {' | '.join(STAGES)} | the rest | mean |",
-        f"|---|{'---:|' * (len(STAGES) + 2)}",
+        f"| {_clients(clients)} | {' | '.join(names)} | the rest | mean |",
+        f"|---|{'---:|' * (len(names) + 2)}",
     ]
     for subject in subjects:
         found = shots.get((subject.key, workload, clients), ())
         told = [shot for shot in found if shot.stages]
         if not told:
             continue
-        means = {name: _median(told, lambda shot, n=name: shot.stages.get(n, 0.0)) for name in STAGES}  # type: ignore[misc]
+        means = {name: _median(told, lambda shot, n=name: shot.stages.get(n, 0.0)) for name in names}  # type: ignore[misc]
         mean = _median(told, lambda shot: shot.latency.mean)
-        cells = [f"{means[name]:.2f}" for name in STAGES]
+        cells = [f"{means[name]:.2f}" if any(name in shot.stages for shot in told) else "–" for name in names]
         rows.append(f"| {subject.title} | {' | '.join(cells)} | {mean - sum(means.values()):.2f} | {mean:.2f} |")
     return rows if len(rows) > 2 else []
 

@@ -209,9 +209,18 @@ def test_tables_have_a_line_for_each_subject_that_was_measured_and_the_plot_is_d
 
 
 def test_the_rest_of_a_request_is_what_the_stages_do_not_tell() -> None:
-    told = {("own", PHOTOS, 1): [shot(1, 10, stages={"decode": 3.0, "infer": 4.5})]}
-    line = page.stage_table(told, [Subject("own", "OWN")], PHOTOS, 1)[2]
-    assert [float(cell) for cell in line.split("|")[2:-1]] == pytest.approx([0, 3, 0, 4.5, 0, 2.5, 10], abs=0.06)
+    stages = {"queue": 0.0, "decode": 3.0, "preprocess": 0.0, "infer": 4.5, "postprocess": 0.0}
+    told = {
+        ("own", PHOTOS, 1): [shot(1, 10, stages=stages)],
+        ("torchserve", PHOTOS, 1): [shot(1, 10, stages={"frontend": 2.0, **stages})],
+    }
+    head, _, own, torchserve = page.stage_table(told, [Subject("own", "OWN"), Subject("torchserve", "TS")], PHOTOS, 1)
+    names = ["frontend", "queue", "decode", "preprocess", "infer", "postprocess", "the rest", "mean"]
+    assert [cell.strip() for cell in head.split("|")[2:-1]] == names
+    assert own.split("|")[2].strip() == "–"
+    assert [float(cell) for cell in own.split("|")[3:-1]] == pytest.approx([0, 3, 0, 4.5, 0, 2.5, 10], abs=0.06)
+    cells = [float(cell) for cell in torchserve.split("|")[2:-1]]
+    assert cells == pytest.approx([2, 0, 3, 0, 4.5, 0, 0.5, 10], abs=0.06)
 
 
 @pytest.mark.slow

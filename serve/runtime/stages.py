@@ -31,5 +31,8 @@ class Stages:
         return ", ".join(f"{name};dur={getattr(self, name):.2f}" for name in STAGES)
 
 
+#: What TorchServe's frontend puts before them in that header: ms in its queue, before a worker took the request.
+FRONTEND_STAGE: Final = "frontend"
+
 #: The stages' names, in the order in which a request goes through them.
 STAGES: Final = tuple(field.name for field in dataclasses.fields(Stages))

@@ -153,7 +153,7 @@ class ImageClassifierHandler:
             else:
                 answered.append(next(answers))
                 status, body = answer(entry, answered[-1].outcomes)
-                # TorchServe's own queue is not in it.
+                # TorchServe's own queue is not in it: `Batches.groovy` puts that before it.
                 context.set_response_header(index, "Server-Timing", answered[-1].stages.server_timing)
             context.set_response_status(status, _PHRASES.get(status, ""), idx=index)
             context.set_response_content_type(index, "application/json")

@@ -459,7 +459,7 @@ def test_the_handlers_metrics_are_in_prometheus_form_with_their_provider(served:
 def test_an_answer_says_where_its_time_went(served: Served) -> None:
     answer = httpx.post(served.url("onnx"), content=jpeg(1), headers={**served.headers(), "content-type": "image/jpeg"})
     told = dict(re.findall(r"(\w+);dur=([0-9.]+)", answer.headers["server-timing"]))
-    assert list(told) == ["queue", "decode", "preprocess", "infer", "postprocess"]
+    assert list(told) == ["frontend", "queue", "decode", "preprocess", "infer", "postprocess"]
     assert float(told["decode"]) > 0
     assert sum(map(float, told.values())) < answer.elapsed.total_seconds() * 1e3
 

@@ -23,8 +23,10 @@ import psutil
 import pytest
 
 from serve import layout
+from serve.load.wire import stages
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
+from serve.runtime.stages import FRONTEND_STAGE
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST
@@ -345,10 +347,12 @@ def test_a_full_queue_is_told_and_counted_before_the_body_and_the_connection_goe
         stack.callback(worker.resume)
         image = jpeg(1)
         asking = [stack.enter_context(opened(operated)) for _ in range(1 + LIMITS.queue + 3)]  # the worker has one
+        sent = time.monotonic()
         for other in asking:
             send_head(other, operated, QUICK, len(image), image)
         eventually(lambda: len(select.select(asking, [], [], 0)[0]) == 3)
         refused = select.select(asking, [], [], 0)[0]
+        full = time.monotonic()
         stream = stack.enter_context(opened(operated))
         before = counted()
         for path in (QUICK, f"{QUICK}/1.0"):
@@ -358,11 +362,18 @@ def test_a_full_queue_is_told_and_counted_before_the_body_and_the_connection_goe
             assert answer.getheader("x-request-id") == "mine"
             stream.sendall(b"x" * 100_000)
         assert [after - count for after, count in zip(counted(), before, strict=True)] == [2, 2]
+        at_least_ms = (time.monotonic() - full) * 1e3
         worker.resume()
+        told: list[tuple[str, float]] = []
         for other in asking:
             answer = http.client.HTTPResponse(other)
             answer.begin()
             assert answer.status == (503 if other in refused else 200)
+            told += stages(answer.getheader("Server-Timing") or "").items()
+        waited = [ms for name, ms in told if name == FRONTEND_STAGE]
+        assert len(waited) == 1 + LIMITS.queue
+        assert sum(ms >= at_least_ms for ms in waited) >= LIMITS.queue, "all but the one that the worker had"
+        assert max(waited) <= (time.monotonic() - sent) * 1e3
         send_head(stream, operated, QUICK, len(image), image)
         answer = http.client.HTTPResponse(stream)
         answer.begin()

@@ -20,6 +20,8 @@ class Batches extends BatchAggregator {
     static final String DIED =
             'the worker that had this request has died, and another is being started: try again later'
 
+    private static final String SERVER_TIMING = 'Server-Timing'  // as handler.py writes it
+
     private final ModelQueue queue
     private final BlockingQueue<ModelWorkerResponse> replies
 
@@ -72,13 +74,26 @@ class Batches extends BatchAggregator {
             done = done && !more
             if (more || queue.take(job)) {
                 job.response(prediction.getResp(), prediction.getContentType(), prediction.getStatusCode(),
-                        prediction.getReasonPhrase(), prediction.getHeaders())
+                        prediction.getReasonPhrase(), timed(job, prediction.getHeaders()))
             }
         }
         if (done) {
             cleanJobs()
         }
         return done
+    }
+
+    /**
+     * A worker's headers, and before its stages the ms that the request waited here: from when it was whole until it was
+     * sent to the worker that answers, with what one that died before had it for.
+     */
+    private static Map<String, String> timed(Job job, Map<String, String> headers) {
+        double waitedMs = (job.getScheduled() - job.getBegin()) / 1e6d
+        String frontend = String.format(Locale.ROOT, 'frontend;dur=%.2f', waitedMs)
+        String stages = headers.get(SERVER_TIMING)
+        Map<String, String> all = new LinkedHashMap<String, String>(headers)
+        all.put(SERVER_TIMING, stages == null ? frontend : "$frontend, $stages".toString())
+        return all
     }
 
     /** A worker has died (with what it was asked), or is told to go (null). */
