@@ -44,6 +44,7 @@ def log_to_stderr() -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("serve").setLevel(logging.INFO)
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what is wrong with an image, its client is told
 
 
 class RequestLog:

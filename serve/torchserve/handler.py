@@ -111,6 +111,7 @@ class ImageClassifierHandler:
         from serve.runtime.heap import settle_heap
         from serve.runtime.service import open_service
 
+        logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what is wrong with an image, its client is told
         properties = context.system_properties
         folder = Path(properties["model_dir"])
         self._context = context
