@@ -70,7 +70,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-gpu bench-quant bench-data
-.PHONY: bench-serve bench-models table-cifar zoo
+.PHONY: bench-serve bench-attacks bench-models table-cifar zoo
 .PHONY: soak audit fuzz clean
 
 help: ## this list
@@ -83,7 +83,7 @@ help: ## this list
 	@echo "       make serve  [RUNS='run run/artifact name=run'] [ARTIFACTS=all|'name name'] [PORT=number] [WORKERS=number]"
 	@echo "                   and each other option of \`serve start\`, in capitals: [BATCH_SIZE=8] [ENGINE=openvino] [EXPOSE=1 HOST=0.0.0.0]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed ## the environment, with pinned versions
 
@@ -156,6 +156,9 @@ bench-serve: $(VENV)/.installed-peers ## our servers, the stock one and none at 
 soak: $(VENV)/.installed-dev ## MINUTES (15) of mixed load and faults for each server; writes docs/reliability.md
 	$(BIN)/python -m benchmarks.soak --store '$(STORE)' $(if $(RUN),--run '$(RUN)') $(if $(PHOTOS),--photos '$(PHOTOS)') \
 		$(if $(MINUTES),--minutes '$(MINUTES)') --write docs/reliability.md
+
+bench-attacks: $(VENV)/.installed ## what hostile requests cost the own server; writes into docs/security.md
+	$(BIN)/python -m benchmarks.attacks --write docs/security.md
 
 bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/bench-data.md
 	$(BIN)/python benchmarks/imagenet_scale.py --write docs/bench-data.md

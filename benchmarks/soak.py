@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.here import here
+from benchmarks.hostile.mutations import mutated
 from benchmarks.soak_faults import ANSWERED, DURING_A_KILL
 from benchmarks.soak_phases import KILLED_S, LEAK_MB_A_MINUTE, SHARE, Phases, Soaked, course, slope
 from serve import layout, runs
@@ -33,7 +34,6 @@ from serve.torchserve.archive import serving_of
 from serve.torchserve.limits import MIB, Limits
 from serve.tune.servers import KINDS, ended_in_order, pack, serving
 from serve.tune.space import told
-from tests.serve.mutations import mutated
 
 TITLES = {"own": "Our own server", "torchserve": "Our archive behind TorchServe"}
 _DAMAGED = 400

@@ -134,6 +134,16 @@ def test_the_rooms_that_are_listed_are_those_that_there_are() -> None:
     assert all((ROOT / name).is_dir() for name in listed)
 
 
+def test_benchmarks_and_packages_run_without_the_tests() -> None:
+    files = [path for folder in ("optimize", "serve", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    borrowed = [
+        str(path.relative_to(ROOT))
+        for path in files
+        if re.search(r"^\s*(from|import) tests\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert borrowed == []
+
+
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("serve")])
 def test_serving_never_imports_optimizing(module: str) -> None:
     assert not [name for name in imports(module) if name.startswith("optimize")]

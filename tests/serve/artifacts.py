@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import io
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 
+from benchmarks.hostile.pictures import encoded, picture
 from serve.runtime.card import Card, Device, Format, Preprocessing, sha256_file, write_card
 from serve.runtime.program_file import save_program
 
@@ -156,19 +154,6 @@ def onnx_file() -> bytes:
             verbose=False,
         )
         return path.read_bytes()
-
-
-def picture(seed: int = 0, size: tuple[int, int] = (60, 45)) -> Image.Image:
-    """A smooth coloured picture, different for each seed; its four corners differ."""
-    generator = np.random.default_rng(seed)
-    coarse = generator.integers(0, 256, (4, 5, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
-
-
-def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
 
 
 def jpeg(seed: int = 0, size: tuple[int, int] = (60, 45)) -> bytes:

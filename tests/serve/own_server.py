@@ -14,7 +14,7 @@ import torch
 import uvicorn
 import uvloop
 
-from serve.asgi import kserve_routes, oip_routes
+from serve.asgi import kserve_routes, oip_routes, predictions
 from serve.asgi.application import Application
 from serve.asgi.call import Limits
 from serve.asgi.grpc_server import GrpcServer
@@ -77,6 +77,7 @@ def run_server(root: Path) -> Iterator[Running]:
     application = Application(
         models, limits=Limits(body_bytes=BODY_LIMIT, body_s=BODY_SECONDS), tokens=Tokens(token_file)
     )
+    predictions.add_routes(application)
     kserve_routes.add_routes(application)
     oip_routes.add_routes(application)
     Metrics(application)

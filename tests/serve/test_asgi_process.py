@@ -21,10 +21,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.hostile import mutations
 from serve.options import ServingOptions
 from serve.runtime.execution import ENVIRONMENT
 from serve.torchserve.archive import build_archive
-from tests.serve import artifacts, mutations
+from tests.serve import artifacts
 
 TOKEN = "t" * 32
 HEADERS = {"authorization": f"Bearer {TOKEN}"}

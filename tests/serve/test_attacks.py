@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import os
 import re
 import time
 import zipfile
@@ -19,17 +20,22 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 from typer.main import get_command
 
+from benchmarks.attacks import Kind, attack
+from benchmarks.hostile import bodies, bombs
+from benchmarks.hostile.pictures import encoded, picture
 from serve.archive_file import check_archive
 from serve.asgi.loading import Wanted, load
 from serve.cli import app
+from serve.load.plan import Target
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, read_card, sha256_file, write_card
 from serve.runtime.errors import CardError, EngineError, Refusal
 from serve.runtime.protocol import Request
 from serve.signing import sign
 from serve.torchserve.archive import build_archive
+from serve.tune.servers import Live
 from serve.verified import Policy
-from tests.serve import artifacts, bombs, crafted
+from tests.serve import artifacts, crafted
 from tests.serve.own_server import Running, bearer
 from tests.serve.test_oip_server import image_tensor
 from tests.serve.test_signing import make_keys
@@ -98,7 +104,7 @@ def test_many_large_images_of_few_bytes_are_refused_together_at_every_door(own_s
 
 
 def test_refused_images_leave_nothing_in_the_server(own_server: Running) -> None:
-    whole = artifacts.encoded(artifacts.picture(5, (3000, 3000)), quality=60)
+    whole = encoded(picture(5, (3000, 3000)), quality=60)
     broken = whole[: len(whole) // 2]
 
     def refuse(count: int) -> None:
@@ -111,6 +117,29 @@ def test_refused_images_leave_nothing_in_the_server(own_server: Running) -> None
     refuse(24)
     grown = psutil.Process().memory_info().rss - before
     assert grown < 4 * 3000 * 3000 * 3, "less than 4 of 24 decoded images"
+
+
+def test_the_benchmark_measures_what_a_server_really_answers(own_server: Running, tmp_path: Path) -> None:
+    live = Live({"small": Target(own_server.http, "/predictions/small", bearer())}, os.getpid(), tmp_path)
+    sent = (
+        Kind("good", (GOOD,), honest=True),
+        Kind("bomb", (bombs.bomb("png"),)),
+        Kind("deep", (bodies.nested(10_000),)),
+        Kind("mixed", (GOOD, b"no image")),
+        Kind("announced", (b"",), announced=1 << 30),
+    )
+    found = attack(live, sent, repeats=2, refusals=9)
+    assert {cost.title: dict(cost.answers) for cost in found.costs} == {
+        "good": {200: 2},
+        "bomb": {413: 2},
+        "deep": {400: 2},
+        "mixed": {200: 1, 415: 1},
+        "announced": {413: 2},
+    }
+    assert found.refusals == {413: 6, 400: 3}, "those kinds alone of which all are refused"
+    assert found.holds
+    assert len(found.held) == 5
+    assert all(cost.milliseconds > 0 for cost in found.costs)
 
 
 def trusted_archive(folder: Path, name: str, tmp_path: Path) -> tuple[Path, Policy]:

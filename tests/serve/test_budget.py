@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from benchmarks.hostile import bombs
+from benchmarks.hostile.pictures import encoded, picture
 from serve.runtime.budget import SERVING, Account, Backlog, Budget
 from serve.runtime.errors import ImageError, Refusal, UserError
 from serve.runtime.headers import opened, read_header
@@ -23,8 +25,8 @@ from serve.runtime.images import decode
 from serve.runtime.predictor import Outcome, Predictor
 from serve.runtime.structure import plain_jpeg, plain_webp
 from tests.programs import Programs
-from tests.serve import artifacts, bombs
-from tests.serve.artifacts import encoded, jpeg, picture
+from tests.serve import artifacts
+from tests.serve.artifacts import jpeg
 
 MILLION = 1_000_000
 
@@ -254,7 +256,8 @@ import psutil, torch
 from PIL import Image
 torch.set_num_threads(1)
 from serve.runtime.predictor import Predictor
-from tests.serve.artifacts import encoded, jpeg
+from benchmarks.hostile.pictures import encoded
+from tests.serve.artifacts import jpeg
 predictor = Predictor(Path(sys.argv[1]))
 large = [encoded(Image.new("RGB", (4000, 4000)), kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "BMP")]
 deep = encoded(Image.new("I;16", (4000, 4000)), "PNG")

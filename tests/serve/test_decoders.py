@@ -11,6 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.hostile import bombs
+from benchmarks.hostile.pictures import encoded, picture
 from serve.load.known import known_answers
 from serve.load.known import opened as known_opened
 from serve.options import ServingOptions
@@ -36,8 +38,8 @@ from serve.runtime.predictor import Predictor
 from serve.runtime.protocol import Request
 from serve.runtime.service import Service
 from serve.runtime.serving import Serving
-from tests.serve import artifacts, bombs
-from tests.serve.artifacts import PREPROCESSING, encoded, jpeg, picture
+from tests.serve import artifacts
+from tests.serve.artifacts import PREPROCESSING, jpeg
 from tests.serve.test_handler import context_of, opened
 
 CPU = torch.device("cpu")

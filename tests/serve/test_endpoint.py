@@ -21,15 +21,16 @@ import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.hostile import bombs, mutations
+from benchmarks.hostile.bombs import webp
+from benchmarks.hostile.pictures import encoded, picture
 from serve.layout import archive_path
 from serve.runtime.execution import ENVIRONMENT
 from serve.runtime.predictor import Predictor
 from serve.torchserve.client import ServerError
 from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, state_folder
-from tests.serve import bombs, mutations
-from tests.serve.artifacts import CLASSES, encoded, jpeg, picture
-from tests.serve.bombs import webp
+from tests.serve.artifacts import CLASSES, jpeg
 from tests.serve.conftest import BATCH_PIXELS, KINDS, Served, name_of
 
 pytestmark = pytest.mark.slow

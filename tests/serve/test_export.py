@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
+from benchmarks.hostile.pictures import encoded, picture
 from serve.archive_file import check_archive
 from serve.cli import app
 from serve.export.base import dns_name, targets
@@ -388,14 +389,14 @@ def test_an_image_prepared_as_the_readme_says_gets_the_logits_of_the_artifact(tr
     )
     from torchvision.transforms import v2
 
-    picture = v2.functional.pil_to_tensor(artifacts.picture(3))
-    small = v2.CenterCrop(crop)(v2.Resize(resize, antialias=True)(picture)).numpy()
+    pixels = v2.functional.pil_to_tensor(picture(3))
+    small = v2.CenterCrop(crop)(v2.Resize(resize, antialias=True)(pixels)).numpy()
     inputs = ((small / 255 - mean[:, None, None]) / std[:, None, None]).astype("float32")[None]
     session = onnxruntime.InferenceSession(str(triton / "small-onnx" / "1" / "model.onnx"))
     (logits,) = session.run(None, {session.get_inputs()[0].name: inputs})
     predictor = Predictor(store / "small" / "artifacts" / "onnx")
     probabilities = torch.softmax(torch.from_numpy(logits[0]), 0)
-    (answer,) = predictor.predict([artifacts.encoded(artifacts.picture(3), "PNG")])
+    (answer,) = predictor.predict([encoded(picture(3), "PNG")])
     expected = {entry.index: entry.probability for entry in answer}  # type: ignore[union-attr]
     for index, probability in expected.items():
         assert probabilities[index].item() == pytest.approx(probability, abs=2e-3)

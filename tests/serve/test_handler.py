@@ -17,6 +17,7 @@ from PIL import Image
 from ts.context import Context, RequestProcessor
 from ts.protocol.otf_message_handler import create_predict_response
 
+from benchmarks.hostile.pictures import encoded
 from serve.options import ServingOptions
 from serve.runtime.errors import CardError, EngineError
 from serve.runtime.faults import is_lost, lacks_memory
@@ -253,7 +254,7 @@ def test_a_network_that_gives_no_number_is_a_500_of_that_image_that_says_so(tmp_
             return logits
 
     handler._opened().predictor.engine = Overflowing()
-    black = artifacts.encoded(Image.new("RGB", (40, 40)), "PNG")
+    black = encoded(Image.new("RGB", (40, 40)), "PNG")
     answers = ask(handler, context, artifacts.jpeg(1), black, artifacts.jpeg(2))
     assert [status for status, _ in answers] == [200, 500, 200]
     assert "no finite numbers (NaN or infinity)" in answers[1][1]["error"]

@@ -15,12 +15,13 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
+from benchmarks.hostile.bombs import png_of
+from benchmarks.hostile.pictures import encoded, picture
 from serve.runtime.budget import Budget
 from serve.runtime.card import Interpolation, Preprocessing
 from serve.runtime.errors import ImageError
 from serve.runtime.images import decode, fit, load, normalise
-from tests.serve.artifacts import PREPROCESSING, encoded, jpeg, picture
-from tests.serve.bombs import png_of
+from tests.serve.artifacts import PREPROCESSING, jpeg
 
 
 def pixels(image: Image.Image) -> torch.Tensor:

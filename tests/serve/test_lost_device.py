@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from benchmarks.hostile.pictures import encoded
 from serve.layout import archive_path
 from serve.torchserve import server
 from serve.torchserve.client import ServerError
 from serve.torchserve.state import state_folder
 from serve.verified import Policy
 from tests.serve import artifacts
-from tests.serve.artifacts import encoded, jpeg
+from tests.serve.artifacts import jpeg
 from tests.serve.conftest import free_ports, name_of
 from tests.test_extension import install
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from benchmarks.hostile import mutations
 from serve.runtime.budget import SERVING
 from serve.runtime.card import load_card
 from serve.runtime.engines.base import chain_for
@@ -22,7 +23,7 @@ from serve.runtime.protocol import Request, answer
 from serve.runtime.service import Service
 from serve.runtime.serving import Serving
 from serve.runtime.work import Answered
-from tests.serve import artifacts, mutations
+from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
 
 IMAGES = 10_000

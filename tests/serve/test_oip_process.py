@@ -24,6 +24,7 @@ import tritonclient.grpc as triton
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
+from benchmarks.hostile.pictures import encoded
 from serve.asgi.listening import Listening
 from serve.asgi.oip_messages import SERVICE, message
 from serve.asgi.process import Settings
@@ -91,7 +92,7 @@ def test_grpc_has_the_certificate_and_the_tokens_of_http(encrypted: Server) -> N
 @needs_openssl
 def test_what_grpc_accepted_is_answered_before_the_server_ends(encrypted: Server) -> None:
     authority = str(encrypted.folder / "certificate.pem")
-    large = artifacts.encoded(Image.new("RGB", (3000, 3000)), quality=50)
+    large = encoded(Image.new("RGB", (3000, 3000)), quality=50)
     with (
         httpx.Client(base_url=encrypted.url, verify=False, headers=HEADERS) as plain,
         triton.InferenceServerClient(address(encrypted), ssl=True, root_certificates=authority) as client,

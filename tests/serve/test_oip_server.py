@@ -22,6 +22,7 @@ from google.protobuf.json_format import MessageToDict
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
+from benchmarks.hostile.pictures import encoded, picture
 from serve.asgi import oip
 from serve.asgi.grpc_server import GrpcServer
 from serve.asgi.observing import Observation
@@ -112,11 +113,11 @@ def test_images_are_answered_as_the_model_itself_does(carrier: Carrier, own_serv
 
 
 def test_pixels_are_answered_as_the_same_image_is(carrier: Carrier) -> None:
-    picture = artifacts.picture(4)
+    pixels = picture(4)
     stream = io.BytesIO()
-    picture.save(stream, "PNG")
+    pixels.save(stream, "PNG")
     tensor = carrier.module.InferInput(oip.INPUT, [1, 45, 60, 3], "UINT8")
-    tensor.set_data_from_numpy(np.asarray(picture)[None])
+    tensor.set_data_from_numpy(np.asarray(pixels)[None])
     result = carrier.client.infer("small", [tensor], headers=bearer())
     expected = carrier.infer([stream.getvalue()])
     assert result.as_numpy("probabilities").tolist() == expected.as_numpy("probabilities").tolist()
@@ -159,7 +160,7 @@ def test_a_deadline_that_is_over_is_told_so(carrier: Carrier) -> None:
 
 
 def test_a_full_queue_refuses_at_once(carrier: Carrier) -> None:
-    large = artifacts.encoded(Image.new("RGB", (4000, 3000)), quality=50)
+    large = encoded(Image.new("RGB", (4000, 3000)), quality=50)
 
     def ask(_: int) -> str:
         own = carrier.module.InferenceServerClient(carrier.url)
@@ -264,7 +265,7 @@ def test_a_message_that_does_not_come_is_not_waited_for_and_of_a_stranger_not_at
 
 def test_a_request_that_its_client_gives_up_is_not_waited_for(own_server: Running) -> None:
     service = own_server.application.models.get("narrow").service
-    images = [artifacts.encoded(Image.new("RGB", (4000, 3000)), quality=50)] * 8
+    images = [encoded(Image.new("RGB", (4000, 3000)), quality=50)] * 8
     request = message("ModelInferRequest")(model_name="narrow")
     request.inputs.add(name=oip.INPUT, datatype="BYTES", shape=[8]).contents.bytes_contents.extend(images)
     told: list[Observation] = []

@@ -18,6 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from benchmarks.hostile import bombs
+from benchmarks.hostile.pictures import encoded
 from serve.options import ServingOptions
 from serve.runtime.budget import SERVING, Backlog, Budget
 from serve.runtime.card import load_card
@@ -32,8 +34,8 @@ from serve.runtime.service import QueueFull, Service, open_service
 from serve.runtime.serving import Serving
 from serve.runtime.work import Answered
 from serve.torchserve.archive import build_archive
-from tests.serve import artifacts, bombs
-from tests.serve.artifacts import encoded, jpeg
+from tests.serve import artifacts
+from tests.serve.artifacts import jpeg
 from tests.serve.test_handler import context_of
 
 

@@ -16,8 +16,8 @@ import httpx
 import numpy as np
 from PIL import Image, features
 
-from tests.serve import bombs
-from tests.serve.artifacts import encoded, picture
+from benchmarks.hostile import bombs
+from benchmarks.hostile.pictures import encoded, picture
 
 MODES = (
     "1",

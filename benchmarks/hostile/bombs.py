@@ -9,12 +9,13 @@ from functools import cache
 
 from PIL import Image
 
-from tests.serve.artifacts import encoded, picture
+from benchmarks.hostile.pictures import encoded, picture
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG with its checksum."""
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
@@ -38,6 +39,7 @@ def webp_that_claims(side: int) -> bytes:
 
 
 def gif_that_claims(side: int) -> bytes:
+    """A GIF whose screen claims a size."""
     data = bytearray(encoded(picture(1).quantize(8), "GIF"))
     data[6:10] = struct.pack("<HH", side, side)
     return bytes(data)
@@ -52,12 +54,14 @@ def gif_with_a_frame_of(side: int) -> bytes:
 
 
 def bmp_that_claims(side: int) -> bytes:
+    """A BMP whose header claims a size."""
     data = bytearray(encoded(picture(1), "BMP"))
     data[18:26] = struct.pack("<ii", side, side)
     return bytes(data)
 
 
 def jpeg_that_claims(side: int) -> bytes:
+    """A JPEG whose frame claims a size."""
     data = bytearray(encoded(picture(1), "JPEG"))
     frame = data.index(b"\xff\xc0")
     data[frame + 5 : frame + 9] = struct.pack(">HH", side, side)
@@ -71,6 +75,7 @@ def tiff(*tags: tuple[int, int, int, int]) -> bytes:
 
 
 def tiff_that_claims(side: int) -> bytes:
+    """An uncompressed TIFF in one strip that claims a size; its pixels are missing."""
     size = ((256, 4, 1, side), (257, 4, 1, side), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (277, 3, 1, 1))
     strip = ((273, 4, 1, 8), (278, 4, 1, side), (279, 4, 1, 100))
     return tiff(*size, *strip)
@@ -94,6 +99,7 @@ def tiff_of_strips(strips: int) -> bytes:
 
 
 def tiff_of_tags(tags: int) -> bytes:
+    """A TIFF whose directory has so many entries."""
     return tiff(*((60_000 - tags + number, 4, 1, 1) for number in range(tags)))
 
 
