@@ -94,7 +94,7 @@ class Changing:
             for old in self._models.replace(found):
                 task = asyncio.ensure_future(self._leave(old))
                 self._leaving.add(task)
-                task.add_done_callback(self._leaving.discard)
+                task.add_done_callback(self._left)
             if opened:
                 settle_heap()
 
@@ -118,6 +118,10 @@ class Changing:
                 return served if digest == served.digest else None
         return None
 
+    def _left(self, task: asyncio.Task[bool]) -> None:
+        self._leaving.discard(task)
+        settle_heap()  # what it held is freed; not where the server ends, which takes no time for it
+
     async def _leave(self, served: Served) -> bool:
         answered = True
         try:
@@ -127,7 +131,6 @@ class Changing:
             answered = False
         answered &= await asyncio.to_thread(served.service.drain, self._drain_s)
         await asyncio.to_thread(served.service.close)
-        settle_heap()
         _LOG.info(
             "closed",
             extra={"fields": {"model": served.name, "version": served.version, "all_answered": answered}},

@@ -8,7 +8,6 @@ each body twice.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -118,8 +117,7 @@ class GuardedConnection(HttpToolsProtocol):
     def _renew_parser(self) -> None:
         """Begin at a message: the parser at hand waits for a body that was passed over."""
         self.parser = httptools.HttpRequestParser(self)
-        with contextlib.suppress(AttributeError):  # httptools before 0.6.3, as uvicorn 0.54
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn 0.54
 
     def on_message_begin(self) -> None:
         """A request begins."""
