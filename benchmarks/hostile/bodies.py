@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 
 from benchmarks.hostile import bombs
+from serve.load.workload import instances_body
 
 
 def nested(depth: int) -> bytes:
@@ -29,14 +29,9 @@ def many_keys(keys: int) -> bytes:
     return json.dumps({**{f"k{number}": 0 for number in range(keys)}, "instances": []}).encode()
 
 
-def of_images(images: list[bytes]) -> bytes:
-    """A request of several images, as KServe's first protocol and TorchServe take them."""
-    return json.dumps({"instances": [{"b64": base64.b64encode(image).decode()} for image in images]}).encode()
-
-
 def large_images_together(images: int) -> bytes:
     """Images that are each allowed alone, of 49 megapixels in a few bytes."""
-    return of_images([bombs.webp()] * images)
+    return instances_body([bombs.webp()] * images)
 
 
 def compressed(megabytes: int) -> bytes:

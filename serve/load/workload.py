@@ -107,9 +107,14 @@ def tell_apart(items: Sequence[Item], tolerance: float) -> tuple[Item, ...]:
 
 def instances(name: str, items: Sequence[Item], weight: float = 1.0) -> Item:
     """One JSON request of several single images."""
-    body = {"instances": [{"b64": base64.b64encode(item.body).decode()} for item in items]}
     known = tuple(known for item in items for known in item.known)
-    return Item(name, json.dumps(body).encode(), "application/json", known, listed=True, weight=weight)
+    body = instances_body([item.body for item in items])
+    return Item(name, body, "application/json", known, listed=True, weight=weight)
+
+
+def instances_body(images: Sequence[bytes]) -> bytes:
+    """The JSON body of a request of several images, as KServe's first protocol and TorchServe take it."""
+    return json.dumps({"instances": [{"b64": base64.b64encode(image).decode()} for image in images]}).encode()
 
 
 def request_bytes(item: Item, path: str, host: str, headers: Mapping[str, str]) -> bytes:

@@ -26,6 +26,7 @@ from serve.options import ServingOptions
 from serve.runtime.execution import ENVIRONMENT
 from serve.torchserve.archive import build_archive
 from tests.serve import artifacts
+from tests.serve.damaged import asked
 
 TOKEN = "t" * 32
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
@@ -154,7 +155,7 @@ def test_thousands_of_damaged_images_among_whole_ones_cost_nobody_else_an_answer
 
     def ask(first: int) -> Counter[str]:
         with server.client() as client:
-            return mutations.asked(client, "/predictions/m", range(first, 16_000, 4), IMAGE)
+            return asked(client, "/predictions/m", range(first, 16_000, 4), IMAGE)
 
     with ThreadPoolExecutor(4) as pool:
         seen = sum(pool.map(ask, range(10_000, 10_004)), Counter())

@@ -32,6 +32,7 @@ from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, state_folder
 from tests.serve.artifacts import CLASSES, jpeg
 from tests.serve.conftest import BATCH_PIXELS, KINDS, Served, name_of
+from tests.serve.damaged import asked
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +144,7 @@ def test_requests_that_do_not_wait_for_each_other_get_their_ids_in_their_order(s
 def test_a_thousand_damaged_images_among_whole_ones_cost_nobody_else_an_answer(served: Served) -> None:
     before = [worker["pid"] for worker in served.client.workers(name_of("script"))]
     with httpx.Client(headers=served.headers(), timeout=60) as client:
-        seen = mutations.asked(client, served.url(), range(16_000, 17_000), jpeg(1))
+        seen = asked(client, served.url(), range(16_000, 17_000), jpeg(1))
     assert seen.total() == 1000
     assert min(seen["answered"], seen["refused"]) > 100, seen
     assert [worker["pid"] for worker in served.client.workers(name_of("script"))] == before
