@@ -190,9 +190,9 @@ def attack(live: Live, sent: Sequence[Kind], repeats: int, refusals: int, served
     client = Client(live)
     try:
         photograph = [sent[0].bodies[0]] * (_HONEST * repeats)
-        honest = [client.ask(body, sent[0]) for body in (*photograph[:repeats], *photograph)][
-            repeats:
-        ]  # the first warm
+        for body in photograph[:repeats]:  # warm
+            client.ask(body, sent[0])
+        honest = [client.ask(body, sent[0]) for body in photograph]
         idle = live.memory_bytes()
         costs, refused = [], []
         for kind in (kind for kind in sent if not kind.honest):
