@@ -148,3 +148,18 @@ def settle(execution: Execution, *, computes_with_torch: bool) -> None:
     import torch  # this module is read before torch is, for the environment
 
     torch.set_num_threads(execution.cores if computes_with_torch else 1)
+
+
+def compute_alone() -> None:
+    """Keep torch on the calling thread, in a process whose engine's thread has torch's threads; see `settle`.
+
+    libgomp gives each thread that computes in parallel a team of its own, which stays; once there are more threads in
+    teams than cores, none waits for work as `ENVIRONMENT` says, and each parallel region costs a wake-up: one resized
+    photograph of 12 megapixels made float ResNet-18 take 32 ms instead of 23, until the server ended.
+    """
+    import torch
+
+    # A thread takes over the process's number when it first computes in parallel, over what it was told before
+    # (torch 2.11 to 2.14, at::internal::lazy_init_num_threads); asking for it does that now.
+    torch.get_num_threads()
+    torch.set_num_threads(1)

@@ -21,6 +21,7 @@ from .chain import open_served
 from .decoding import load, read_headers
 from .engine_thread import EngineThread
 from .errors import BrokenError, PipelineError, Refusal, one_line
+from .execution import compute_alone
 from .predictor import Predictor
 from .protocol import Request
 from .serving import Serving
@@ -200,7 +201,7 @@ class Service:
     # Decoding.
 
     def _decode_for_ever(self, started: threading.Barrier) -> None:
-        torch.set_num_threads(1)  # of this thread; what it resizes is small
+        compute_alone()
         started.wait()
         while works := self._waiting.next_works():
             self._take_up(works)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,6 +114,33 @@ def shut(service: Service, gate: Gate) -> Future[Answered]:
     future = service.submit(one(jpeg(0)))
     assert gate.entered.acquire(timeout=20)
     return future
+
+
+_LARGE_IMAGES = """
+import sys
+from pathlib import Path
+from benchmarks.hostile.pictures import encoded
+from PIL import Image
+from tests.serve.test_service import many, service_of
+import torch
+
+torch.set_num_threads(3)
+with service_of(Path(sys.argv[1])) as service:
+    def threads(): return len([*Path("/proc/self/task").iterdir()])
+    before = threads()
+    large = encoded(Image.linear_gradient("L").convert("RGB").resize((3000, 3000)), "PNG")
+    assert [len(found.outcomes[0]) for found in service.answer_batch([many(large, large, k=2)])] == [2]
+    print(before, threads())
+"""
+
+
+def test_a_large_image_makes_no_threads_that_would_contend_with_the_engines(artifact: Path) -> None:
+    # Once more threads compute than there are cores, libgomp's wait no longer as they were measured to.
+    found = subprocess.run(
+        [sys.executable, "-c", _LARGE_IMAGES, artifact], capture_output=True, text=True, check=True, timeout=120
+    )
+    before, after = map(int, found.stdout.split())
+    assert after == before
 
 
 def test_every_answer_is_that_of_its_own_image_whoever_asks_beside_it(artifact: Path) -> None:
