@@ -191,8 +191,8 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
             body.append(f"| {number} | {kill.recovery_s:.1f} s | {shown} |")
         body.append("")
     body += [
-        f"Overload, photographs, capacity {found.capacity:.0f} requests/s. What the generator takes of the cores, "
-        "the server has not.",
+        f"Overload, photographs, capacity {found.capacity:.0f} requests/s, measured in turns. What the generator takes "
+        "of the cores, the server has not.",
         "",
         "| arrivals | answered a second | of capacity | p50 | p99 | told to try again | p99 of it | bad | generator |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
