@@ -50,9 +50,8 @@ def decode(data: bytes, channels: int = 3, budget: Budget = _NO_BUDGET, header: 
     if header.format == "JPEG" and header.mode in ("RGB", "L"):
         with faults_named(budget):
             return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), channels, True)
-    pixels = _decode_with_pillow(data, channels, budget)
-    with faults_named(budget):
-        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    # Left as its pixels lie: a copy by channels takes longer than resizing them, and as much memory again.
+    return torch.from_numpy(_decode_with_pillow(data, channels, budget)).permute(2, 0, 1)
 
 
 def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
@@ -67,6 +66,8 @@ def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
             image = _resize_middle(image, preprocessing)
         else:
             mode = InterpolationMode(preprocessing.interpolation)
+            if preprocessing.resize == 1:  # torch 2.14's antialiased kernel gives up: it cannot tell how one pixel lies
+                image = image.contiguous()
             image = transforms.resize(image, [preprocessing.resize], interpolation=mode, antialias=True)
     if tuple(image.shape[-2:]) != preprocessing.crop:
         image = transforms.center_crop(image, list(preprocessing.crop))

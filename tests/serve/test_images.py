@@ -185,6 +185,25 @@ def test_an_ordinary_photograph_is_fitted_to_the_bit_as_torchvision_does(
 
 
 @given(
+    st.tuples(st.integers(1, 400), st.integers(1, 400)),
+    st.sampled_from([1, 3]),
+    st.sampled_from(["bilinear", "bicubic", "nearest"]),
+    st.integers(1, 300),
+)
+@settings(max_examples=150)
+def test_an_image_is_fitted_alike_however_its_pixels_lie(
+    size: tuple[int, int], channels: int, interpolation: Interpolation, resize: int
+) -> None:
+    # A JPEG lies channel by channel, everything else pixel by pixel.
+    mean = (0.5,) * channels
+    preprocessing = Preprocessing(resize, (resize, resize), mean, mean, interpolation)
+    planes = noise(*size, channels)
+    fitted = fit(planes.permute(1, 2, 0).contiguous().permute(2, 0, 1), preprocessing)
+    assert fitted.is_contiguous()
+    assert torch.equal(fitted, fit(planes, preprocessing))
+
+
+@given(
     shape=st.builds(
         lambda short, times, lies: ((short, int(short * times) + 1), (int(short * times) + 1, short))[lies],
         st.integers(1, 90),
