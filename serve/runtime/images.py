@@ -66,8 +66,6 @@ def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
             image = _resize_middle(image, preprocessing)
         else:
             mode = InterpolationMode(preprocessing.interpolation)
-            if preprocessing.resize == 1:  # torch 2.14's antialiased kernel gives up: it cannot tell how one pixel lies
-                image = image.contiguous()
             image = transforms.resize(image, [preprocessing.resize], interpolation=mode, antialias=True)
     if tuple(image.shape[-2:]) != preprocessing.crop:
         image = transforms.center_crop(image, list(preprocessing.crop))

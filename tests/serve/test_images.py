@@ -188,7 +188,7 @@ def test_an_ordinary_photograph_is_fitted_to_the_bit_as_torchvision_does(
     st.tuples(st.integers(1, 400), st.integers(1, 400)),
     st.sampled_from([1, 3]),
     st.sampled_from(["bilinear", "bicubic", "nearest"]),
-    st.integers(1, 300),
+    st.integers(2, 300),  # of one pixel torch's kernel cannot tell how it lies, and gives up (2.14)
 )
 @settings(max_examples=150)
 def test_an_image_is_fitted_alike_however_its_pixels_lie(
