@@ -172,7 +172,9 @@ def whole(name: str, **changes: object) -> ModelRecord:
         family=family(name),
         weights="random",
         parameters=11_000_000,
-        signal=Signal(image_share=0.25, rounding_db=31.5, top1=0.75, images=64, weights_rounded=True),
+        signal=Signal(
+            image_share=0.25, rounding_db=31.5, top1=0.75, images=64, weights_rounded=True, inputs_rounded=True
+        ),
         stages=stages,
         speed=Speed(int8="ptq@torchscript", int8_ms=2.0, float_="onnx@openvino", float_ms=5.0, low=2.4, high=2.6),
     )
@@ -193,8 +195,10 @@ def test_the_page_counts_who_passes_and_says_why_others_do_not(tmp_path: Path) -
     assert cells[-2] == "2.50 [2.40, 2.60]"
 
 
-def test_the_page_marks_records_whose_weights_were_not_rounded() -> None:
-    old = Signal(image_share=0.25, rounding_db=31.5, top1=0.75, images=64)
+def test_the_page_marks_records_of_which_less_was_rounded() -> None:
+    oldest = Signal(image_share=0.25, rounding_db=31.5, top1=0.75, images=64)
+    old = oldest.model_copy(update={"weights_rounded": True})
+    assert "| 25.0%, 32 dB** |" in page([whole("resnet18", signal=oldest)], Settings(), ["resnet18"])
     assert "| 25.0%, 32 dB* |" in page([whole("resnet18", signal=old)], Settings(), ["resnet18"])
 
 
