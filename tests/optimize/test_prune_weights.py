@@ -72,15 +72,16 @@ def test_each_layer_loses_its_share_and_what_is_kept_none(made) -> None:
 
 
 def test_taken_in_steps_each_is_followed_by_a_training(made, trained: Artifact) -> None:
-    artifact: Artifact = made("prune-magnitude", sparsity=0.75, steps=2, train={**TRAINING, "max_steps": 8})
+    # So many that the first step breaks the network: where training makes it no better, it is left as it was.
+    artifact: Artifact = made("prune-magnitude", sparsity=0.96, steps=2, train={**TRAINING, "max_steps": 8})
     after = weights(artifact.module())
-    assert zero(list(after.values())) == pytest.approx(0.75, abs=1e-4)
-    assert len([note for note in artifact.card.notes if note.startswith("fine-tuned: ")]) == 2
-    # The first step took the half that was smallest then; the training between has moved which are small.
+    assert zero(list(after.values())) == pytest.approx(0.96, abs=1e-4)
+    assert len([note for note in artifact.card.notes if note.startswith("fine-tuned: best of")]) == 2
+    # The first step took the four fifths that were smallest then; the training between has moved which are small.
     before = weights(trained.module())
-    border = torch.cat([weight.abs().flatten() for weight in before.values()]).quantile(0.5)
+    border = torch.cat([weight.abs().flatten() for weight in before.values()]).quantile(0.8)
     assert all(not weight[before[name].abs() < border].any() for name, weight in after.items())
-    once = weights(made("prune-magnitude", sparsity=0.75, train={"epochs": 0}).module())
+    once = weights(made("prune-magnitude", sparsity=0.96, train={"epochs": 0}).module())
     assert any(not torch.equal(weight == 0, once[name] == 0) for name, weight in after.items())
 
 
