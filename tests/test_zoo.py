@@ -173,7 +173,7 @@ def whole(name: str, **changes: object) -> ModelRecord:
         weights="random",
         parameters=11_000_000,
         signal=Signal(
-            image_share=0.25, rounding_db=31.5, top1=0.75, images=64, weights_rounded=True, inputs_rounded=True
+            image_share=0.25, rounding_db=31.5, top1=0.75, images=64, weights_rounded=True, pooled_rounded=True
         ),
         stages=stages,
         speed=Speed(int8="ptq@torchscript", int8_ms=2.0, float_="onnx@openvino", float_ms=5.0, low=2.4, high=2.6),

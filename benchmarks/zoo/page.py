@@ -91,13 +91,13 @@ def _passing(records: Sequence[ModelRecord]) -> int:
 def _reading() -> Iterator[str]:
     yield from (
         "Seconds are of processor time, of all threads. Images differ by a share of the power of what the head "
-        "reads, so far above what rounding each layer's weights, inputs and answers to 8 bits changes there (with a "
-        "star: not its inputs; with two: its answers alone). Size is that of the int8 graph, as a share of the "
-        "float graph's. Agreement is that of top-1, SQNR that of the logits' part that differs between images, in "
-        "dB. *Of the integers*: against float. *Of engines*: the lowest of torch's kernels, ONNX Runtime and "
-        "OpenVINO against what the integers mean in exact arithmetic. The graph for TensorRT is computed node by "
-        "node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: the fastest execution in int8 "
-        "and the fastest in float, with the 95 % interval of their ratio where they took turns.",
+        "reads, so far above what rounding each layer's weights and answers, and pooled maps, to 8 bits changes "
+        "there (with a star: not pooled maps; with two: answers alone). Size is that of the int8 graph, as a share "
+        "of the float graph's. Agreement is that of top-1, SQNR that of the logits' part that differs between "
+        "images, in dB. *Of the integers*: against float. *Of engines*: the lowest of torch's kernels, ONNX Runtime "
+        "and OpenVINO against what the integers mean in exact arithmetic. The graph for TensorRT is computed node "
+        "by node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: the fastest execution in "
+        "int8 and the fastest in float, with the 95 % interval of their ratio where they took turns.",
         "",
     )
 
@@ -146,7 +146,7 @@ def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
 
 
 def _signal(signal: Signal) -> str:
-    stars = "*" * (2 - signal.weights_rounded - signal.inputs_rounded)
+    stars = "*" * (2 - signal.weights_rounded - signal.pooled_rounded)
     return f"{signal.image_share:.1%}, {signal.rounding_db:.0f} dB{stars}"
 
 

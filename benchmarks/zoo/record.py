@@ -21,10 +21,10 @@ class Signal(Record):
     """That a network's answers depend on what it sees.
 
     ``image_share`` is how much of the power (mean square) of what the head reads differs between images, and
-    ``rounding_db`` how far that difference is above what changes there where each layer has weights of 8 bits and
-    reads and gives such numbers: below 0 dB an int8 network of these weights answers noise, whatever made it.
-    ``top1`` is the fitted head's, on ``images`` that nothing was fitted on. Of records without ``weights_rounded``
-    the weights stayed exact, of those without ``inputs_rounded`` what layers read.
+    ``rounding_db`` how far that difference is above what changes there where each layer has weights, and gives
+    numbers, of 8 bits: below 0 dB an int8 network of these weights answers noise, whatever made it. ``top1`` is the
+    fitted head's, on ``images`` that nothing was fitted on. Of records without ``weights_rounded`` the weights
+    stayed exact, of those without ``pooled_rounded`` pooled maps.
     """
 
     image_share: float
@@ -32,7 +32,7 @@ class Signal(Record):
     top1: float
     images: int
     weights_rounded: bool = False
-    inputs_rounded: bool = False
+    pooled_rounded: bool = False
 
 
 class Agreement(Record):
