@@ -118,7 +118,7 @@ def verdicts(found: Soaked, queue: int) -> list[Verdict]:
             share = over.throughput / found.capacity if found.capacity else 0.0
             result.append(
                 Verdict(
-                    f"at {factor:g} times capacity: goodput {share:.0%} of capacity (at least {_GOODPUT:.0%}), "
+                    f"at {factor:g} times capacity: goodput {share:.1%} of capacity (at least {_GOODPUT:.0%}), "
                     f"p99 of the accepted {over.latency.percentile(99):.0f} ms (at most {bound:.0f}), "
                     f"{over.bad} wrong, failed or lost",
                     share >= _GOODPUT and over.latency.percentile(99) <= bound and not over.bad,

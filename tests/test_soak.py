@@ -115,7 +115,7 @@ def test_growth_that_was_watched_for_too_short_a_time_is_not_said_to_pass() -> N
 def test_overload_that_costs_answers_or_keeps_them_waiting_fails() -> None:
     found = sound()
     found.overload[4.0] = result(answered=890)
-    assert "goodput 89%" in failing(found)[0]
+    assert "goodput 89.0%" in failing(found)[0]
     found.overload[4.0] = result(milliseconds=2600, answered=950)
     assert failing(found)[0].startswith("at 4 times capacity")
 
