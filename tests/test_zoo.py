@@ -313,6 +313,23 @@ def test_every_layer_of_a_drawn_network_has_variance_one_on_the_images() -> None
                 assert isinstance(behind, nn.ReLU)
 
 
+def test_a_squeeze_keeps_what_pooled_maps_have_in_common() -> None:
+    """Centred by channel, what differs between images, and its rounding, would be made as large as all of them."""
+    squeeze = nn.Conv2d(8, 6, 1)
+    module = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), squeeze), *(nn.Flatten(), nn.Linear(6, 3))
+    ).eval()
+    images, _ = bars(32, 2)
+    initialise(module, images)
+    with torch.no_grad():
+        pooled = module[:3](images)
+        given = torch.einsum("oc,nc->no", squeeze.weight[:, :, 0, 0], pooled[:, :, 0, 0])
+    assert squeeze.bias is not None
+    assert not squeeze.bias.any()
+    assert float(given.square().mean()) == pytest.approx(1, rel=1e-3)
+    assert float(given.var(0).sum() / given.square().mean(0).sum()) < 0.5
+
+
 def test_what_8_bits_cost_counts_weights_and_answers() -> None:
     """By hand: a channel whose largest weight reads what is always dark, so that its others have few integers."""
     torch.manual_seed(0)

@@ -160,6 +160,6 @@ def compute_alone() -> None:
     import torch
 
     # A thread takes over the process's number when it first computes in parallel, over what it was told before
-    # (torch 2.11 to 2.14, at::internal::lazy_init_num_threads); asking for it does that now.
+    # (torch 2.14, at::internal::lazy_init_num_threads); asking for it does that now.
     torch.get_num_threads()
     torch.set_num_threads(1)
