@@ -17,6 +17,7 @@ from optimize.measure.latency import Call
 from optimize.models.by_value import pickled_by_value
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import EngineError
+from serve.runtime.execution import keep_memory
 from serve.runtime.predictor import infer
 from serve.runtime.transfer import open_transfer
 
@@ -86,6 +87,8 @@ def open_reference(name: str, module: nn.Module, preprocessing: Preprocessing, d
         ``uint8`` images to logits, and what executes it.
     """
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if torch.device(device).type == "cpu":
+        keep_memory()  # as `settle` has it for what is compared with it
     engine = ModuleEngine(module.eval(), torch.device(device), REFERENCES[name])
     transfer = open_transfer(engine.device, preprocessing.shape)  # as what is served has it
 

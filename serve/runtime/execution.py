@@ -6,6 +6,8 @@ served are always pairs of the two.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import os
 import re
@@ -26,6 +28,9 @@ Option = bool | int | float | str
 #: (INT8 ResNet-18 takes 1.6 times as long, MobileNetV2 4.8 times); endless spinning takes the cores from whoever else
 #: has work (torch 2.14, libgomp of GCC 13).
 ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType({"GOMP_SPINCOUNT": "10000"})
+
+#: Of mallopt(3): M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD (bytes).
+_KEPT: Final = ((-8, 1), (-4, 0), (-1, (1 << 31) - 1))
 
 _ENGINE = re.compile(r"[a-z][a-z0-9-]{0,63}")
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
@@ -136,10 +141,11 @@ def unset(execution: Execution, *, computes_with_torch: bool) -> str | None:
 
 
 def settle(execution: Execution, *, computes_with_torch: bool) -> None:
-    """Give torch its threads in a process that belongs to this execution alone; call it before anything runs.
+    """Give torch its threads and memory in a process that belongs to this execution alone, before anything runs.
 
     An engine with a pool of its own gets a torch that stays on the calling thread: a second pool would spin beside
-    the engine's between the preparation of a batch and its answer.
+    the engine's between the preparation of a batch and its answer. One that computes with torch on the CPU keeps its
+    memory, see `keep_memory`.
 
     Args:
         execution: what the process runs.
@@ -148,6 +154,26 @@ def settle(execution: Execution, *, computes_with_torch: bool) -> None:
     import torch  # this module is read before torch is, for the environment
 
     torch.set_num_threads(execution.cores if computes_with_torch else 1)
+    if computes_with_torch and execution.device_type == "cpu":
+        keep_memory()
+
+
+def keep_memory() -> None:
+    """Have this process keep what torch's activations take, from one call to the next.
+
+    torch (2.14) takes each activation from malloc, and glibc gives those of some MB back at once, to have the kernel
+    clear new pages at the next call: by how the heap happens to lie, and so by the process. MobileNetV2 takes 160 to
+    240 ms for 16 images instead of 119, and 31 or 43 for 4. A process's peak stays what it is, but it no longer falls.
+    Threads share one heap, as only the process's first can grow to what a batch needs.
+
+    Nothing is changed where the user has set anything of malloc's, or the allocator is not glibc's.
+    """
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return
+    with contextlib.suppress(AttributeError):  # not glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in _KEPT:
+            mallopt(parameter, value)
 
 
 def compute_alone() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,41 @@ def test_an_environment_that_torchs_threads_were_not_measured_in_is_told(monkeyp
     assert unset(Execution("torchscript", "cuda", threads=2), computes_with_torch=True) is None
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")  # the user's own wins
     assert unset(Execution("torchscript", threads=2), computes_with_torch=True) is None
+
+
+_FAULTS = """
+import resource, sys, threading
+import torch
+from serve.runtime.execution import Execution, settle
+settle(Execution(sys.argv[1], threads=1), computes_with_torch=sys.argv[1] == "torchscript")
+batch = torch.zeros(12, 1 << 20)
+def compute():
+    for _ in range(10):  # the heap has grown, here and there, to what they need
+        batch.relu().neg()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(10):
+        batch.relu().neg()
+    print((resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before) // 10)
+compute()
+thread = threading.Thread(target=compute)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "own", "kept"),
+    [("torchscript", {}, True), ("openvino", {}, False), ("torchscript", {"MALLOC_TRIM_THRESHOLD_": "131072"}, False)],
+)
+def test_torchs_activations_stay_in_the_process_and_the_kernel_clears_no_page_for_the_next_call(
+    engine: str, own: dict[str, str], kept: bool
+) -> None:
+    """Of 48 MB, twice a call: 24,576 pages of 4 KiB."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    command = [sys.executable, "-c", _FAULTS, engine]
+    done = subprocess.run(command, env=clean | own, capture_output=True, text=True, check=True)
+    in_the_process, in_a_thread = map(int, done.stdout.split())
+    assert (in_the_process < 1000, in_a_thread < 1000) == (kept, kept), done.stdout
 
 
 @pytest.mark.parametrize("threads", [1, 2])
