@@ -17,6 +17,7 @@ FLOORS = {
     "optimize": 0,
     "optimize.errors": 0,
     "optimize.listener": 0,
+    "optimize.memory": 0,
     "optimize.noise": 0,
     "serve": 1,
     "serve.load": 1,

@@ -44,17 +44,18 @@ class Ptq(Static):
     )
 
 
-def _fx(module: nn.Module, config: Ptq, chosen: Chosen, example: torch.Tensor) -> FrontEnd:
-    return fx_front_end(config, observing(module, config, chosen, example), example)
+def _fx(load: Callable[[], nn.Module], config: Ptq, chosen: Chosen, example: torch.Tensor) -> FrontEnd:
+    return fx_front_end(config, observing(load, config, chosen, example), example)
 
 
-def _pt2e(module: nn.Module, config: Ptq, chosen: Chosen, example: torch.Tensor) -> FrontEnd:
-    target, traced = target_named(config.target), trace_calls(module, example, chosen.in_float)
+def _pt2e(load: Callable[[], nn.Module], config: Ptq, chosen: Chosen, example: torch.Tensor) -> FrontEnd:
+    target = target_named(config.target)
 
     def weight(layer: str) -> tuple[WeightObserver, Granularity]:
         return chosen.weight_observer(layer) or config.weight_observer, chosen.granularity(layer) or config.weights
 
     def observed(observer: Observer) -> fx.GraphModule:
+        traced = trace_calls(load(), example, chosen.in_float)
         return prepare_program(traced, Watching(target.observer, observer, weight, chosen), example, target)
 
     def write(prepared: fx.GraphModule, folder: Path) -> Product:
@@ -88,7 +89,7 @@ def check(build: Callable[[], nn.Module], config: Ptq) -> None:
 
 def _apply(parent: Artifact, config: Ptq, context: Context, folder: Path) -> Product:
     chosen = resolve(next(parent.line()).module, config)
-    front = (_fx if config.front_end == "fx" else _pt2e)(parent.module(), config, chosen, context.example())
+    front = (_fx if config.front_end == "fx" else _pt2e)(parent.module, config, chosen, context.example())
     return quantize(parent, config, chosen, context, folder, front=front)
 
 

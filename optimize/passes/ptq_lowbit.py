@@ -45,7 +45,7 @@ def _apply(parent: Artifact, config: PtqLowbit, context: Context, folder: Path) 
     build = next(parent.line()).module
     chosen = resolve(build, config)
     layers = low_layers(trace_calls(parent.module(), example, chosen.in_float), chosen, config, build)
-    usual = observing(parent.module(), config, chosen, example)
+    usual = observing(parent.module, config, chosen, example)
 
     def weight(layer: str) -> tuple[WeightObserver, Granularity]:
         return chosen.weight_observer(layer) or config.weight_observer, chosen.granularity(layer) or config.weights

@@ -108,7 +108,7 @@ def _ranks(parent: Artifact, config: Ptq, context: Context) -> dict[str, float]:
 def _observed(parent: Artifact, config: Ptq, context: Context) -> Callable[[Observer], fx.GraphModule]:
     """What makes the network with what watches its tensors, as ``ptq`` would."""
     chosen = resolve(next(parent.line()).module, config)
-    return observing(parent.module(), config, chosen, context.example())
+    return observing(parent.module, config, chosen, context.example())
 
 
 def _whole(overrides: Mapping[str, Override]) -> dict[str, Override]:

@@ -27,6 +27,7 @@ from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.calls import another_call
 from optimize.quantization.choices import Chosen
 from optimize.quantization.computed import store_weights
+from optimize.quantization.forgetting import forgotten
 from optimize.quantization.inexact import IN_FLOAT, free_inexact
 from optimize.quantization.means import flatten_places
 from optimize.quantization.narrow import clamp_packed
@@ -115,7 +116,10 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
             free_last_pool(bounded, example)
             free_inexact(bounded)
         bounds = bound_relus(bounded, mapping, but_not=unbound)
-        prepared: fx.GraphModule = insert(bounded, mapping, (example,), whole, backend_config=target.backend_config())
+        with forgotten(bounded):
+            prepared: fx.GraphModule = insert(
+                bounded, mapping, (example,), whole, backend_config=target.backend_config()
+            )
         share_watchers(prepared)
         lost = bind(prepared, bounds)
         if not lost:
@@ -177,7 +181,8 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
         form = reference_form(prepared, example, backend_config)
         return write_reference(form, example, target, folder, "torch has no kernels for them")
     use_int8_kernels()
-    converted = convert_fx(copy.deepcopy(prepared), backend_config=backend_config)
+    with forgotten(prepared):
+        converted = convert_fx(copy.deepcopy(prepared), backend_config=backend_config)
     layers = quantized_layers(converted)
     if not layers:
         raise NotApplicableError(_NOTHING)

@@ -33,6 +33,7 @@ from torch import fx, nn
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
+from optimize.quantization.forgetting import forgotten
 from optimize.quantization.targets import Target
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
 
@@ -87,8 +88,10 @@ def reference_form(prepared: fx.GraphModule, example: torch.Tensor, backend_conf
     # convert_to_reference_fx leaves `call_method dequantize`, which the exporter cannot translate.
     from torch.ao.quantization.quantize_fx import _convert_to_reference_decomposed_fx
 
-    reference = _convert_to_reference_decomposed_fx(copy.deepcopy(prepared), backend_config=backend_config)
-    return explicit_form(reference, example)
+    with forgotten(prepared):
+        return explicit_form(
+            _convert_to_reference_decomposed_fx(copy.deepcopy(prepared), backend_config=backend_config), example
+        )
 
 
 def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:

@@ -43,12 +43,13 @@ class Static(Choices, Recovery):
 
 
 def observing(
-    module: nn.Module, config: Static, chosen: Chosen, example: torch.Tensor
+    load: Callable[[], nn.Module], config: Static, chosen: Chosen, example: torch.Tensor
 ) -> Callable[[Observer], fx.GraphModule]:
     """What makes a network with observers, as its settings want it; a new one with each call.
 
     Args:
-        module: the float network, in eval mode.
+        load: gives the float network, in eval mode. It is asked with each call, so that nothing holds a network beside
+            the one that is made.
         config: the settings, of which the observer is not read: it may be ``auto``.
         chosen: what their patterns mean for the model.
         example: ``float32 (N, C, H, W)``.
@@ -56,9 +57,10 @@ def observing(
     Returns:
         Given the name of an observer of activations, the network, not calibrated.
     """
-    target, traced = target_named(config.target), trace_calls(module, example, chosen.in_float)
+    target = target_named(config.target)
 
     def observed(observer: Observer) -> fx.GraphModule:
+        traced = trace_calls(load(), example, chosen.in_float)
         mapping = choose(traced, target.post_training(observer), chosen, target.observing)
         model = prepare(traced, mapping, example, target)
         choose_weights(model, config, chosen)
@@ -154,17 +156,18 @@ def quantize(
         NotApplicableError: there is nothing to quantize.
         PassError: what was written answers as something else.
     """
-    shown = calibrating(config, context)
-    observer, tried = observer_of(config, front.observed, parent.module(), context, shown, simulate=front.simulate)
+    shown, images = calibrating(config, context), context.example(IMAGES)
+    module = parent.module()
+    with torch.no_grad():
+        expected = module(images)
+    observer, tried = observer_of(config, front.observed, module, context, shown, simulate=front.simulate)
+    del module  # beside what is made of it, it would be a copy of all weights
     prepared = front.observed(observer)
     overridden = (*overrides_note(front.watched(prepared), chosen), *weights_note(front.layers(prepared), chosen))
     prepared.to(context.device)
     calibrate(prepared, context, shown)
     write_effects(recover(prepared, context, shown, config), folder)
     product = front.write(prepared.cpu(), folder)
-    images = context.example(IMAGES)
-    with torch.no_grad():
-        expected = parent.module()(images)
     note = check_quantized(folder, product.file, images, expected, config)
     said = (tried,) if tried else ()
     return dataclasses.replace(product, notes=(*product.notes, *said, *overridden, note))

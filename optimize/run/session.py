@@ -20,6 +20,7 @@ from optimize.data.augment import IN_WORDS
 from optimize.export.sparsity import sparsity
 from optimize.measure.bench import timing_here
 from optimize.measure.machine import installed_version, machine, versions
+from optimize.memory import collect
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.preprocessing import ChosenPreprocessing
 from optimize.models.source import ModelSource
@@ -255,7 +256,9 @@ class Session(Described):
             return _with_zeros_counted(product, folder) if zeros else product
 
         planned = Planned(name or step.name, step.yields, step.name, settings, key.digest)
-        return self._obtain(planned, write, parent)
+        obtained = self._obtain(planned, write, parent)
+        collect(sum(file.stat().st_size for file in parent.folder.iterdir()))
+        return obtained
 
     def _keeping(self, key: Key, name: str, teaching: Teaching | None) -> Context:
         """The context of making what has this key: it goes on where it was interrupted, and has its teacher opened.

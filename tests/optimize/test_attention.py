@@ -247,7 +247,7 @@ def test_products_read_integers_and_scores_stay_in_float(name: str) -> None:
     """In the reference form, of which the programs and graphs are made."""
     context, config, module = colours(), Ptq(images=32), shaken(build(name))
     example = context.example()
-    prepared = observing(module, config, resolve(lambda: module, config), example)("histogram")
+    prepared = observing(lambda: module, config, resolve(lambda: module, config), example)("histogram")
     calibrate(prepared, context, calibrating(config, context))
     settle_weights(prepared, example)
     graph = reference_form(prepared, example, target_named("auto").backend_config()).graph

@@ -76,7 +76,7 @@ def test_a_family_keeps_its_answers_in_integers_and_in_torchs_kernels(name: str,
     module, signal = drawn(name, context)
     example = context.example()
     fused = fuse_module(module, example)
-    prepared = observing(fused, config, resolve(lambda: module, config), example)("histogram")
+    prepared = observing(lambda: fused, config, resolve(lambda: module, config), example)("histogram")
     calibrate(prepared, context, calibrating(config, context))
     settle_weights(prepared, example)
     backend = target_named("auto").backend_config()

@@ -86,7 +86,7 @@ def test_what_mends_one_layer_leaves_the_other_as_if_nothing_were_shared(setting
     for module in (tied(), apart(tied())):
         config = Ptq(**settings, images=32)
         chosen = resolve(functools.partial(copy.deepcopy, module), config)
-        prepared = observing(copy.deepcopy(module), config, chosen, context.example())("minmax")
+        prepared = observing(functools.partial(copy.deepcopy, module), config, chosen, context.example())("minmax")
         batches = calibrating(config, context)
         calibrate(prepared, context, batches)
         figures = recover(prepared, context, batches, config)
