@@ -106,19 +106,19 @@ thread.join()
 """
 
 
-@pytest.mark.parametrize(
-    ("engine", "own", "kept"),
-    [("torchscript", {}, True), ("openvino", {}, False), ("torchscript", {"MALLOC_TRIM_THRESHOLD_": "131072"}, False)],
-)
-def test_torchs_activations_stay_in_the_process_and_the_kernel_clears_no_page_for_the_next_call(
-    engine: str, own: dict[str, str], kept: bool
-) -> None:
-    """Of 48 MB, twice a call: 24,576 pages of 4 KiB."""
+def _faults(engine: str, **own: str) -> list[int]:
+    """Pages that the kernel clears for a call with activations of 96 MB: of the first thread, and of another."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     command = [sys.executable, "-c", _FAULTS, engine]
     done = subprocess.run(command, env=clean | own, capture_output=True, text=True, check=True)
-    in_the_process, in_a_thread = map(int, done.stdout.split())
-    assert (in_the_process < 1000, in_a_thread < 1000) == (kept, kept), done.stdout
+    return [int(line) for line in done.stdout.split()]
+
+
+def test_torchs_activations_stay_in_the_process_and_the_kernel_clears_no_page_for_the_next_call() -> None:
+    """Pages have 4 KiB or, where the kernel has them, 2 MiB: how many they are is only compared."""
+    kept = _faults("torchscript")
+    assert 10 * max(kept) < min(_faults("openvino"))
+    assert 10 * max(kept) < min(_faults("torchscript", MALLOC_TRIM_THRESHOLD_="131072")), "the user's own wins"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
