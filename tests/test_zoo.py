@@ -144,6 +144,15 @@ def test_what_goes_on_later_keeps_its_size_and_what_was_said_of_its_weights(tmp_
     assert (again.record.weights, again.record.image_size) == ("random, trained for 4 epochs", 64)
 
 
+def test_each_stage_of_a_large_network_has_a_process_of_its_own(tmp_path: Path) -> None:
+    settings = Settings(image_size=64, calibration=16, judging=8, fitting=16, large=0)
+    record, kept = ModelRecord(name="shufflenet_v2_x0_5", family="shufflenet"), list[ModelRecord]()
+    for stages in (["baseline"], ["baseline", "fuse"]):
+        record = Model(record.name, tmp_path / "store", settings, record, kept.append).run()
+        assert list(record.stages) == stages
+        assert {stage.status for stage in record.stages.values()} == {"ok"}
+
+
 def test_the_zoo_has_all_of_torchvisions_classifiers_and_refuses_others(capsys) -> None:
     names = torchvision_names()
     assert len(names) == 80

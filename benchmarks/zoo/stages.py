@@ -68,8 +68,8 @@ class Settings:
         fitting: images that the head is fitted on.
         judging: images that agreement and top-1 are taken on.
         named_weights: take torchvision's own weights where they are on this machine or can be downloaded.
-        large: bytes of float weights from which executions are timed one after another, and not in turns: all of them
-            in memory at once would be more than the cap.
+        large: bytes of float weights from which each stage has a process of its own, and executions are timed one after
+            another, and not in turns: what the heap keeps of one, and all of them at once, would be more than the cap.
         speed: whether executions are timed now; a model that was not timed can be, later.
     """
 
@@ -132,7 +132,10 @@ class Model:
     steps: dict[str, Step] = field(default_factory=dict)
 
     def run(self) -> ModelRecord:
-        """Go through the stages that the record does not have yet; those that were made are taken from the store."""
+        """Go through the stages that the record does not have yet; those that were made are taken from the store.
+
+        Of a large network it is one of them, and the next call's is another.
+        """
         for stage in self.settings.stages:
             if time.monotonic() > self.until:
                 break
@@ -149,7 +152,13 @@ class Model:
                 said = str(error) if isinstance(error, UserError) else one_line(error)
                 passed = Passed(status="failed", reason=said, seconds=_processor_s() - begun)
             self._note(running=None, stages={**self.record.stages, stage: known or passed})
+            if known is None and self._large:
+                break
         return self.record
+
+    @property
+    def _large(self) -> bool:
+        return 4 * self.record.parameters >= self.settings.large
 
     def _note(self, **changes: object) -> None:
         self.record = self.record.model_copy(update=changes)
@@ -290,10 +299,9 @@ class Model:
             raise MissingError("there is no fuse")
         timing = Timing(rounds=7, batch_sizes=(1,), seconds=0.15)
         context = self._session.context
-        apart = 4 * self.record.parameters >= self.settings.large
-        if apart:
+        if self._large:
             REFERENCES.clear()  # each is a process that holds all weights in float
-        groups = [[step] for step in steps] if apart else [steps]
+        groups = [[step] for step in steps] if self._large else [steps]
         times: list[_Time] = []
         for group in groups:
             found = measure(group, Bench(self._session.store, context, timing, ("cpu",)))
@@ -302,7 +310,7 @@ class Model:
         if not integers:
             raise MissingError("there is no int8 execution to time")
         slow, fast = (min(group, key=lambda time: time.p50) for group in (floats, integers))
-        interval = (None, None) if apart else (fast.low, fast.high)
+        interval = (None, None) if self._large else (fast.low, fast.high)
         return Speed(
             int8=fast.name, int8_ms=fast.p50, float_=slow.name, float_ms=slow.p50, low=interval[0], high=interval[1]
         )
