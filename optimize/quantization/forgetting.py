@@ -15,8 +15,8 @@ from optimize.memory import collect
 def forgotten(network: nn.Module) -> Iterator[None]:
     """Let the copies go, at the end, that torch.ao makes of a network in here.
 
-    torch.ao (2.11 to 2.14) keeps each network that it has prepared or converted for as long as the process lives, in
-    the cache of `assert_and_get_unique_device`: three float copies for each variant that is tried.
+    torch.ao (2.13 and 2.14; years ago there was no cache) keeps each network that it has prepared or converted for as
+    long as the process lives, in that of `assert_and_get_unique_device`: three float copies for each variant.
 
     Args:
         network: what is given to it.
