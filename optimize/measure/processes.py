@@ -33,6 +33,7 @@ _READ_BY_LIBRARIES: Final = (
     "DNNL_",
     "ONEDNN_",
     "MALLOC_",
+    "GLIBC_TUNABLES",
     "LD_PRELOAD",
     "NVIDIA_TF32",
     "TORCH_COMPILE_DISABLE",
