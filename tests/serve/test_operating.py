@@ -346,9 +346,14 @@ def test_a_full_queue_is_told_and_counted_before_the_body_and_the_connection_goe
         worker.suspend()
         stack.callback(worker.resume)
         image = jpeg(1)
-        asking = [stack.enter_context(opened(operated)) for _ in range(1 + LIMITS.queue + 3)]  # the worker has one
+        asking = [stack.enter_context(opened(operated)) for _ in range(1 + LIMITS.queue + 3)]
+        asked = counted()[1]
         sent = time.monotonic()
-        for other in asking:
+        send_head(asking[0], operated, QUICK, len(image), image)
+        # The worker has it, and no place of the queue: else the queue would be full of one request less.
+        eventually(lambda: counted()[1] > asked)
+        eventually(lambda: client.registered(QUICK)["jobQueueStatus"]["pendingRequests"] == 0)
+        for other in asking[1:]:
             send_head(other, operated, QUICK, len(image), image)
         eventually(lambda: len(select.select(asking, [], [], 0)[0]) == 3)
         refused = select.select(asking, [], [], 0)[0]
