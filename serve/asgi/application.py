@@ -12,8 +12,8 @@ from serve.asgi.asking import ClientGoneError
 from serve.asgi.call import Call, Held, Limits
 from serve.asgi.messages import WHOLE, Headers, Receive, RefusedError, Response, Scope, Send, refusal_response
 from serve.asgi.models import Models
-from serve.asgi.observing import Observation, Observer
 from serve.asgi.router import Router
+from serve.runtime.observing import Observation, Observer
 
 if TYPE_CHECKING:
     from serve.asgi.tokens import Tokens

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 
 from serve.asgi.asking import Asking, ClientGoneError
 from serve.asgi.messages import GONE, Receive, RefusedError, Scope, queue_full, try_again
-from serve.asgi.observing import Observation, request_id
+from serve.runtime.observing import Observation, request_id
 
 if TYPE_CHECKING:
     from serve.asgi.models import Models, Served

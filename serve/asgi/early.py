@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from serve.asgi.messages import Headers, RefusedError, Response, queue_full, refusal_response
-from serve.asgi.observing import Observation, request_id
+from serve.runtime.observing import Observation, request_id
 
 if TYPE_CHECKING:
     from serve.asgi.application import Application

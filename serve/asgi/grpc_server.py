@@ -21,11 +21,11 @@ from serve.asgi.application import CLIENT_GONE, server_timing
 from serve.asgi.asking import Asking, ClientGoneError
 from serve.asgi.listening import Listening
 from serve.asgi.messages import RefusedError, bad_request
-from serve.asgi.observing import Observation
 from serve.asgi.oip_messages import SERVICE, message
 from serve.asgi.oip_routes import project_version, refusal, signature
 from serve.asgi.reading import Reading
 from serve.runtime.errors import RequestError, UserError
+from serve.runtime.observing import Observation
 
 if TYPE_CHECKING:
     from serve.asgi.application import Application

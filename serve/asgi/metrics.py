@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from serve.asgi.application import Application
     from serve.asgi.call import Call
     from serve.asgi.models import Served
-    from serve.asgi.observing import Observation
+    from serve.runtime.observing import Observation
 
 #: Seconds. A stage takes from 0.1 ms (ranking classes) to the seconds of large photos that wait for each other.
 STAGE_BUCKETS: Final = (

@@ -34,11 +34,11 @@ from serve.asgi.early import Early
 from serve.asgi.extensions import extend
 from serve.asgi.listening import Listening
 from serve.asgi.loading import Wanted
-from serve.asgi.logs import RequestLog
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
 from serve.asgi.tokens import Tokens
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
+from serve.runtime.logs import RequestLog
 from serve.verified import Policy
 
 _LOG = logging.getLogger(__name__)

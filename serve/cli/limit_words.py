@@ -43,5 +43,9 @@ Connections = Annotated[
     typer.Option(help="Most connections of clients; the next is told 503.", rich_help_panel=_PANEL),
 ]
 AccessLog = Annotated[
-    bool, typer.Option(help="Write a line for each request (logs/access_log.log, rotated).", rich_help_panel=_PANEL)
+    bool,
+    typer.Option(
+        help="Write a line for each request (logs/access_log.log and, as JSON, logs/request_log.log; rotated).",
+        rich_help_panel=_PANEL,
+    ),
 ]

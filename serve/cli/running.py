@@ -97,11 +97,11 @@ def run(
     with reported():
         from serve.asgi.call import Limits
         from serve.asgi.listening import Listening
-        from serve.asgi.logs import log_to_stderr
         from serve.asgi.plan import Plan
         from serve.asgi.process import Settings
         from serve.asgi.process import run as serve
         from serve.asgi.tokens import make_token_file
+        from serve.runtime.logs import log_to_stderr
         from serve.verified import policy_of
 
         if bool(models) == (models_file is not None):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -25,6 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 if TYPE_CHECKING:
     from serve.runtime.errors import Refusal
+    from serve.runtime.logs import RequestLog
+    from serve.runtime.observing import Observation
     from serve.runtime.protocol import Request
     from serve.runtime.service import Service
     from serve.runtime.work import Answered
@@ -48,6 +51,13 @@ _PHRASES = {
 }
 
 _K_HEADER = "x-top-k"
+_ID_HEADER = "x-request-id"
+
+# As ``Batches.groovy`` writes it: what no client can send, for no header's name may hold a colon.
+_WAITED_HEADER = "serve:frontend-ms"
+
+#: Of TorchServe's environment: "1" has each worker write a line of JSON for each request. Our starter sets it.
+LOG_VARIABLE = "SERVE_LOG_REQUESTS"
 
 # How long a worker that ends waits for TorchServe to read its last words.
 _UNTIL_READ_S = 0.5
@@ -94,6 +104,7 @@ class ImageClassifierHandler:
     def __init__(self) -> None:
         self._service: Service | None = None
         self._context: Any = None
+        self._log: RequestLog | None = None
         self._to_tell: SimpleQueue[_Batch] = SimpleQueue()
         self._something_to_tell = threading.Event()
         self._telling = threading.Lock()
@@ -112,6 +123,8 @@ class ImageClassifierHandler:
         from serve.runtime.service import open_service
 
         logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what is wrong with an image, its client is told
+        if os.environ.get(LOG_VARIABLE) == "1":
+            self._log = _open_log()
         properties = context.system_properties
         folder = Path(properties["model_dir"])
         self._context = context
@@ -138,6 +151,7 @@ class ImageClassifierHandler:
         from serve.runtime.errors import BrokenError, Refusal
         from serve.runtime.protocol import answer, refuse
 
+        begun = time.monotonic()
         asked = [self._parse(parameters, context, index) for index, parameters in enumerate(data)]
         try:
             answers = iter(self._opened().answer_batch([entry for entry in asked if _is_request(entry)]))
@@ -147,19 +161,23 @@ class ImageClassifierHandler:
         answered: list[Answered] = []
         bodies: list[bytes] = []
         for index, entry in enumerate(asked):
+            told: Answered | None = None
             if entry is None:
                 status, body = 200, json.dumps(self.describe_handle(), allow_nan=False).encode()
             elif isinstance(entry, Refusal):
                 status, body = refuse(entry)
             else:
-                answered.append(next(answers))
-                status, body = answer(entry, answered[-1].outcomes)
+                told = next(answers)
+                answered.append(told)
+                status, body = answer(entry, told.outcomes)
                 # TorchServe's own queue is not in it: `Batches.groovy` puts that before it.
-                context.set_response_header(index, "Server-Timing", answered[-1].stages.server_timing)
+                context.set_response_header(index, "Server-Timing", told.stages.server_timing)
             context.set_response_status(status, _PHRASES.get(status, ""), idx=index)
             context.set_response_content_type(index, "application/json")
             bodies.append(body)
-        refused = [f"request-{entry.status}" for entry in asked if isinstance(entry, Refusal)]
+            if self._log is not None:
+                self._log(_observed(context, index, entry, answered=told, status=status, begun=begun))
+        refused = [_word(entry) for entry in asked if isinstance(entry, Refusal)]
         if answered or refused:
             self._to_tell.put((answered, refused))
             self._something_to_tell.set()
@@ -287,6 +305,55 @@ class ImageClassifierHandler:
                 *([Dimension("Kind", kind)] if kind else []),
             ]
             context.metrics.add_metric(name, value, unit, dimensions=dimensions, metric_type=metric_type)
+
+
+def _open_log() -> RequestLog:
+    """What writes a line for each request to stdout, which TorchServe reads; see log4j2.xml for where it goes."""
+    from serve.runtime.logs import RequestLog, log_requests_to
+
+    log_requests_to(sys.stdout)
+    return RequestLog(math.inf, every=True)
+
+
+def _observed(
+    context: Any, index: int, asked: Request | Refusal | None, *, answered: Answered | None, status: int, begun: float
+) -> Observation:
+    """What is told of one request.
+
+    Args:
+        context: TorchServe's, of its batch.
+        index: in that batch.
+        asked: as `ImageClassifierHandler._parse` found it.
+        answered: by the service; None: it was not asked.
+        status: of the answer.
+        begun: when the worker had the batch, in seconds of `time.monotonic`.
+    """
+    from serve.runtime.errors import Refusal
+    from serve.runtime.observing import Observation, request_id
+
+    headers = context.get_all_request_header(index)
+    given = next((str(value) for name, value in headers.items() if name.lower() == _ID_HEADER), "")
+    # Our frontend says it; a stock TorchServe does not.
+    waited = float(headers[_WAITED_HEADER]) if _WAITED_HEADER in headers else None
+    observation = Observation(
+        request_id(given, lambda: str(context.get_request_id(index))),
+        next((route for route in ("describe", "explain") if headers.get(route) == "True"), "predict"),
+        context.model_name,
+        context.manifest["model"]["modelVersion"],
+        status,
+        time.monotonic() - begun + (waited or 0.0) / 1e3,
+        images=len(asked.images) if _is_request(asked) else 0,
+        refusals=(_word(asked),) if isinstance(asked, Refusal) else (),
+        frontend_ms=waited,
+    )
+    if answered is not None:
+        observation.tell(answered)
+    return observation
+
+
+def _word(refusal: Refusal) -> str:
+    """For the refusal of a whole request, in metrics and logs."""
+    return f"request-{refusal.status}"
 
 
 def _label(text: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from serve.runtime.errors import UserError
 from serve.runtime.execution import ENVIRONMENT
+from serve.torchserve.handler import LOG_VARIABLE
 from serve.torchserve.launcher import FRONTEND, Launcher, torchserve_jar
 from serve.torchserve.limits import Limits
 
@@ -96,13 +97,14 @@ def few_cores_options(cores: int | None = None) -> Sequence[str]:
     return ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"] if few else []
 
 
-def environment(java: Path, logs: Path) -> dict[str, str]:
-    """TorchServe's environment: this process's, without what would configure it behind our back."""
+def environment(java: Path, logs: Path, limits: Limits) -> dict[str, str]:
+    """TorchServe's environment, and its workers': this process's, without what would configure it behind our back."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TS_") and name not in _JAVA_READS}
     return {
         # TorchServe's workers load torch before the handler, so that it can only come from here.
         **ENVIRONMENT,
         **kept,
+        LOG_VARIABLE: "1" if limits.access_log else "0",
         "JAVA_HOME": str(java.parent.parent),
         "LOG_LOCATION": str(logs),
         "METRICS_LOCATION": str(logs),

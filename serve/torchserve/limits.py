@@ -35,7 +35,7 @@ class Limits:
             product of body, queue and models.
         receive_s: most seconds for a request to arrive, and for a connection to be idle; then it is closed.
         drain_s: most seconds that stopping waits for what was accepted to be answered.
-        access_log: write a line for each request.
+        access_log: write a line for each request, by the frontend, and one of JSON by the worker that answers it.
         connections: of clients, over HTTP, that are open at once; the next one is told to try again (503).
     """
 

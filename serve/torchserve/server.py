@@ -275,7 +275,7 @@ def _launch(
                     archives={model.name: model.file for model in served},
                 ),
                 cwd=state,  # where it writes key_file.json
-                env=environment(java, logs),
+                env=environment(java, logs, limits),
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -13,18 +15,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from serve import layout
+from serve.load.wire import stages
 from serve.options import ServingOptions
 from serve.torchserve import live, server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST
-from serve.torchserve.limits import Limits
+from serve.torchserve.limits import MIB, Limits
 from serve.torchserve.state import RunningServer, state_folder
 from tests.programs import Programs
 from tests.serve import artifacts
@@ -52,10 +57,15 @@ class Served:
     def header(self) -> str:
         return (state_folder(self.store) / "authorization").read_text().strip()
 
-    def post(self, model: str, path: str = "/predictions/{}") -> httpx.Response:
+    def post(self, model: str, path: str = "/predictions/{}", **asked: Any) -> httpx.Response:
         name, _, value = self.header.partition(": ")
         url = f"http://{HOST}:{self.running.ports.inference}{path.format(model)}"
-        return httpx.post(url, content=jpeg(1), headers={name: value}, timeout=PATIENCE_S, trust_env=False)
+        headers = {name: value, **asked.pop("headers", {})}
+        content = asked or {"content": jpeg(1)}
+        return httpx.post(url, headers=headers, timeout=PATIENCE_S, trust_env=False, **content)
+
+    def log(self, name: str) -> str:
+        return (state_folder(self.store) / "logs" / name).read_text(encoding="utf-8")
 
     def kill_a_worker(self, model: str) -> None:
         with self.running.client(self.store) as client:
@@ -87,11 +97,61 @@ def served(torch_begun: Programs, tmp_path_factory: pytest.TempPathFactory) -> I
         PAIR: archive(store, PAIR, ServingOptions(batch_size=8, max_batch_delay_ms=60, workers=2)),
     }
     with by(torch_begun.executable):
-        running = server.start(store, archives, ports=free_ports(), limits=Limits(queue=600), gpus=0, deadline_s=200)
+        limits = Limits(queue=600, access_log=True)
+        running = server.start(store, archives, ports=free_ports(), limits=limits, gpus=0, deadline_s=200)
     try:
         yield Served(store, running)
     finally:
         server.stop(store)
+
+
+def test_each_request_that_a_worker_answers_has_one_line_of_json_with_where_its_time_went(served: Served) -> None:
+    whole, broken = base64.b64encode(jpeg(1)).decode(), base64.b64encode(b"no image").decode()
+    listed = {"instances": [{"b64": whole}, {"b64": broken}, {"b64": whole}]}
+    asked: dict[str, dict[str, Any]] = {
+        "one-${java:version}-{}": {},
+        "refused": {"content": b"no image"},
+        "unread": {"headers": {"x-top-k": "none"}},
+        "several": {"json": listed},
+    }
+    before = served.log("request_log.log").count("\n")
+    answers = {}
+    for name, content in asked.items():
+        headers = {"x-request-id": name, **content.pop("headers", {})}
+        answers[name] = served.post(PAIR, headers=headers, **content)
+    unnamed = served.post(PAIR)
+    answers[unnamed.headers["x-request-id"]] = unnamed
+    assert served.post("absent", headers={"x-request-id": "nobody"}).status_code == 404
+    until = time.monotonic() + PATIENCE_S
+    while served.log("request_log.log").count("\n") < before + len(answers):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    lines = [json.loads(line) for line in served.log("request_log.log").splitlines()[before:]]
+    assert [line["request_id"] for line in lines] == list(answers)
+    told = [(line["status"], line["images"], line["refusals"]) for line in lines]
+    one: tuple[int, int, list[str]] = (200, 1, [])
+    assert told == [one, (415, 1, ["item-415"]), (400, 0, ["request-400"]), (200, 3, ["item-415"]), one]
+    for line, answer in zip(lines, answers.values(), strict=True):
+        assert line["status"] == answer.status_code
+        assert (line["logger"], line["level"], line["event"]) == ("serve.requests", "info", "request")
+        assert (line["route"], line["model"], line["version"]) == ("predict", PAIR, "1.0")
+        assert datetime.fromisoformat(line["time"]).tzinfo is not None
+        assert line["stages_ms"] == stages(answer.headers["Server-Timing"])
+        assert line["ms"] >= sum(line["stages_ms"].values()) - 0.1  # each is rounded
+    assert lines[3]["batch_size"] == 2
+    assert "serve.requests" not in served.log("model_log.log")
+
+
+def test_what_no_worker_answers_is_in_the_frontends_log(served: Served) -> None:
+    before = served.log("access_log.log").count("\n")
+    assert served.post("absent").status_code == 404
+    assert served.post(PAIR, headers={"Authorization": "Bearer none"}).status_code == 400
+    assert served.post(PAIR, content=b"\0" * (served.running.limits.body_mb * MIB + 1)).status_code == 413
+    assert served.post(PAIR).status_code == 200
+    told = [re.findall(r'"(\w+) (\S+) HTTP/1.1" (\d+) ', line) for line in served.log("access_log.log").splitlines()]
+    path = f"/predictions/{PAIR}"
+    expected = [("/predictions/absent", "404"), (path, "400"), (path, "413"), (path, "200")]
+    assert told[before:] == [[("POST", where, status)] for where, status in expected]
 
 
 def test_a_request_for_which_others_are_awaited_is_answered_at_once_when_its_worker_dies(served: Served) -> None:

@@ -23,9 +23,9 @@ from serve.asgi.application import CLIENT_GONE, Application
 from serve.asgi.call import Limits
 from serve.asgi.loading import Wanted, load
 from serve.asgi.models import Models, Served
-from serve.asgi.observing import Observation
 from serve.asgi.tokens import Tokens
 from serve.options import ServingOptions
+from serve.runtime.observing import Observation
 from serve.runtime.predictor import Predictor
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler

@@ -31,10 +31,10 @@ from serve.asgi.call import Limits
 from serve.asgi.listening import Listening
 from serve.asgi.loading import Wanted
 from serve.asgi.models import Models, Served
-from serve.asgi.observing import Observation
 from serve.asgi.process import Settings
 from serve.runtime.errors import EngineError
 from serve.runtime.execution import Execution
+from serve.runtime.observing import Observation
 from serve.runtime.serving import Serving
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -22,17 +22,17 @@ from typer.main import get_command
 
 from serve.asgi.forms import parts_of
 from serve.asgi.listening import Listening
-from serve.asgi.logs import JsonLines, RequestLog
 from serve.asgi.messages import RefusedError, Response
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
-from serve.asgi.observing import Observation
 from serve.asgi.plan import Plan, versions_of
 from serve.asgi.router import Router
 from serve.asgi.tokens import Tokens, make_token_file
 from serve.cli import app
 from serve.packing import package_run
 from serve.runtime.errors import RequestError, UserError
+from serve.runtime.logs import JsonLines, RequestLog
+from serve.runtime.observing import Observation
 from serve.runtime.stages import Stages
 from tests.serve import artifacts
 

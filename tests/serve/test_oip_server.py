@@ -25,9 +25,9 @@ from tritonclient.utils import InferenceServerException
 from benchmarks.hostile.pictures import encoded, picture
 from serve.asgi import oip
 from serve.asgi.grpc_server import GrpcServer
-from serve.asgi.observing import Observation
 from serve.asgi.oip_messages import SERVICE, message
 from serve.runtime.errors import UserError
+from serve.runtime.observing import Observation
 from tests.serve import artifacts
 from tests.serve.own_server import BODY_LIMIT, BODY_SECONDS, Running, bearer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import re
 import select
 import socket
@@ -26,6 +27,7 @@ from serve import layout
 from serve.load.wire import stages
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
+from serve.runtime.logs import JsonLines
 from serve.runtime.stages import FRONTEND_STAGE
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
@@ -126,7 +128,7 @@ def test_requests_write_nothing_into_the_logs(operated: Operated) -> None:
     time.sleep(1)
     assert sizes() == before
     assert before["console.log"] > 0
-    assert before["access_log.log"] == 0
+    assert before["access_log.log"] == before["request_log.log"] == 0
 
 
 def test_a_line_is_logged_once(operated: Operated) -> None:
@@ -137,13 +139,23 @@ def test_a_line_is_logged_once(operated: Operated) -> None:
     assert len(set(lines)) == len(lines)
 
 
+def _line_of_a_request() -> str:
+    record = logging.LogRecord("serve.requests", logging.INFO, "", 0, "request", None, None)
+    record.fields = {"request_id": "a" * 40, "status": 200}
+    return JsonLines().format(record)
+
+
+REQUEST_LINE = _line_of_a_request()
+
+
 def test_logs_are_put_aside_when_they_are_large_and_forgotten_when_they_are_many(tmp_path: Path) -> None:
     script = tmp_path / "Write.groovy"
     script.write_text(
         "def log = org.slf4j.LoggerFactory.getLogger('org.pytorch.serve.Test')\n"
         "def access = org.slf4j.LoggerFactory.getLogger('ACCESS_LOG')\n"
         "def workers = org.slf4j.LoggerFactory.getLogger('MODEL_LOG')\n"
-        "2000.times { log.info('x' * 100); access.info('y' * 100); workers.info('z' * 100) }\n"
+        f"def request = '{REQUEST_LINE}'\n"
+        "2000.times { log.info('x' * 100); access.info('y' * 100); workers.info('z' * 100); workers.info(request) }\n"
     )
     size = 20_000
     words = [
@@ -152,7 +164,9 @@ def test_logs_are_put_aside_when_they_are_large_and_forgotten_when_they_are_many
         *("-cp", str(torchserve_jar()), GROOVY, str(script)),
     ]
     subprocess.run([str(java_executable()), *words], check=True, capture_output=True, timeout=120)
-    for name in ("ts_log", "access_log", "model_log"):
+    assert set((tmp_path / "request_log.log").read_text().splitlines()) == {REQUEST_LINE}
+    assert "serve.requests" not in (tmp_path / "model_log.log").read_text()
+    for name in ("ts_log", "access_log", "model_log", "request_log"):
         kept = list(tmp_path.glob(f"{name}*"))
         assert len(kept) == LOG_FILES_KEPT + 1
         assert sum(path.stat().st_size for path in kept) < (LOG_FILES_KEPT + 1) * (size + 1000)

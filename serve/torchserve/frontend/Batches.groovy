@@ -2,6 +2,7 @@ import groovy.transform.CompileStatic
 import java.util.concurrent.BlockingQueue
 import org.pytorch.serve.job.Job
 import org.pytorch.serve.util.messages.BaseModelRequest
+import org.pytorch.serve.util.messages.ModelInferenceRequest
 import org.pytorch.serve.util.messages.ModelLoadModelRequest
 import org.pytorch.serve.util.messages.ModelWorkerResponse
 import org.pytorch.serve.util.messages.Predictions
@@ -21,6 +22,8 @@ class Batches extends BatchAggregator {
             'the worker that had this request has died, and another is being started: try again later'
 
     private static final String SERVER_TIMING = 'Server-Timing'  // as handler.py writes it
+    private static final String WAITED = 'serve:frontend-ms'  // as handler.py reads it
+    private static final boolean LOGS_REQUESTS = System.getProperty('serve.access_level') == 'info'
 
     private final ModelQueue queue
     private final BlockingQueue<ModelWorkerResponse> replies
@@ -49,6 +52,8 @@ class Batches extends BatchAggregator {
             BaseModelRequest request = super.getRequest(thread, state)
             if (request instanceof ModelLoadModelRequest) {
                 replies.clear()  // of the process before this one
+            } else if (LOGS_REQUESTS && request instanceof ModelInferenceRequest) {
+                tellWaiting((ModelInferenceRequest) request)
             }
             return request
         } catch (Exception fault) {
@@ -88,12 +93,22 @@ class Batches extends BatchAggregator {
      * sent to the worker that answers, with what one that died before had it for.
      */
     private static Map<String, String> timed(Job job, Map<String, String> headers) {
-        double waitedMs = (job.getScheduled() - job.getBegin()) / 1e6d
-        String frontend = String.format(Locale.ROOT, 'frontend;dur=%.2f', waitedMs)
+        String frontend = "frontend;dur=${waitedMs(job)}".toString()
         String stages = headers.get(SERVER_TIMING)
         Map<String, String> all = new LinkedHashMap<String, String>(headers)
         all.put(SERVER_TIMING, stages == null ? frontend : "$frontend, $stages".toString())
         return all
+    }
+
+    /** For the worker's line of each request. */
+    private void tellWaiting(ModelInferenceRequest batch) {
+        for (RequestInput request : batch.getRequestBatch()) {
+            request.updateHeaders(WAITED, waitedMs(jobs.get(request.getRequestId())))
+        }
+    }
+
+    private static String waitedMs(Job job) {
+        return String.format(Locale.ROOT, '%.2f', (job.getScheduled() - job.getBegin()) / 1e6d)
     }
 
     /** A worker has died (with what it was asked), or is told to go (null). */

@@ -51,6 +51,7 @@ class Gate extends ChannelDuplexHandler {
     private long since = System.nanoTime()
     private boolean refusing = false
     private boolean closeWhenAnswered = false
+    private HttpRequest request = null  // the present one, without its body
     private String path = ''
     private String contentType = ''
     private ModelQueue removed = null  // the one of the model that the present request removes
@@ -138,6 +139,7 @@ class Gate extends ChannelDuplexHandler {
     private boolean accept(ChannelHandlerContext context, HttpRequest request) {
         receiving = true
         since = System.nanoTime()
+        this.request = request
         ids.come(request)
         int query = request.uri().indexOf('?')
         path = query < 0 ? request.uri() : request.uri().substring(0, query)
@@ -236,6 +238,7 @@ class Gate extends ChannelDuplexHandler {
     }
 
     private boolean refuse(ChannelHandlerContext context, int status, String type, String message, boolean close) {
+        Overload.log(context.channel(), request, status)
         return reply(context, status, error(status, type, message), close)
     }
 

@@ -40,11 +40,7 @@ class Overload {
         if (queue == null || !queue.isFull()) {
             return null
         }
-        Session session = new Session(String.valueOf(channel.remoteAddress()), request)
-        session.setCode(503)
-        if (ACCESS_LOG.isInfoEnabled()) {
-            ACCESS_LOG.info(session.toString())
-        }
+        log(channel, request, 503)
         String host = ConfigManager.getInstance().getHostName()
         count('ts_inference_requests_total', [words[0], version ?: 'default', host])
         count('Requests5XX', ['Host', host])
@@ -53,8 +49,16 @@ class Overload {
                 Gate.error(503, 'ServiceUnavailableException', queue.refusal()))
         answer.headers().set(HttpHeaderNames.CONTENT_TYPE, HttpHeaderValues.APPLICATION_JSON)
         answer.headers().set(HttpHeaderNames.RETRY_AFTER, 1)
-        answer.headers().set('x-request-id', session.getRequestId())
         return answer
+    }
+
+    /** A line as TorchServe's own, for a request that it does not get. */
+    static void log(Channel channel, HttpRequest request, int status) {
+        if (ACCESS_LOG.isInfoEnabled()) {
+            Session session = new Session(String.valueOf(channel.remoteAddress()), request)
+            session.setCode(status)
+            ACCESS_LOG.info(session.toString())
+        }
     }
 
     private static void count(String metric, List<String> dimensions) {

@@ -11,7 +11,7 @@ import java.util.regex.Pattern
 class RequestIds {
     private static final String HEADER = 'x-request-id'
     private static final String OURS = ''
-    private static final Pattern TAKEN = Pattern.compile('[!-~]{1,128}')  // as serve/asgi/observing.py
+    private static final Pattern TAKEN = Pattern.compile('[!-~]{1,128}')  // as serve/runtime/observing.py
 
     private final Deque<String> owed = new ArrayDeque<>()  // of the requests that TorchServe is to answer, in their order
     private String present = OURS

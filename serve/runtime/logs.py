@@ -1,4 +1,4 @@
-"""Logs as JSON lines on stderr, and which requests get a line: those that failed, and slow ones; few in a second."""
+"""Logs as JSON lines, and which requests get one: those that failed and slow ones, few in a second; or every one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import logging
 import sys
 import time
 from datetime import UTC, datetime
+from typing import TextIO
 
-from serve.asgi.observing import Observation
-from serve.runtime.errors import one_line
+from .errors import one_line
+from .observing import Observation
+from .stages import FRONTEND_STAGE
 
 _LOG = logging.getLogger("serve.requests")
 # A flood of requests that fail must not become a flood of lines.
@@ -47,6 +49,15 @@ def log_to_stderr() -> None:
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what is wrong with an image, its client is told
 
 
+def log_requests_to(stream: TextIO) -> None:
+    """Send the lines of requests there, and nothing else: the rest of the process logs as it did."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    _LOG.handlers[:] = [handler]
+    _LOG.propagate = False
+    _LOG.setLevel(logging.INFO)
+
+
 class RequestLog:
     """An observer that writes a line for each request that failed (status 500 and above, and 499) or was slow.
 
@@ -81,11 +92,12 @@ class RequestLog:
             "images": observation.images,
             "refusals": list(observation.refusals),
         }
+        stages: dict[str, float] = {} if observation.frontend_ms is None else {FRONTEND_STAGE: observation.frontend_ms}
         if observation.stages is not None:
             fields["batch_size"] = observation.batch_size
-            fields["stages_ms"] = {
-                name: round(value, 2) for name, value in dataclasses.asdict(observation.stages).items()
-            }
+            stages |= dataclasses.asdict(observation.stages)
+        if stages:
+            fields["stages_ms"] = {name: round(value, 2) for name, value in stages.items()}
         if self._left_out:
             fields["left_out"] = self._left_out
             self._left_out = 0

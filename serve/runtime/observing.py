@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve.runtime.errors import Refusal
-from serve.runtime.stages import Stages
-from serve.runtime.work import Answered
+from .errors import Refusal
+from .stages import Stages
+from .work import Answered
 
 _ID = re.compile(r"[!-~]{1,128}")
 
@@ -19,9 +19,18 @@ _PROCESS = secrets.token_hex(4)
 _NUMBER = itertools.count(secrets.randbelow(1 << 20))
 
 
-def request_id(given: str) -> str:
-    """The client's word for its request where that is one (visible ASCII, at most 128 of it), or a new one."""
-    return given if _ID.fullmatch(given) else f"{_PROCESS}{next(_NUMBER):08x}"
+def _new_id() -> str:
+    return f"{_PROCESS}{next(_NUMBER):08x}"
+
+
+def request_id(given: str, own: Callable[[], str] = _new_id) -> str:
+    """The client's word for its request where that is one (visible ASCII, at most 128 of it), or the server's.
+
+    Args:
+        given: by the client; empty: nothing.
+        own: the server's; without it a new one is made.
+    """
+    return given if _ID.fullmatch(given) else own()
 
 
 @dataclass(slots=True)
@@ -30,15 +39,17 @@ class Observation:
 
     Attributes:
         request_id: the client's, or one of ours.
-        route: the path as it was added to the router, or ``grpc/METHOD``; empty where nothing answers.
+        route: the path as it was added to the router, or ``grpc/METHOD``; empty where nothing answers. Of TorchServe,
+            which tells a worker no path: ``predict``, ``explain`` or ``describe``.
         model: name of the model that was asked; None: none, or an unknown one.
         version: of the model that answered.
         status: HTTP status of the answer; 499: the client was gone before it.
-        seconds: from the request's headers to its answer.
+        seconds: from the request's headers to its answer. Of TorchServe: from when the request was whole.
         stages: where the service's time went; None: it was not asked.
         batch_size: images that went through the network together with this request's first.
         images: how many this request held.
         refusals: a word for each refusal, of the request or of one of its images (``item-415``).
+        frontend_ms: which of that it waited before this process had it; None: nobody else was before.
     """
 
     request_id: str = ""
@@ -51,6 +62,7 @@ class Observation:
     batch_size: int = 0
     images: int = 0
     refusals: tuple[str, ...] = ()
+    frontend_ms: float | None = None
 
     def tell(self, answered: Answered) -> None:
         """Fill in what the service did."""
