@@ -69,8 +69,8 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install optimize serve stop status package test lint bench bench-cpu bench-gpu bench-quant bench-data
-.PHONY: bench-serve bench-attacks bench-models table-cifar zoo
+.PHONY: help install optimize serve add replace remove stop status package test lint
+.PHONY: bench bench-cpu bench-gpu bench-quant bench-data bench-serve bench-attacks bench-models table-cifar zoo
 .PHONY: soak audit fuzz clean
 
 help: ## this list
@@ -82,6 +82,8 @@ help: ## this list
 	@echo "                   [PROCESSES=number] [TENSORBOARD=folder] [RUN=name] [REPLACE=1]"
 	@echo "       make serve  [RUNS='run run/artifact name=run'] [ARTIFACTS=all|'name name'] [PORT=number] [WORKERS=number]"
 	@echo "                   and each other option of \`serve start\`, in capitals: [BATCH_SIZE=8] [ENGINE=openvino] [EXPOSE=1 HOST=0.0.0.0]"
+	@echo "       make add    [RUN=run/artifact] [RUNS='run name=run'] and options of \`serve add\`: [ARTIFACTS=all] [WORKERS=number]"
+	@echo "       make replace MODEL=name [RUN=run/artifact], make remove MODEL='name name': names as \`make status\` says them"
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -169,16 +171,29 @@ package: $(VENV)/.installed ## pack the archives of a run again
 serve: $(VENV)/.installed ## serve what the run recommends over REST, on loopback
 	@$(BIN)/python -m serve start $(THE_RUNS) --store '$(STORE)' --device '$(DEVICE)' $(SERVE_OPTIONS)
 
-# Neither installs anything: without an environment nothing was started from here.
+# None of these installs anything: without an environment nothing was started from here.
 NO_SERVER := no server is running: there is no environment here ($(VENV)) that could have started one
+serve_command = if [ -x $(BIN)/python ]; then $(BIN)/python -m serve $(1); else echo "$(NO_SERVER)"; exit $(2); fi
+
+# MODEL is here what `make status` calls a model that is served; its default is a network.
+SERVED = $(if $(filter-out file default undefined,$(origin MODEL)),$(MODEL))
+UNNAMED = echo "error: say which: make $@ MODEL=NAME, as make status names it" >&2; exit 2
+
+add: ## serve more while the server goes on
+	@$(call serve_command,add $(THE_RUNS) --store '$(STORE)' --device '$(DEVICE)' $(SERVE_OPTIONS),1)
+
+replace: ## serve another artifact by the name of one that is served
+	@$(if $(SERVED),$(call serve_command,replace '$(SERVED)' $(if $(RUN),'$(RUN)') --store '$(STORE)' \
+		--device '$(DEVICE)' $(SERVE_OPTIONS),1),$(UNNAMED))
+
+remove: ## serve a model no more while the server goes on
+	@$(if $(SERVED),$(call serve_command,remove $(foreach name,$(SERVED),'$(name)') --store '$(STORE)',1),$(UNNAMED))
 
 stop: ## stop the server
-	@if [ -x $(BIN)/python ]; then $(BIN)/python -m serve stop $(if $(RUN),'$(RUN)') --store '$(STORE)'; \
-	else echo "$(NO_SERVER)"; fi
+	@$(call serve_command,stop $(if $(RUN),'$(RUN)') --store '$(STORE)',0)
 
 status: ## how the server and its models are; fails where one has no ready worker
-	@if [ -x $(BIN)/python ]; then $(BIN)/python -m serve status --store '$(STORE)'; \
-	else echo "$(NO_SERVER)"; exit 1; fi
+	@$(call serve_command,status --store '$(STORE)',1)
 
 audit: $(VENV)/.installed-audit ## what is known against the Python packages and TorchServe's jar (needs a network)
 	@$(BIN)/python -m serve audit

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from serve.hints import command
+from serve.hints import command, target
 from serve.processes import end
 from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve.configuration import HOST, Ports, metrics_yaml, properties
@@ -151,7 +151,8 @@ def start(
         if (present := running(store, holding=True)) is not None:
             raise UserError(
                 f"a server of this store is already running ({_runs(present)}, port {present.ports.inference}): "
-                f"add to it with `{command('serve add RUN', store)}`, or stop it with `{command('serve stop', store)}`"
+                f"add to it with `{target('add', 'serve add RUN', store, RUN='RUN')}`, or stop it with "
+                f"`{target('stop', 'serve stop', store)}`"
             )
         _clean(store)
         java = java_executable()

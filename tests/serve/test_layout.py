@@ -119,17 +119,36 @@ def test_each_option_of_start_works_from_make_and_make_has_no_other() -> None:
     assert "serve start 'one' 'mine=two/ptq' --store" in made("serve", "RUNS=one mine=two/ptq")
 
 
+def test_make_adds_replaces_and_removes_models_of_the_running_server_with_the_options_of_start() -> None:
+    assert "serve add 'resnet18' --data 'digits' --store 'model_store' --device 'auto'" in made("add")
+    said = made("add", "RUNS=one mine=two/ptq", "STORE=s", "WORKERS=2", "REQUIRE_SIGNED=a b", "FOREIGN_CODE=1")
+    assert "serve add 'one' 'mine=two/ptq' --store 's'" in said
+    assert "--workers '2' --require-signed 'a' --require-signed 'b' --foreign-code" in " ".join(said.split())
+    assert "serve replace 'digits'  --store 'model_store'" in made("replace", "MODEL=digits")
+    said = made("replace", "MODEL=digits", "RUN=two/qat", "BATCH_SIZE=4", "OPTION=openvino.x=1,2")
+    assert "serve replace 'digits' 'two/qat' --store" in said
+    assert "--batch-size '4' --option 'openvino.x=1,2'" in " ".join(said.split())
+    assert "serve remove 'one' 'two' --store 'model_store'" in made("remove", "MODEL=one two")
+
+
+@pytest.mark.parametrize("target", ["replace", "remove"])
+def test_make_asks_which_model_is_meant_and_takes_no_network_for_it(target: str) -> None:
+    ended = subprocess.run(["make", target], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: say which: make {target} MODEL=NAME, as make status names it\n")
+
+
 def test_where_a_shell_says_that_it_is_is_not_where_the_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST", "workstation")
     assert "--host" not in made("serve")
     assert "--host '0.0.0.0'" in made("serve", "HOST=0.0.0.0")
 
 
-def test_stop_and_status_install_nothing_in_a_fresh_clone(tmp_path: Path) -> None:
+def test_what_works_on_a_running_server_installs_nothing_in_a_fresh_clone(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for target, code in (("stop", 0), ("status", 2)):
+    for target, code in (("stop", 0), ("status", 2), ("add", 2), ("replace MODEL=x", 2), ("remove MODEL=x", 2)):
         ended = subprocess.run(
-            ["make", target],
+            ["make", *target.split()],
             cwd=tmp_path,
             capture_output=True,
             text=True,
