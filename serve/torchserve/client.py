@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any, Literal, Self
 import httpx
 
 from serve.hints import command
+from serve.load.workload import instances_body
 from serve.runtime.errors import PipelineError, UserError
 from serve.torchserve.configuration import HOST, Ports
 
@@ -91,8 +91,8 @@ class Client:
         Raises:
             ServerError: as `predict`, where every image was refused.
         """
-        body = {"instances": [{"b64": base64.b64encode(image).decode()} for image in images]}
-        answer = self._predict(model, k, json=body)
+        body, headers = instances_body(images), {"Content-Type": "application/json"}
+        answer = self._predict(model, k, content=body, headers=headers)
         predictions: list[list[dict[str, Any]] | dict[str, str]] = answer.json()["predictions"]
         return predictions
 
@@ -218,7 +218,7 @@ class Client:
         return self._request(method, port, path, None if kind == "metrics" else self._key(kind), **content)
 
     def _request(self, method: str, port: int, path: str, key: str | None, **content: Any) -> httpx.Response:
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        headers = content.pop("headers", {}) | ({} if key is None else {"Authorization": f"Bearer {key}"})
         base = self._address if port == self._ports.inference else f"http://{HOST}:{port}"
         try:
             answer = self._http.request(method, f"{base}{path}", headers=headers, **content)
