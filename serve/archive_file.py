@@ -21,6 +21,7 @@ from pathlib import Path
 from serve.hints import command
 from serve.runtime.card import CARD_FILE, Card, parse_card, write_card
 from serve.runtime.errors import CardError, UserError
+from serve.runtime.known import KNOWN_FILE, KnownAnswer, parse_known
 from serve.runtime.serving import SERVING_FILE, Serving, parse_serving
 
 MANIFEST_FILE = "MAR-INF/MANIFEST.json"
@@ -143,6 +144,19 @@ def serving_in(archive: Path) -> Serving:
     """
     with _opened(archive) as opened:
         return parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
+
+
+def known_in(archive: Path) -> KnownAnswer | None:
+    """What an archive knows an answer to; None: nothing.
+
+    Raises:
+        UserError: there is no such file.
+        CardError: it is not an archive of this project.
+    """
+    with _opened(archive) as opened:
+        if KNOWN_FILE not in opened.namelist():
+            return None
+        return parse_known(opened.read(KNOWN_FILE).decode(), archive / KNOWN_FILE)
 
 
 #: A broken zip is told by BadZipFile, by zlib, by a wrong length, by a compression that is unknown; a document that is

@@ -18,7 +18,8 @@ from serve.archive_file import archived_name, check_archive
 from serve.config import Config
 from serve.copying import copy_file, private_copy, remove_copy
 from serve.runtime.card import Card, load_card
-from serve.runtime.errors import UserError
+from serve.runtime.errors import CardError, UserError
+from serve.runtime.known import NOTHING_KNOWN
 from serve.signing import SignatureError, check_signature, signature_path
 
 #: A store's own settings.
@@ -33,10 +34,24 @@ class Policy:
         keys: public keys, one of which must have signed it; empty: it need not be signed.
         foreign_code: a server that runs what is in an archive, as TorchServe does, may be given an unsigned one whose
             Python is not this installation's.
+        known: what is served must have an image whose answer is known, for which it is asked first.
     """
 
     keys: tuple[Path, ...] = ()
     foreign_code: bool = False
+    known: bool = False
+
+    def without_known(self, archive: Path) -> None:
+        """See that an archive may be served which has no known answer.
+
+        Raises:
+            CardError: it may not.
+        """
+        if self.known:
+            raise CardError(
+                f"{archive}: cannot be checked before it is served ({NOTHING_KNOWN}): have it measured and packed by "
+                f"`python -m optimize run`, or start without --require-known"
+            )
 
 
 class SigningSettings(Config):
@@ -54,36 +69,50 @@ class SigningSettings(Config):
     )
 
 
-def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool = False) -> Policy:
+class KnownSettings(Config):
+    """The table ``[known]`` of a store's ``serve.toml``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="[known]")
+
+    require: bool = Field(
+        default=False,
+        description="Whether what is served must have an image whose answer is known, and give that answer first.",
+    )
+
+
+def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool = False, known: bool = False) -> Policy:
     """What may be loaded from a store: as its ``serve.toml`` says, and as a command line says.
 
     Args:
         store: holds the runs.
         required: keys that are named on the command line, which stand instead of the file's.
         foreign_code: allow it whatever the file says.
+        known: ask for known answers whatever the file says.
 
     Raises:
         UserError: the file cannot be read, or says what is not understood; a key is not there.
     """
     path = store / SETTINGS_FILE
-    table: Any = {}
+    tables: dict[str, Any] = {}
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("signing", {})
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(table, dict):
-        raise UserError(f"{path}: signing must be a table, found {table!r}")
+    for name in ("signing", "known"):
+        if not isinstance(tables.get(name, {}), dict):
+            raise UserError(f"{path}: {name} must be a table, found {tables[name]!r}")
     try:
-        settings = SigningSettings(**table)
+        settings = SigningSettings(**tables.get("signing", {}))
+        known = known or KnownSettings(**tables.get("known", {})).require
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     keys = tuple(required) or tuple(store / key for key in settings.require)
     for key in keys:
         if not key.is_file():
             raise UserError(f"{key}: there is no such public key, and what is served must be signed with it")
-    return Policy(keys, foreign_code or settings.foreign_code)
+    return Policy(keys, foreign_code or settings.foreign_code, known)
 
 
 #: What in an archive, by path, would be run or obeyed, and is not what this installation would pack there.

@@ -12,7 +12,7 @@ from pathlib import Path
 from serve.asgi.models import Served
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import CardError, Refusal, UserError
-from serve.runtime.known import KnownAnswer, read_known
+from serve.runtime.known import NOTHING_KNOWN, KnownAnswer, read_known
 from serve.runtime.protocol import Request
 from serve.runtime.service import Service, open_service
 from serve.verified import Policy, verified_copy
@@ -45,17 +45,23 @@ def load(wanted: Wanted, *, gpu: int | None, queue: int | None, policy: Policy) 
     Raises:
         UserError: there is no such archive.
         SignatureError: the policy does not allow it.
-        CardError: it is not whole, or does not answer its known image as it did when it was measured.
+        CardError: it is not whole, has no known answer where the policy asks for one, or does not answer its known
+            image as it did when it was measured.
         EngineError: nothing that may run it works here.
     """
     with _unpacked(wanted.archive, policy) as (folder, digest):
+        known = read_known(folder)
+        if known is None:
+            policy.without_known(wanted.archive)
         service = open_service(folder, gpu, queue_limit=queue)
         try:
             card = service.predictor.card
             checked = [
                 f"{len(card.files) + len(card.packed)} files have the SHA-256 that their card says",
                 f"warm at {service.predictor.max_batch} images",
-                check_known(service, read_known(folder), wanted.archive),
+                f"not asked for a known answer: {NOTHING_KNOWN}"
+                if known is None
+                else check_known(service, known, wanted.archive),
             ]
         except BaseException:
             service.close()
@@ -69,11 +75,12 @@ def load(wanted: Wanted, *, gpu: int | None, queue: int | None, policy: Policy) 
         weight=wanted.weight,
         ready=True,
         checked=tuple(checked),
+        unchecked=NOTHING_KNOWN if known is None else "",
         digest=digest,
     )
 
 
-def check_known(service: Service, known: KnownAnswer | None, archive: Path) -> str:
+def check_known(service: Service, known: KnownAnswer, archive: Path) -> str:
     """Ask a model for the answer that is known, as a client would.
 
     Returns:
@@ -82,24 +89,15 @@ def check_known(service: Service, known: KnownAnswer | None, archive: Path) -> s
     Raises:
         CardError: it answers otherwise; ``archive`` is named.
     """
-    if known is None:
-        return "no answer is known: the archive has no known.json"
     classes = len(service.predictor.card.classes)
     answered = service.submit(Request((known.image,), k=classes, listed=False)).result(timeout=_ANSWER_S)
     outcome = answered.outcomes[0]
     if isinstance(outcome, Refusal):
         raise CardError(f"{archive}: its known image is refused: {outcome.message}")
-    by_class = {label.index: label.probability for label in outcome}
-    difference = known.difference([by_class.get(index, -1.0) for index in range(classes)])
-    if difference > known.allowed:
-        raise CardError(
-            f"{archive}: its known image is not answered as when it was measured by {known.execution}: a "
-            f"log-probability differs by {difference:.3g}, more than the allowed {known.allowed:.3g}"
-        )
-    return (
-        f"the known image is answered as by {known.execution}: log-probabilities within {difference:.2g}, "
-        f"allowed {known.allowed:.2g}"
-    )
+    try:
+        return known.seen_in({label.index: label.probability for label in outcome})
+    except CardError as error:
+        raise CardError(f"{archive}: {error}") from None
 
 
 @contextmanager

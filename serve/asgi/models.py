@@ -31,6 +31,7 @@ class Served:
         weight: its share of the requests that ask for no version, against the other versions'; 0: none.
         ready: whether it answers as it should: every file as its card says, warm, and its known image answered.
         checked: what was seen of it before it was called ready, a line each.
+        unchecked: why it is ready without having been asked for a known answer; empty: it gave it.
         digest: SHA-256 of that archive.
         progressed: when it last answered a request or had none, in seconds of `time.monotonic`.
     """
@@ -43,6 +44,7 @@ class Served:
     weight: int = 1
     ready: bool = True
     checked: tuple[str, ...] = ()
+    unchecked: str = ""
     digest: str = ""
     progressed: float = field(default_factory=time.monotonic)
     _holders: int = field(default=0, repr=False)

@@ -10,6 +10,7 @@ from serve.asgi.application import Application
 from serve.asgi.call import Call
 from serve.asgi.forms import parts_of
 from serve.asgi.messages import LONG_BODY, Response, answer_response, bad_request, json_response
+from serve.asgi.models import Models
 from serve.runtime import protocol
 from serve.runtime.errors import RequestError
 from serve.runtime.protocol import Request
@@ -34,7 +35,9 @@ def add_routes(application: Application) -> None:
 
     async def ready(_: Call) -> Response:
         reason = application.unready
-        return json_response(200, {"ready": True}) if reason is None else json_response(503, _not_ready(reason))
+        if reason is not None:
+            return json_response(503, {"ready": False, "reason": reason})
+        return json_response(200, {"ready": True} | _unchecked(application.models))
 
     async def ping(_: Call) -> Response:
         healthy = application.unready is None
@@ -92,7 +95,13 @@ def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Reque
 async def list_models(call: Call) -> Response:
     """Every model and version, with its share of the requests that name no version."""
     loaded = [
-        {"modelName": served.name, "modelVersion": served.version, "ready": served.ready, "weight": served.weight}
+        {
+            "modelName": served.name,
+            "modelVersion": served.version,
+            "ready": served.ready,
+            "unchecked": served.unchecked or None,
+            "weight": served.weight,
+        }
         for served in call.models
     ]
     there = {entry["modelName"] for entry in loaded}
@@ -114,5 +123,7 @@ async def describe(call: Call) -> Response:
     return json_response(200, {**served.predictor.describe(), "pid": os.getpid(), **own})
 
 
-def _not_ready(reason: str) -> dict[str, Any]:
-    return {"ready": False, "reason": reason}
+def _unchecked(models: Models) -> dict[str, Any]:
+    """How many are ready without having been asked for a known answer; not which, for nobody needs a token to ask."""
+    reasons = [served.unchecked for served in models if served.unchecked]
+    return {"unchecked": {"models": len(reasons), "why": reasons[0]}} if reasons else {}

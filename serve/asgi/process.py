@@ -266,6 +266,9 @@ class _Process:
         )
         if served.serving.workers > 1:
             self._say(f"  its serving.json asks for {served.serving.workers} workers: here one thread owns its engine")
+        if served.unchecked:
+            fields = {"model": served.name, "version": served.version, "why": served.unchecked}
+            _LOG.warning("ready without having been asked for a known answer", extra={"fields": fields})
         for entry in served.predictor.passed_over:
             self._say(f"  passed over {entry.execution}: {entry.reason}")
 

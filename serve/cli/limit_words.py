@@ -44,8 +44,5 @@ Connections = Annotated[
 ]
 AccessLog = Annotated[
     bool,
-    typer.Option(
-        help="Write a line for each request (logs/access_log.log and, as JSON, logs/request_log.log; rotated).",
-        rich_help_panel=_PANEL,
-    ),
+    typer.Option(help="Log each request (access_log.log, request_log.log).", rich_help_panel=_PANEL),
 ]

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from serve.cli.words import RequireSigned, Store, checked_device
+from serve.cli.words import RequireKnown, RequireSigned, Store, checked_device
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE
 from serve.runtime.errors import UserError
@@ -82,6 +82,7 @@ def run(
     ] = 0.0,
     drain_timeout: Annotated[float, typer.Option(min=1, help="Seconds to answer what was accepted.")] = 30.0,
     require_signed: RequireSigned = None,
+    require_known: RequireKnown = False,
 ) -> None:
     """Serve models with our own server, in the foreground, until SIGTERM or Ctrl-C.
 
@@ -126,7 +127,7 @@ def run(
             grpc_port=grpc_port,
             limits=limits,
             token_file=tokens,
-            policy=policy_of(store, require_signed or ()),
+            policy=policy_of(store, require_signed or (), known=require_known),
             gpu=_gpu(device, gpu),
             leave_out=leave_out,
             slow_s=slow_ms / 1e3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +16,7 @@ from serve.cli.words import (
     Data,
     Device,
     ForeignCode,
+    RequireKnown,
     RequireSigned,
     Store,
     Targets,
@@ -53,6 +54,7 @@ def start(
     artifact: Artifacts = None,
     require_signed: RequireSigned = None,
     foreign_code: ForeignCode = False,
+    require_known: RequireKnown = False,
     data: Data = None,
     strict_start: Annotated[
         bool, typer.Option("--strict-start", help="Start all that was asked for, or nothing.")
@@ -100,13 +102,14 @@ def start(
                 default_model=selection.default_model,
                 gpus=0 if device == "cpu" else None,
                 pack=repacking(store, selection, options, device),  # type: ignore[arg-type]
-                policy=policy_of(store, require_signed or (), foreign_code=foreign_code),
+                policy=policy_of(store, require_signed or (), foreign_code=foreign_code, known=require_known),
                 strict=strict_start,
                 left_out=selection.left_out,
                 on_ready=lambda model: _beside(bar, f"ready: {model}"),
                 on_left_out=lambda model, reason: _beside(bar, f"left out: {model} ({reason})"),
                 progressed=bar.progressed,
             )
+        _tell_unchecked(running, selection.archives)
         if not host.startswith("127."):
             typer.echo(
                 f"open to whoever reaches http://{host}:{port}: predictions, which ask for the token, and without "
@@ -127,6 +130,7 @@ def add(
     artifact: Artifacts = None,
     require_signed: RequireSigned = None,
     foreign_code: ForeignCode = False,
+    require_known: RequireKnown = False,
     data: Data = None,
     device: Device = "auto",
 ) -> None:
@@ -140,9 +144,9 @@ def add(
         the_running(store)
         selection = _selected(store, targets, artifact, data, device, strict=True)
         pack = repacking(store, selection, options, device)  # type: ignore[arg-type]
-        policy = policy_of(store, require_signed or (), foreign_code=foreign_code)
+        policy = policy_of(store, require_signed or (), foreign_code=foreign_code, known=require_known)
         with shown("add") as bar:
-            live.add(
+            running = live.add(
                 store,
                 selection.archives,
                 pack=pack,
@@ -150,6 +154,7 @@ def add(
                 on_ready=lambda model: _beside(bar, f"ready: {model}"),
                 progressed=bar.progressed,
             )
+        _tell_unchecked(running, selection.archives)
 
 
 @with_serving_options
@@ -163,6 +168,7 @@ def replace(
     store: Store = DEFAULT_STORE,
     require_signed: RequireSigned = None,
     foreign_code: ForeignCode = False,
+    require_known: RequireKnown = False,
     data: Data = None,
     device: Device = "auto",
 ) -> None:
@@ -181,11 +187,13 @@ def replace(
         word = f"{name}={target or f'{old.run}/{old.artifact}'}"
         selection = _selected(store, [word], None, data, device, strict=True)
         pack = repacking(store, selection, options, device)  # type: ignore[arg-type]
-        policy = policy_of(store, require_signed or (), foreign_code=foreign_code)
+        policy = policy_of(store, require_signed or (), foreign_code=foreign_code, known=require_known)
         with shown("replace") as bar:
             archive = selection.archives[name]
-            new = live.replace(store, name, archive, pack=pack, policy=policy, progressed=bar.progressed).model(name)
+            running = live.replace(store, name, archive, pack=pack, policy=policy, progressed=bar.progressed)
+        new = running.model(name)
         typer.echo(f"replaced: {name} is {new.run}/{new.artifact}, version {new.version}")
+        _tell_unchecked(running, [name])
 
 
 def remove(
@@ -261,6 +269,13 @@ def _selected(
     for name, reason in selection.left_out.items():
         typer.echo(f"left out: {name} ({reason})")
     return selection
+
+
+def _tell_unchecked(running: RunningServer, names: Collection[str]) -> None:
+    """Name those of the models that were called ready without having been asked for a known answer."""
+    for model in running.served:
+        if model.name in names and model.unchecked:
+            typer.echo(f"not asked for a known answer: {model.name} ({model.unchecked})")
 
 
 def _beside(bar: ProgressBar, line: str) -> None:

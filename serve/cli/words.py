@@ -45,6 +45,9 @@ ForeignCode = Annotated[
 ]
 
 
+RequireKnown = Annotated[bool, typer.Option("--require-known", help="Refuse archives without a known answer.")]
+
+
 def checked_device(device: str) -> DeviceChoice:
     """The value of ``--device``.
 

@@ -11,7 +11,7 @@ import binascii
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,8 @@ from .errors import CardError
 
 SCHEMA: Final = 1
 KNOWN_FILE: Final = "known.json"
+#: Why a model is served without having been asked for a known answer.
+NOTHING_KNOWN: Final = f"its archive has no {KNOWN_FILE}"
 #: Largest difference of a log-probability, as a part of the range (largest minus smallest) of the known logits, which
 #: may so differ by half of it. Two executions of one int8 artifact (ResNet-18 by OpenVINO and by ONNX Runtime) were
 #: seen to differ by a sixtieth in their logits.
@@ -80,6 +82,27 @@ class KnownAnswer:
         found = (math.log(value) if value > 0 else _LEAST for value in probabilities)
         known = (logit - total for logit in self.logits)
         return max(abs(max(a, _LEAST) - max(b, _LEAST)) for a, b in zip(found, known, strict=True))
+
+    def seen_in(self, by_class: Mapping[int, float]) -> str:
+        """A line that says how near an answer is to this one.
+
+        Args:
+            by_class: the probability that was answered for each class, by its index.
+
+        Raises:
+            CardError: it is another answer.
+        """
+        classes = range(max(len(self.logits), len(by_class)))
+        difference = self.difference([by_class.get(index, -1.0) for index in classes])
+        if difference > self.allowed:
+            raise CardError(
+                f"its known image is not answered as when it was measured by {self.execution}: a log-probability "
+                f"differs by {difference:.3g}, more than the allowed {self.allowed:.3g}"
+            )
+        return (
+            f"the known image is answered as by {self.execution}: log-probabilities within {difference:.2g}, "
+            f"allowed {self.allowed:.2g}"
+        )
 
     @property
     def text(self) -> str:

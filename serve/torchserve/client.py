@@ -74,7 +74,7 @@ class Client:
         Args:
             model: its name.
             image: the file's bytes.
-            k: how many classes; None takes the archive's own. Not together with ``version``.
+            k: how many classes; None takes the archive's own.
             version: asks that version of the model; None asks its default.
 
         Raises:
@@ -197,10 +197,9 @@ class Client:
         return path
 
     def _predict(self, model: str, k: int | None, **body: Any) -> httpx.Response:
-        # TorchServe 0.12 drops the query string of /predictions/NAME, and keeps that of /NAME/predict.
-        if k is None:
-            return self._send("POST", f"/predictions/{model}", **body)
-        return self._send("POST", f"/{model}/predict", params={"k": k}, **body)
+        # TorchServe 0.12 drops the query string of /predictions/NAME.
+        headers = body.pop("headers", {}) | ({} if k is None else {"X-Top-K": str(k)})
+        return self._send("POST", f"/predictions/{model}", headers=headers, **body)
 
     def _describe(self, model: str, params: dict[str, str]) -> dict[str, Any]:
         answer: list[dict[str, Any]] = self._send("GET", f"/models/{model}", kind="management", params=params).json()

@@ -7,7 +7,7 @@ the server lets a removal through when all that was asked of that version is ans
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
@@ -16,9 +16,10 @@ from typing import Any
 
 import psutil
 
-from serve.archive_file import serving_in
+from serve.archive_file import known_in, serving_in
 from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.known import KnownAnswer
 from serve.torchserve.client import Client, ServerError
 from serve.torchserve.server import running, the_running
 from serve.torchserve.staging import Pack, stage
@@ -30,7 +31,7 @@ from serve.torchserve.state import (
     state_folder,
     write_state,
 )
-from serve.torchserve.watch import Log, Progressed, wait_until_ready
+from serve.torchserve.watch import Awaited, Log, Progressed, wait_until_ready
 from serve.verified import Policy
 
 _DEADLINE_S = 600.0
@@ -59,6 +60,15 @@ class _Change:
         number = self.server.last_version(name) + 1
         self.record(versions={**self.server.versions, name: number})
         return f"{number}.0"
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A model whose archive is in the server's folder: how many workers it asks for, and what it knows an answer to."""
+
+    model: ServedModel
+    workers: int
+    known: KnownAnswer | None
 
 
 def add(
@@ -94,10 +104,9 @@ def add(
                     f"a model is served as {name} already: replace it with "
                     f"`{command(f'serve replace {name}', store)}`, or call this one otherwise, as in NAME=RUN/ARTIFACT"
                 )
-        added = [ServedModel.of(name, path, change.next_version(name)) for name, path in archives.items()]
-        _load(
+        added = _load(
             change,
-            {model: archives[model.name] for model in added},
+            {ServedModel.of(name, path, change.next_version(name)): path for name, path in archives.items()},
             pack=pack,
             policy=policy,
             deadline_s=deadline_s,
@@ -141,8 +150,8 @@ def replace(
     """
     with _changing(store) as change:
         old = change.server.model(name)
-        new = ServedModel.of(name, archive, change.next_version(name))
-        _load(change, {new: archive}, pack=pack, policy=policy, deadline_s=deadline_s, progressed=progressed)
+        wanted = {ServedModel.of(name, archive, change.next_version(name)): archive}
+        (new,) = _load(change, wanted, pack=pack, policy=policy, deadline_s=deadline_s, progressed=progressed)
         served = tuple(new if model == old else model for model in change.server.served)
         # Recorded before it gets requests: what cannot be recorded is not to answer.
         with _taken_away_again(change, [new]):
@@ -211,14 +220,16 @@ def _load(
     deadline_s: float,
     on_ready: Callable[[str], None] = lambda model: None,
     progressed: Progressed,
-) -> None:
-    """Stage and start models; where one does not come up, all of them are taken away again."""
+) -> tuple[ServedModel, ...]:
+    """Stage and start models, and return what to record; where one does not come up, all are taken away again."""
     folder = archives_folder(change.store)
     with _taken_away_again(change, archives):
-        workers = {}
+        staged = []
         for model, archive in archives.items():
-            workers[model] = serving_in(stage(folder, model, archive, pack, policy)).workers
-        _start(change, workers, deadline_s, on_ready, progressed)
+            path = stage(folder, model, archive, pack, policy)
+            staged.append(_Staged(model, serving_in(path).workers, known_in(path)))
+        _start(change, staged, deadline_s, on_ready, progressed)
+    return tuple(entry.model.asked_for(entry.known) for entry in staged)
 
 
 @contextmanager
@@ -234,19 +245,19 @@ def _taken_away_again(change: _Change, models: Iterable[ServedModel]) -> Iterato
 
 def _start(
     change: _Change,
-    workers: Mapping[ServedModel, int],
+    staged: Sequence[_Staged],
     deadline_s: float,
     on_ready: Callable[[str], None],
     progressed: Progressed,
 ) -> None:
     log = Log.from_now(state_folder(change.store) / "logs")
-    for model, count in workers.items():
-        change.client.register(model.name, model.file, workers=count)
+    for entry in staged:
+        change.client.register(entry.model.name, entry.model.file, workers=entry.workers)
     wait_until_ready(
         psutil.Process(change.server.pid),
         change.client,
         log,
-        {model.name: model.version for model in workers},
+        {entry.model.name: Awaited(entry.model.version, entry.known) for entry in staged},
         deadline_s=deadline_s,
         on_ready=on_ready,
         progressed=progressed,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from serve.archive_file import known_in
 from serve.hints import command, target
 from serve.processes import end
 from serve.runtime.errors import PipelineError, UserError
@@ -39,7 +40,7 @@ from serve.torchserve.state import (
     state_folder,
     write_state,
 )
-from serve.torchserve.watch import CONSOLE_LOG, Log, Progressed, StartError, wait_until_ready
+from serve.torchserve.watch import CONSOLE_LOG, Awaited, Log, Progressed, StartError, wait_until_ready
 from serve.verified import Policy
 
 _CONFIG_FILE = "config.properties"
@@ -136,7 +137,7 @@ def start(
 
     Raises:
         UserError: it runs already, or may; a port is in use, an archive is missing, Java is missing.
-        CardError: an archive is not whole.
+        CardError: an archive is not whole, or has no known answer where the policy asks for one.
         SignatureError: the policy does not allow one.
         StartError: the server or the last worker died; it is stopped again, and the message has their last lines.
     """
@@ -157,10 +158,14 @@ def start(
         _clean(store)
         java = java_executable()
         ports.check_free(host)
-        served = tuple(ServedModel.of(name, path) for name, path in archives.items())
+        awaited: dict[str, Awaited] = {}
+        served: tuple[ServedModel, ...] = ()
         try:
-            for model in served:
-                stage(archives_folder(store), model, archives[model.name], pack, policy)
+            for name, path in archives.items():
+                model = ServedModel.of(name, path)
+                known = known_in(stage(archives_folder(store), model, path, pack, policy))
+                awaited[name] = Awaited(model.version, known)
+                served += (model.asked_for(known),)
             server, process = _launch(
                 store,
                 java=java,
@@ -186,7 +191,7 @@ def start(
                     process,
                     client,
                     Log(state / "logs"),
-                    {model.name: model.version for model in served},
+                    awaited,
                     deadline_s=deadline_s or _DEADLINE_S + _DEADLINE_PER_MODEL_S * len(served),
                     on_ready=on_ready,
                     give_up=give_up,

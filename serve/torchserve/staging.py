@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from serve.archive_file import MODEL_VERSION, with_version
+from serve.archive_file import MODEL_VERSION, known_in, with_version
 from serve.runtime.errors import UserError
 from serve.torchserve.state import ServedModel
 from serve.verified import Policy, verified_copy
@@ -28,7 +28,7 @@ def stage(
 
     Raises:
         UserError: it cannot be packed so, or must be signed and is to be packed otherwise.
-        CardError: the archive is not whole.
+        CardError: the archive is not whole, or has no known answer where the policy asks for one.
         SignatureError: the policy does not allow it.
     """
     policy = policy or Policy()
@@ -45,6 +45,8 @@ def stage(
         )
     else:
         pack(model.name, staged)
+    if policy.known and known_in(staged) is None:
+        policy.without_known(archive)
     if model.version != MODEL_VERSION:
         with_version(staged, model.version, staged)
     return staged

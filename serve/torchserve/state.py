@@ -7,13 +7,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 from serve import layout
 from serve.archive_file import MODEL_VERSION
 from serve.runtime.errors import UserError
+from serve.runtime.known import NOTHING_KNOWN, KnownAnswer
 from serve.torchserve.client import Client
 from serve.torchserve.configuration import HOST, Ports
 from serve.torchserve.identity import Identity, lock
@@ -31,18 +32,24 @@ class ServedModel:
     """A model that is served: the name that requests call it by, what it was made from, and its version.
 
     TorchServe knows versions of a model: the one that takes the place of another has the next number.
+    ``unchecked`` says why it was not asked for a known answer before it was called ready; empty: it gave it.
     """
 
     name: str
     run: str
     artifact: str
     version: str = MODEL_VERSION
+    unchecked: str = ""
 
     @classmethod
     def of(cls, name: str, archive: Path, version: str = MODEL_VERSION) -> Self:
         """What an archive is served as; where it lies in its store says of which run and artifact it is."""
         run = archive.absolute().parents[1].name
         return cls(name, run, archive.stem.removeprefix(f"{run}-"), version)
+
+    def asked_for(self, known: KnownAnswer | None) -> Self:
+        """The same, as it is recorded when it has been asked for what is known of it."""
+        return replace(self, unchecked=NOTHING_KNOWN if known is None else "")
 
     @property
     def file(self) -> str:

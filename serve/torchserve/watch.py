@@ -15,7 +15,8 @@ from typing import Self
 import psutil
 from PIL import Image
 
-from serve.runtime.errors import PipelineError
+from serve.runtime.errors import CardError, PipelineError
+from serve.runtime.known import KnownAnswer
 from serve.torchserve.client import Client, ServerError
 
 CONSOLE_LOG = "console.log"
@@ -50,6 +51,14 @@ class StartError(PipelineError):
 
 
 @dataclass(frozen=True)
+class Awaited:
+    """The version of a model that must answer, and what it must answer to its known image; None: nothing is known."""
+
+    version: str
+    known: KnownAnswer | None = None
+
+
+@dataclass(frozen=True)
 class Log:
     """TorchServe's logs from a moment on: what stands before it is of other starts of workers."""
 
@@ -76,14 +85,14 @@ def wait_until_ready(
     process: psutil.Process,
     client: Client,
     log: Log,
-    models: Mapping[str, str],
+    models: Mapping[str, Awaited],
     *,
     deadline_s: float,
     on_ready: Callable[[str], None] = lambda model: None,
     give_up: Callable[[str, StartError], None] | None = None,
     progressed: Progressed = lambda fraction, message: None,
 ) -> None:
-    """Return when each model has all its workers loaded and has answered one real prediction.
+    """Return when each model has all its workers loaded and one has answered a real prediction: what is known of it.
 
     TorchServe restarts a worker that dies while it loads, again and again for minutes; here its first
     death is the end of that model.
@@ -92,7 +101,7 @@ def wait_until_ready(
         process: TorchServe's Java process.
         client: a client of it.
         log: its logs, from when the models were registered.
-        models: the version of each model that must answer, by its name.
+        models: what must answer, by the model's name.
         deadline_s: seconds until the wait is given up.
         on_ready: called with each model's name when it answers.
         give_up: called with the name of a model that does not come up, and why; if it returns, the others are
@@ -117,11 +126,11 @@ def wait_until_ready(
     while waiting:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             raise StartError(f"TorchServe ended while it started:\n{_tail(log.read(CONSOLE_LOG))}")
-        for model, error in _died(log, waiting).items():
+        for model, error in _died(log, {model: awaited.version for model, awaited in waiting.items()}).items():
             drop(model, error)
-        for model, version in list(waiting.items()):
-            if _is_loaded(client, model, version):
-                if (fault := _fault_of_answer(client, model, version, image)) is not None:
+        for model, awaited in list(waiting.items()):
+            if _is_loaded(client, model, awaited.version):
+                if (fault := _fault_of_answer(client, model, awaited, image)) is not None:
                     drop(model, fault)
                     continue
                 del waiting[model]
@@ -129,8 +138,8 @@ def wait_until_ready(
         now = time.monotonic()
         progressed((now - begun) / usual_s, f"{len(models) - len(waiting)} of {len(models)} answer")
         if now > until:
-            for model, version in list(waiting.items()):
-                lines = worker_lines(log, model, version) or _tail(log.read(CONSOLE_LOG))
+            for model, awaited in list(waiting.items()):
+                lines = worker_lines(log, model, awaited.version) or _tail(log.read(CONSOLE_LOG))
                 drop(model, StartError(f"{model}: not ready after {deadline_s:.0f} s", lines))
         time.sleep(_POLL_S if waiting else 0)
 
@@ -151,11 +160,18 @@ def _is_loaded(client: Client, model: str, version: str) -> bool:
     return bool(workers) and all(worker["status"] == "READY" for worker in workers)
 
 
-def _fault_of_answer(client: Client, model: str, version: str, image: bytes) -> StartError | None:
+def _fault_of_answer(client: Client, model: str, awaited: Awaited, image: bytes) -> StartError | None:
+    known = awaited.known
     try:
-        client.predict(model, image, version=version)
+        if known is None:
+            client.predict(model, image, version=awaited.version)
+        else:
+            answer = client.predict(model, known.image, k=len(known.logits), version=awaited.version)
+            known.seen_in({entry["index"]: entry["probability"] for entry in answer})
     except ServerError as error:
         return StartError(f"{model} has loaded but does not answer: {error}")
+    except CardError as error:
+        return StartError(f"{model} has loaded, but {error}")
     return None
 
 

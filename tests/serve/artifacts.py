@@ -13,6 +13,9 @@ from torch import nn
 
 from benchmarks.hostile.pictures import encoded, picture
 from serve.runtime.card import Card, Device, Format, Preprocessing, sha256_file, write_card
+from serve.runtime.images import load
+from serve.runtime.known import KNOWN_FILE, KnownAnswer
+from serve.runtime.predictor import Predictor
 from serve.runtime.program_file import save_program
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
@@ -70,6 +73,16 @@ def torchscript(folder: Path, name: str = "script", device: Device = "any") -> P
     (folder / "model.pt").write_bytes(torchscript_file())
     (folder / "weights.safetensors").write_bytes(b"for later passes" * 4096)
     return write_artifact(folder, name, "torchscript", "model.pt", device=device, extra=("weights.safetensors",))
+
+
+def know(folder: Path, *, raised: float = 0.0) -> Path:
+    """Write beside an artifact what it answers to an image, ``raised`` being added to the logit of its first class."""
+    predictor = Predictor(folder)
+    image = jpeg(4)
+    first, *rest = predictor.logits(load(image, predictor.card.preprocessing)[None])[0].tolist()
+    known = KnownAnswer(image, (first + raised, *rest), predictor.execution_name)
+    (folder / KNOWN_FILE).write_text(known.text)
+    return folder
 
 
 @functools.cache

@@ -342,7 +342,8 @@ def test_it_is_ready_when_every_model_is_and_not_while_it_ends(served: Served) -
     assert ask(made, "GET", "/health/ready").status == ask(made, "GET", "/ping").status == 503
     assert ask(made, "GET", "/health/live").status == 200
     made.models.expected = ("tiny",)
-    assert ask(made, "GET", "/health/ready").json() == {"ready": True}
+    unchecked = {"models": 1, "why": "its archive has no known.json"}
+    assert ask(made, "GET", "/health/ready").json() == {"ready": True, "unchecked": unchecked}
     assert ask(made, "GET", "/ping").json() == {"status": "Healthy"}
     made.draining = True
     ending = ask(made, "POST", "/predictions/tiny", artifacts.jpeg(1))
@@ -362,6 +363,8 @@ def test_a_model_is_described_as_the_handler_does_with_how_it_stands_here(
     assert (told["modelVersion"], told["ready"], told["waiting"]) == ("1.0", True, 0)
     listed = ask(application(served), "GET", "/models").json()["models"]
     assert [(entry["modelName"], entry["ready"]) for entry in listed] == [("tiny", True), ("later", False)]
+    assert listed[0]["unchecked"] == "its archive has no known.json"
+    assert told["checked"][-1] == "not asked for a known answer: its archive has no known.json"
 
 
 def test_a_fault_of_a_route_is_a_500_that_names_the_request_and_no_more(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.archive_file import check_archive
+from serve.archive_file import check_archive, known_in
 from serve.asgi.loading import Wanted, load
 from serve.runtime.card import read_card, write_card
 from serve.runtime.errors import CardError
-from serve.runtime.known import KNOWN_FILE, KnownAnswer, parse_known
-from serve.runtime.predictor import Predictor
+from serve.runtime.known import KNOWN_FILE, KnownAnswer, parse_known, read_known
 from serve.torchserve.archive import build_archive
+from serve.torchserve.staging import stage
+from serve.torchserve.state import ServedModel
 from serve.verified import Policy
 from tests.serve import artifacts
 
@@ -67,15 +69,7 @@ def test_what_is_no_answer_differs_beyond_any_tolerance(probabilities: list[floa
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = artifacts.torchscript(tmp_path_factory.mktemp("known") / "script")
-    predictor = Predictor(folder)
-    from serve.runtime.images import load as decoded
-
-    image = artifacts.jpeg(4)
-    logits = predictor.logits(decoded(image, predictor.card.preprocessing)[None])[0].tolist()
-    known = KnownAnswer(image, tuple(logits), predictor.execution_name)
-    (folder / KNOWN_FILE).write_text(known.text)
-    return folder
+    return artifacts.know(artifacts.torchscript(tmp_path_factory.mktemp("known") / "script"))
 
 
 def test_an_archive_takes_it_along_and_is_asked_for_it(artifact: Path, tmp_path: Path) -> None:
@@ -84,6 +78,47 @@ def test_an_archive_takes_it_along_and_is_asked_for_it(artifact: Path, tmp_path:
     served = load(Wanted("tiny", "1.0", archive), gpu=None, queue=None, policy=Policy())
     served.service.close()
     assert "the known image is answered as by torchscript" in served.checked[-1]
+    assert served.unchecked == ""
+
+
+def test_where_nothing_is_known_that_is_said_and_may_be_refused(artifact: Path, tmp_path: Path) -> None:
+    known = build_archive(artifact, tmp_path / "known.mar", model_name="known")
+    (tmp_path / "folder").mkdir()
+    for path in artifact.iterdir():
+        if path.name != KNOWN_FILE:
+            (tmp_path / "folder" / path.name).write_bytes(path.read_bytes())
+    unknown = build_archive(tmp_path / "folder", tmp_path / "unknown.mar", model_name="unknown")
+    assert known_in(known) == read_known(artifact)
+    assert known_in(unknown) is None
+    served = load(Wanted("tiny", "1.0", unknown), gpu=None, queue=None, policy=Policy())
+    served.service.close()
+    assert served.unchecked == "its archive has no known.json"
+    assert served.checked[-1] == "not asked for a known answer: its archive has no known.json"
+    strict, model = Policy(known=True), ServedModel("tiny", "run", "tiny")
+    message = re.escape(f"{unknown}: cannot be checked before it is served (its archive has no known.json)")
+    with pytest.raises(CardError, match=message):
+        load(Wanted("tiny", "1.0", unknown), gpu=None, queue=None, policy=strict)
+    for pack in (None, lambda _, path: path.write_bytes(unknown.read_bytes())):  # as it is, or packed otherwise
+        with pytest.raises(CardError, match=message):
+            stage(tmp_path / "staged", model, unknown, pack, strict)
+    assert known_in(stage(tmp_path / "staged", model, known, None, strict)) == known_in(known)
+
+
+@given(LOGITS, st.data())
+def test_an_answer_is_the_known_one_where_each_class_has_about_its_probability(
+    logits: list[float], data: st.DataObject
+) -> None:
+    known = KnownAnswer(b"x", tuple(logits), "openvino")
+    shifted = torch.tensor(logits).double() + torch.tensor([data.draw(st.floats(-3, 3)) for _ in logits])
+    by_class = dict(enumerate(shifted.softmax(0).tolist()))
+    if known.difference(list(by_class.values())) <= 0.1 * (max(logits) - min(logits)):
+        assert known.seen_in(by_class).startswith("the known image is answered as by openvino: ")
+    else:
+        with pytest.raises(CardError, match="its known image is not answered as when it was measured by openvino"):
+            known.seen_in(by_class)
+    for other in (dict(list(by_class.items())[1:]), by_class | {len(logits): 0.0}):
+        with pytest.raises(CardError, match="by inf, more than"):
+            known.seen_in(other)
 
 
 def test_an_archive_that_answers_otherwise_is_not_served(artifact: Path, tmp_path: Path) -> None:

@@ -38,9 +38,11 @@ pytestmark = pytest.mark.slow
 SENDERS = 3
 
 
-def packed(store: Path, run: str, name: str, **options: Any) -> Path:
-    """A run's artifact with its archive."""
+def packed(store: Path, run: str, name: str, *, raised: float | None = None, **options: Any) -> Path:
+    """A run's artifact with its archive, and with a known answer where it is said how wrong that is."""
     folder = artifacts.torchscript(layout.artifact_folder(store, run, name), name)
+    if raised is not None:
+        artifacts.know(folder, raised=raised)
     path = layout.archive_path(store, run, name)
     return build_archive(folder, path, model_name=path.stem, options=ServingOptions(batch_size=2, **options))
 
@@ -95,7 +97,7 @@ class Senders:
 def store(torch_begun: Programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A store with two runs, and a server that was asked for three models of the first, of which one can be loaded."""
     store = tmp_path_factory.mktemp("fleet")
-    first = packed(store, "one", "script", workers=2, decoder="nvimgcodec")  # without a GPU: passed over
+    first = packed(store, "one", "script", raised=0, workers=2, decoder="nvimgcodec")  # without a GPU: passed over
     packed(store, "two", "script", workers=1)
     left_out = {}
     for name, make in (("broken", broken_script), ("cuda", onnx_for_cuda)):
@@ -159,10 +161,11 @@ def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_
     with Senders(store, before, "one-script") as senders:
         added = command("add", "second=two/script", "--store", store)
         assert added.returncode == 0, added.stderr
-        assert added.stdout == "ready: second\n"
+        unknown = "not asked for a known answer: {} (its archive has no known.json)\n"
+        assert added.stdout == "ready: second\n" + unknown.format("second")
         replaced = command("replace", "one-script", "two/script", "--k", "2", "--store", store)
         assert replaced.returncode == 0, replaced.stderr
-        assert replaced.stdout == "replaced: one-script is two/script, version 2.0\n"
+        assert replaced.stdout == "replaced: one-script is two/script, version 2.0\n" + unknown.format("one-script")
         assert passed_over(store) == set(), "of the version that is gone"
         live.replace(store, "one-script", layout.archive_path(store, "one", "script"))
     assert set(senders.statuses) == {200}, (senders.statuses, senders.errors[:3])
@@ -175,6 +178,9 @@ def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_
         ("second", "two", "script", "1.0"),
     ]
     assert running == read_state(store)
+    assert [model.unchecked for model in running.served] == ["", "its archive has no known.json"]
+    told = command("status", "--store", store).stdout.splitlines()
+    assert told.count("    not asked for a known answer: its archive has no known.json") == 1
     with running.client(store) as client:
         assert client.versions("one-script") == ["3.0"], "the old ones are gone"
         assert len(client.workers("one-script")) == 2
@@ -207,11 +213,17 @@ def test_what_a_removed_model_had_accepted_is_answered_and_the_server_goes_on(st
 
 def test_a_model_that_does_not_come_up_changes_nothing(store: Path) -> None:
     before = the(store)
-    for words in (["add", "one/broken"], ["replace", "one-script", "one/broken"]):
+    packed(store, "wrong", "script", raised=50.0)
+    died = ("died while it loaded", "is not a whole zip file")
+    for words, *said in (
+        (["add", "one/broken"], *died),
+        (["replace", "one-script", "one/broken"], *died),
+        (["replace", "one-script", "wrong/script"], "has loaded, but its known image is not answered as when it was"),
+        (["add", "two/script", "--require-known"], "cannot be checked before it is served"),
+    ):
         ended = invoked(*words, "--store", store)
         assert ended.returncode == 1
-        assert "died while it loaded" in ended.stderr
-        assert "is not a whole zip file" in ended.stderr
+        assert all(part in ended.stderr for part in said), ended.stderr
         assert dataclasses.replace(the(store), versions=before.versions) == before
     with before.client(store) as client:
         assert client.models() == ["one-script"]

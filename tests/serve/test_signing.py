@@ -331,11 +331,16 @@ def test_the_stores_settings_say_whose_signature_is_required(tmp_path: Path, key
     settings.write_text('[signing]\nrequire = ["release.pub"]\n')
     assert policy_of(tmp_path) == Policy((tmp_path / "release.pub",))
     assert policy_of(tmp_path, [others.public]).keys == (others.public,)
+    settings.write_text("[known]\nrequire = true\n")
+    assert policy_of(tmp_path) == policy_of(tmp_path / "none", known=True) == Policy(known=True)
     for text, message in {
         '[signing]\nrequired = ["release.pub"]\n': "unknown .did you mean require",
         '[signing]\nrequire = "release.pub"\n': "require",
         '[signing]\nrequire = ["lost.pub"]\n': "there is no such public key",
         "signing = 3\n": "must be a table",
+        "known = true\n": "known must be a table",
+        "[known]\nrequired = true\n": "unknown .did you mean require",
+        '[known]\nrequire = "maybe"\n': "require",
         "[signing\n": "cannot be read",
     }.items():
         settings.write_text(text)
