@@ -20,19 +20,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serve.asgi.messages import Response
-from serve.runtime.stages import STAGES
+from serve.runtime.stages import STAGE_BUCKETS, STAGES
 
 if TYPE_CHECKING:
     from serve.asgi.application import Application
     from serve.asgi.call import Call
     from serve.asgi.models import Served
     from serve.runtime.observing import Observation
-
-#: Seconds. A stage takes from 0.1 ms (ranking classes) to the seconds of large photos that wait for each other.
-STAGE_BUCKETS: Final = (
-    *(0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
-    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0),
-)
 
 #: Seconds, of whole requests.
 REQUEST_BUCKETS: Final = (

@@ -36,3 +36,9 @@ FRONTEND_STAGE: Final = "frontend"
 
 #: The stages' names, in the order in which a request goes through them.
 STAGES: Final = tuple(field.name for field in dataclasses.fields(Stages))
+
+#: Of a histogram of them, in seconds: from 0.1 ms (ranking classes) to large photos that wait for each other.
+STAGE_BUCKETS: Final = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 15.0),
+)

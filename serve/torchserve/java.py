@@ -9,6 +9,7 @@ from pathlib import Path
 
 from serve.runtime.errors import UserError
 from serve.runtime.execution import ENVIRONMENT
+from serve.runtime.stages import STAGE_BUCKETS
 from serve.torchserve.handler import LOG_VARIABLE
 from serve.torchserve.launcher import FRONTEND, Launcher, torchserve_jar
 from serve.torchserve.limits import Limits
@@ -63,6 +64,7 @@ def command_line(
         f"-Dserve.nonce={nonce}",
         *limits.java_options(),
         *few_cores_options(),
+        f"-Dserve.stage_buckets={','.join(map(str, STAGE_BUCKETS))}",
         f"-Dserve.logs={logs}",
         f"-Dlog4j2.configurationFile={(FRONTEND / 'log4j2.xml').as_uri()}",
         f"-Dmodel_server_home={jar.parents[2]}",

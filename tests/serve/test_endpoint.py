@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -25,8 +26,10 @@ from benchmarks.hostile import bombs, mutations
 from benchmarks.hostile.bombs import webp
 from benchmarks.hostile.pictures import encoded, picture
 from serve.layout import archive_path
+from serve.load.wire import stages
 from serve.runtime.execution import ENVIRONMENT
 from serve.runtime.predictor import Predictor
+from serve.runtime.stages import FRONTEND_STAGE, STAGE_BUCKETS, STAGES
 from serve.torchserve.client import ServerError
 from serve.torchserve.configuration import HOST
 from serve.torchserve.state import archives_folder, state_folder
@@ -464,6 +467,30 @@ def test_an_answer_says_where_its_time_went(served: Served) -> None:
     assert list(told) == ["frontend", "queue", "decode", "preprocess", "infer", "postprocess"]
     assert float(told["decode"]) > 0
     assert sum(map(float, told.values())) < answer.elapsed.total_seconds() * 1e3
+
+
+def test_each_request_is_in_prometheus_histograms_by_stage_with_its_own_time(served: Served) -> None:
+    def told() -> dict[tuple[str, str, float], float]:
+        families = text_string_to_metric_families(served.client.metrics())
+        (family,) = [family for family in families if family.name == "serve_stage_seconds"]
+        return {
+            (sample.name.rpartition("_")[2], sample.labels["stage"], float(sample.labels.get("le", 0))): sample.value
+            for sample in family.samples
+            if (sample.labels["model"], sample.labels["version"]) == (name_of("script"), "1.0")
+        }
+
+    assert post(served, content=jpeg(1)).status_code == 200  # so that there are series
+    before = told()
+    answers = [post(served, content=content) for content in (jpeg(1), jpeg(2), b"no image")]
+    assert post(served, content=jpeg(1), headers={"x-top-k": "none"}).status_code == 400  # it has no stages
+    after = told()
+    for stage in (FRONTEND_STAGE, *STAGES):
+        seconds = [stages(answer.headers["server-timing"])[stage] / 1e3 for answer in answers]
+        more = {key: after[key] - before[key] for key in after if key[1] == stage}
+        assert more["count", stage, 0] == 3
+        assert more["sum", stage, 0] == pytest.approx(sum(seconds), abs=1e-9)
+        within = {bucket: sum(value <= bucket for value in seconds) for bucket in (*STAGE_BUCKETS, math.inf)}
+        assert {le: count for (kind, _, le), count in more.items() if kind == "bucket"} == within
 
 
 def processor_s(process: psutil.Process) -> float:

@@ -124,10 +124,13 @@ def the(store: Path) -> RunningServer:
 
 def passed_over(store: Path) -> set[tuple[str, str]]:
     """Models and versions that TorchServe's metrics say something was passed over for."""
+    return {(labels["ModelName"], labels["ModelVersion"]) for labels in labels_of(store, "PassedOver")}
+
+
+def labels_of(store: Path, metric: str) -> list[dict[str, str]]:
     with the(store).client(store) as client:
         families = text_string_to_metric_families(client.metrics())
-    samples = (sample for family in families for sample in family.samples if sample.name == "PassedOver")
-    return {(sample.labels["ModelName"], sample.labels["ModelVersion"]) for sample in samples}
+    return [sample.labels for family in families for sample in family.samples if sample.name == metric]
 
 
 def children_of(running: RunningServer, expected: int) -> set[int]:
@@ -171,6 +174,8 @@ def test_a_model_of_another_run_is_added_replaced_and_removed_while_requests_go_
     assert set(senders.statuses) == {200}, (senders.statuses, senders.errors[:3])
     assert {len(json.loads(body)) for body in senders.bodies} == {2, 5}, "both of them have answered"
     assert passed_over(store) == {("one-script", "3.0")}
+    timed = {(labels["model"], labels["version"]) for labels in labels_of(store, "serve_stage_seconds_count")}
+    assert timed == {("one-script", "3.0"), ("second", "1.0")}, "of the versions that are gone nothing is told"
     running = the(store)
     assert running.pid == before.pid
     assert [(m.name, m.run, m.artifact, m.version) for m in running.served] == [

@@ -25,6 +25,7 @@ class Batches extends BatchAggregator {
     private static final String WAITED = 'serve:frontend-ms'  // as handler.py reads it
     private static final boolean LOGS_REQUESTS = System.getProperty('serve.access_level') == 'info'
 
+    private final Model model
     private final ModelQueue queue
     private final BlockingQueue<ModelWorkerResponse> replies
 
@@ -36,6 +37,7 @@ class Batches extends BatchAggregator {
      */
     Batches(Model model, ModelQueue queue, Map<String, Job> jobs, BlockingQueue<ModelWorkerResponse> replies) {
         super(model)
+        this.model = model
         this.queue = queue
         this.replies = replies
         this.jobs = Collections.synchronizedMap(jobs)
@@ -92,11 +94,14 @@ class Batches extends BatchAggregator {
      * A worker's headers, and before its stages the ms that the request waited here: from when it was whole until it was
      * sent to the worker that answers, with what one that died before had it for.
      */
-    private static Map<String, String> timed(Job job, Map<String, String> headers) {
+    private Map<String, String> timed(Job job, Map<String, String> headers) {
         String frontend = "frontend;dur=${waitedMs(job)}".toString()
         String stages = headers.get(SERVER_TIMING)
         Map<String, String> all = new LinkedHashMap<String, String>(headers)
         all.put(SERVER_TIMING, stages == null ? frontend : "$frontend, $stages".toString())
+        if (stages != null) {
+            StageTimes.observe(model, all.get(SERVER_TIMING))
+        }
         return all
     }
 

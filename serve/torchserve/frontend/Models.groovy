@@ -74,16 +74,21 @@ class Models {
             if (present.contains(model)) {
                 GONE.remove(model)
             } else if (GONE.putIfAbsent(model, now) == null) {
-                forgetGauge(model)
+                forget(model)
             } else if (now - GONE.get(model) > TimeUnit.MILLISECONDS.toNanos(GONE_MS)) {
                 QUEUES.remove(model)
                 GONE.remove(model)
-                forgetGauge(model)  // its worker's last lines may have been read since
+                forget(model)  // its worker's last lines may have been read since
             }
         }
     }
 
-    /** Take back what a version's workers passed over: TorchServe (0.12) would tell it for as long as it runs. */
+    /** Take back what was told of a version: TorchServe (0.12) would tell it for as long as it runs. */
+    private static void forget(Model model) {
+        forgetGauge(model)
+        StageTimes.forget(model)
+    }
+
     @CompileDynamic
     private static void forgetGauge(Model model) {
         Gauge gauge = MetricCache.getInstance().getMetricBackend('PassedOver').@gauge
