@@ -198,7 +198,7 @@ class Client:
 
     def _predict(self, model: str, k: int | None, **body: Any) -> httpx.Response:
         # TorchServe 0.12 drops the query string of /predictions/NAME.
-        headers = body.pop("headers", {}) | ({} if k is None else {"X-Top-K": str(k)})
+        headers = body.pop("headers", {}) | ({} if k is None else {"X-Top-K": str(k).encode()})
         return self._send("POST", f"/predictions/{model}", headers=headers, **body)
 
     def _describe(self, model: str, params: dict[str, str]) -> dict[str, Any]:
