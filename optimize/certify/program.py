@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from optimize.quantization.biases import dequantizers
-from optimize.quantization.qdq import quantizing
+from optimize.quantization.explicit import MOVES, moved, quantizing
 from serve.runtime.card import Preprocessing
 from serve.runtime.images import normalise
 
@@ -36,14 +36,6 @@ _CLAMPS = frozenset(
         "clamp_min",
         "clamp_max",
     )
-)
-#: What moves numbers and changes none.
-_MOVES = frozenset(
-    {
-        *(getattr(_ATEN, name).default for name in ("view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "t")),
-        *(getattr(_ATEN, name).default for name in ("dropout", "alias", "clone", "contiguous", "permute")),
-        *(_ATEN.flatten.using_ints, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.transpose.int),
-    }
 )
 _CASTS = frozenset({_ATEN._to_copy.default, _ATEN.to.dtype, _ATEN.to.dtype_layout})
 
@@ -117,9 +109,7 @@ class ReferenceLayers:
     def step(self) -> float | None:
         """The scale of the quantizer that gives the program's answer; None if a float operator does."""
         answer = next(node for node in self._module.graph.nodes if node.op == "output").args[0]
-        node: Any = answer[0] if isinstance(answer, tuple | list) else answer
-        while isinstance(node, fx.Node) and node.target in _MOVES:
-            node = node.args[0]
+        node = moved(answer[0] if isinstance(answer, tuple | list) else answer)
         return float(node.args[1]) if quantizing(node) == "dequantize_per_tensor" else None
 
     def shown(self, pixels: torch.Tensor, preprocessing: Preprocessing) -> Batch:
@@ -246,7 +236,7 @@ def _only(node: Any) -> fx.Node:
 def _name(nodes: tuple[fx.Node, ...]) -> str:
     """``conv1: conv2d relu``: the module that has the weights, if one has, and what computes."""
     called = [node for node in nodes if node.op == "call_function" and not quantizing(node)]
-    computing = [node for node in called if node.target not in _MOVES and node.target is not _ATEN.sym_size.int]
+    computing = [node for node in called if node.target not in MOVES and node.target is not _ATEN.sym_size.int]
     operators = " ".join(re.sub(r"_\d+$", "", node.name) for node in computing or called) or "the image"
     modules = [path for node in computing if (path := _module(node))]
     return f"{modules[0]}: {operators}" if modules else operators

@@ -107,12 +107,16 @@ class Graph:
         dequantizes = node is not None and node.op_type == "DequantizeLinear" and self.constant(node.output[0])
         return node if dequantizes else None
 
-    def dequantized(self, node: NodeProto, number: int = 0) -> bool:
-        """Whether an input comes from integers, moved or not."""
+    def dequantizer(self, node: NodeProto, number: int = 0) -> NodeProto | None:
+        """The DequantizeLinear that an input comes from, moved or not; None if it comes from anything else."""
         before = self.producer(node, number)
         while before is not None and before.op_type in (*MOVES, "Cast"):
             before = self.producer(before)
-        return before is not None and before.op_type == "DequantizeLinear"
+        return before if before is not None and before.op_type == "DequantizeLinear" else None
+
+    def dequantized(self, node: NodeProto, number: int = 0) -> bool:
+        """Whether an input comes from integers, moved or not."""
+        return self.dequantizer(node, number) is not None
 
     def in_integers(self, layer: NodeProto) -> bool:
         """Whether a node is a layer whose input and weight are both quantized."""

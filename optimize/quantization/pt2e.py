@@ -23,8 +23,9 @@ from torch.ao.quantization.observer import ObserverBase
 
 from optimize.quantization.between import integers_at
 from optimize.quantization.choices import Chosen
+from optimize.quantization.explicit import quantizing
 from optimize.quantization.pools import GlobalPool, free_last_pool
-from optimize.quantization.qdq import explicit_form, quantizing
+from optimize.quantization.qdq import explicit_form
 from optimize.quantization.ranges import Granularity, Observer, WeightObserver, cut, weight_observer
 from optimize.quantization.targets import Target
 

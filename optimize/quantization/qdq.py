@@ -27,12 +27,13 @@ from typing import Any
 
 import onnx
 import torch
-import torch.ao.quantization.fx._decomposed  # registers torch.ops.quantized_decomposed
 from torch import fx, nn
 
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
+from optimize.quantization.explicit import quantizing
+from optimize.quantization.floors import raise_floors
 from optimize.quantization.forgetting import forgotten
 from optimize.quantization.targets import Target
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
@@ -141,6 +142,7 @@ def lower(
     assert isinstance(module, fx.GraphModule)
     expected = Counter(quantizing(node) for node in module.graph.nodes if quantizing(node))
     clamps = _clamp_narrow_ranges(module)
+    raise_floors(module)
     export_onnx(entered(module), example, path, target.opset)
     return verify(
         onnx.load(path),
@@ -251,14 +253,6 @@ def _clamped(
 
 def _export(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
     return torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-
-
-def quantizing(node: Any) -> str:
-    """Name of a node's operator, if it is one of those that quantize and dequantize; else ''."""
-    target = node.target if isinstance(node, fx.Node) else None
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "quantized_decomposed":
-        return target._schema.name.split("::")[1]
-    return ""
 
 
 def _quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:

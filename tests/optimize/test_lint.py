@@ -242,6 +242,22 @@ def dilated_pool(graph: Written) -> None:
     graph.node("z_q").input[0] = "dilated"
 
 
+def low_floor(graph: Written) -> None:
+    graph.tensors |= {"y_zero": graph.kind(118), "floor": np.float32(1e-12)}
+    for operator, taken, gives in (
+        ("Transpose", ["y"], "turned"),
+        ("ReduceL2", ["turned"], "length"),
+        ("Clip", ["length", "floor"], "kept"),
+        ("Div", ["y", "kept"], "direction"),
+    ):
+        graph.before("second", operator, taken, gives)
+
+
+def half_a_step(graph: Written) -> None:
+    low_floor(graph)
+    graph.tensors["floor"] = np.float32(0.05)
+
+
 EVERYWHERE = ("cpu", "x86", "tensorrt")
 
 # The rule, the targets that it fires for, the node that it names, and what is done to the graph.
@@ -252,6 +268,8 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("zero-point", ("tensorrt",), "QuantizeLinear_y_q", zero_point),
     ("zero-point", EVERYWHERE, "DequantizeLinear_second_wf", weight_zero_point),
     ("zero-point", EVERYWHERE, "DequantizeLinear_second_wf", fewer_zero_points),
+    ("norm-floor", ("cpu", "x86"), "Clip_kept", low_floor),
+    ("norm-floor", (), "Clip_kept", half_a_step),
     ("per-channel-activation", ("tensorrt",), "QuantizeLinear_y_q", per_channel_activation),
     ("unfolded-weight", EVERYWHERE, "QuantizeLinear_first_wq", unfolded),
     ("half-quantized-layer", EVERYWHERE, "Conv_first", float_weight),

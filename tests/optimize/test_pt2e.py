@@ -20,7 +20,8 @@ from optimize.passes.fuse import Fuse
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq, check
 from optimize.quantization.biases import WEIGHTED
-from optimize.quantization.qdq import lower, quantizing
+from optimize.quantization.explicit import quantizing
+from optimize.quantization.qdq import lower
 from optimize.quantization.targets import target_named
 from optimize.run.certificates import reference_origin
 from optimize.run.results import measure

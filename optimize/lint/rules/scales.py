@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from optimize.lint.base import TENSORRT, Fault, LintTarget, rule
+from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
 from optimize.lint.graph import Graph, label
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
@@ -100,6 +100,32 @@ def per_channel_activations(graph: Graph, target: LintTarget) -> Iterator[Fault]
         scale = graph.tensor(node, 1)
         if scale is not None and int(np.prod(scale.dims)) > 1 and not graph.constant(node.input[0]):
             yield Fault(label(node), "an activation has a scale for each channel", "quantize activations per tensor")
+
+
+@rule("norm-floor", "warning", CPUS)
+def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """A norm of integers' values is kept from zero by half a step at least: engines leave a residue of zeros.
+
+    OpenVINO (2026.4.1) gives of a zero the rounding errors of its zero-point, where quantizer and dequantizer become
+    one FakeQuantize. Behind a floor of 1e-12 a vector of them is divided by its own length, and has length 1 then. No
+    other norm is below a step, so that half of one changes no quotient (see `optimize.quantization.floors`).
+    """
+    for node in graph.of("Clip", "Max"):
+        norm = graph.producer(node)
+        if norm is None or norm.op_type not in ("ReduceL1", "ReduceL2"):
+            continue
+        given, floor = graph.dequantizer(norm), graph.values(node, 1)
+        if given is None or floor is None or floor.size != 1:
+            continue
+        scale, zero = graph.values(given, 1), graph.values(given, 2)
+        if scale is None or scale.size != 1 or zero is None or not zero.any():
+            continue
+        if 0 < (least := float(floor.item())) < (half := 0.5 * float(scale.item())) * (1 - 1e-6):
+            yield Fault(
+                label(node),
+                f"it keeps the norm of integers from zero by {least:.2g}, and a step of theirs is {2 * half:.2g}",
+                f"keep it from zero by half a step, {half:.2g}",
+            )
 
 
 def _smallest_normal(dtype: np.dtype[Any]) -> float:
