@@ -129,8 +129,8 @@ def _check_pixels(header: Header, budget: Budget) -> None:
         ImageError: 413, it has more.
     """
     if header.pixels > budget.image_pixels:
-        tiles = ", in tiles that have more" if header.pixels > header.width * header.height else ""
-        size = f"{header.width}x{header.height} pixels{tiles}"
+        more = ", in tiles that have more" if header.format == "TIFF" else ", twice, because it moves"
+        size = f"{header.width}x{header.height} pixels{more if header.pixels > header.width * header.height else ''}"
         raise ImageError(f"the image has {size}, more than the limit of {budget.image_pixels}", 413)
 
 
@@ -141,6 +141,8 @@ def _header(image: Image.Image) -> Header:
         # libtiff decodes whole tiles, and one may be larger than the image.
         tags = image.tag_v2  # type: ignore[attr-defined]
         pixels = max(pixels, tags.get(_TIFF_TILE_WIDTH, 0) * tags.get(_TIFF_TILE_LENGTH, 0))
+    if image.format == "WEBP" and getattr(image, "is_animated", False):
+        pixels *= 2  # libwebp composes a film on two canvases: twice the bytes of any other format
     return Header(image.format or "", image.mode, width, height, pixels)
 
 

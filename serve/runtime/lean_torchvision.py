@@ -17,7 +17,7 @@ from typing import Any
 
 import torch  # torchvision's own first import, which must see no stand-in
 
-__all__ = ["InterpolationMode", "decode_jpeg", "functional", "models", "torchvision"]
+__all__ = ["InterpolationMode", "decode_jpeg", "decode_webp", "functional", "models", "torchvision"]
 
 _COMPILER, _UTILS = "torch._dynamo", "torch._dynamo.utils"
 
@@ -76,3 +76,19 @@ finally:
 #: A JPEG as ``uint8 (N,)``, channels, and whether EXIF orientation is applied, to ``uint8 (C, H, W)``: torchvision's
 #: operator. Its function (0.29) says each time that it is deprecated, with Python's lock held: 0.05 of 1.4 ms.
 decode_jpeg: Callable[[torch.Tensor, int, bool], torch.Tensor] = torch.ops.image.decode_jpeg.default
+
+_TINY_WEBP = bytes.fromhex("524946461a000000574542505650384c0e0000002f00000000071011fd0f4444ff03")
+
+
+def _webp_operator() -> Callable[[torch.Tensor, int], torch.Tensor] | None:
+    try:
+        operator: Callable[[torch.Tensor, int], torch.Tensor] = torch.ops.image.decode_webp.default
+        operator(torch.frombuffer(bytearray(_TINY_WEBP), dtype=torch.uint8), 3)
+    except (AttributeError, RuntimeError):  # the operator is there, and says that it is not
+        return None
+    return operator
+
+
+#: A WebP that does not move as ``uint8 (N,)``, and 3 for colours without alpha, to ``uint8 (3, H, W)``; None where
+#: torchvision was built without libwebp.
+decode_webp = _webp_operator()

@@ -11,15 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
 from benchmarks.hostile.bombs import png_of
 from benchmarks.hostile.pictures import encoded, picture
+from serve.runtime import images
 from serve.runtime.budget import Budget
 from serve.runtime.card import Interpolation, Preprocessing
 from serve.runtime.errors import ImageError
+from serve.runtime.headers import read_header
 from serve.runtime.images import decode, fit, load, normalise
 from tests.serve.artifacts import PREPROCESSING, jpeg
 
@@ -38,6 +40,58 @@ def test_lossless_formats_give_the_picture_back(kind: str) -> None:
 def test_jpeg_gives_the_integers_of_pillow() -> None:
     data = jpeg(2, (333, 250))
     assert torch.equal(decode(data), pixels(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("options", [{}, {"lossless": True}, {"lossless": True, "exact": True}, {"quality": 20}])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_a_webp_gives_the_integers_of_pillow_and_does_not_need_it(
+    options: dict[str, object], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(3):
+        image = picture(seed, (61, 44)).convert(mode)
+        if mode == "RGBA":
+            image.putalpha(picture(9, image.size).convert("L").point(lambda value: value if value > 90 else 0))
+        for orientation in range(9):
+            exif = Image.Exif()
+            exif[ExifTags.Base.Orientation] = orientation
+            turned = {"exif": exif} if orientation else {}
+            data = encoded(image, "WEBP", method=0, **options, **turned)
+            expected = pixels(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+            for name in ("_decode_with_pillow", "decode_webp"):  # the second: as where torchvision has no libwebp
+                with monkeypatch.context() as patch:
+                    patch.setattr(images, name, None)
+                    assert torch.equal(decode(data), expected)
+
+
+def test_a_webp_that_moves_gives_its_first_frame_and_counts_twice() -> None:
+    frames = [picture(seed) for seed in (1, 2)]
+    data = encoded(frames[0], "WEBP", lossless=True, save_all=True, append_images=frames[1:])
+    assert torch.equal(decode(data), pixels(frames[0]))
+    size = 60 * 45
+    assert read_header(data, Budget()).pixels == 2 * size
+    with pytest.raises(ImageError, match="60x45 pixels, twice, because it moves, more than the limit") as caught:
+        decode(data, budget=Budget(image_pixels=2 * size - 1))
+    assert caught.value.status == 413
+    still = encoded(frames[0], "WEBP", lossless=True)
+    assert torch.equal(decode(still, budget=Budget(image_pixels=size)), pixels(frames[0]))
+
+
+@given(st.integers(0, 5), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_damaged_webp_is_refused_where_pillow_refuses_it_and_else_gives_the_same(
+    seed: int, data: st.DataObject
+) -> None:
+    options = {"lossless": True} if seed % 2 else {"quality": 50}
+    whole = bytearray(encoded(picture(seed), "WEBP", **options))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(12, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        found = decode(bytes(whole))
+    except ImageError:
+        with pytest.raises(Exception):  # noqa: B017, PT011 - Pillow has many
+            Image.open(io.BytesIO(whole), formats=("WEBP",)).convert("RGB")
+    else:
+        assert torch.equal(found, pixels(Image.open(io.BytesIO(whole)).convert("RGB")))
 
 
 def test_a_gif_gives_its_first_frame() -> None:
