@@ -15,6 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as transforms
 
+from benchmarks.codings import codings
 from benchmarks.hostile.bombs import png_of
 from benchmarks.hostile.pictures import encoded, picture
 from serve.runtime import images
@@ -61,6 +62,14 @@ def test_a_webp_gives_the_integers_of_pillow_and_does_not_need_it(
                 with monkeypatch.context() as patch:
                     patch.setattr(images, name, None)
                     assert torch.equal(decode(data), expected)
+
+
+def test_each_coding_whose_cost_is_measured_is_decoded() -> None:
+    found = {words: decode(make()) for words, make in codings(40)}
+    assert len(found) == 20
+    assert {image.shape for image in found.values()} == {(3, 40, 40)}
+    for words in ("PNG", "WebP, lossless", "TIFF", "TIFF, LZW", "BMP"):
+        assert torch.equal(found[words], found["PNG, alpha"])
 
 
 def test_a_webp_that_moves_gives_its_first_frame_and_counts_twice() -> None:
