@@ -16,15 +16,18 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import __main__ as zoo
+from benchmarks.zoo import stream
 from benchmarks.zoo.agreement import compared, disagreeing
 from benchmarks.zoo.model import KEEPS_MEMORY, main
 from benchmarks.zoo.names import family, torchvision_names
 from benchmarks.zoo.page import page
 from benchmarks.zoo.record import Agreement, ModelRecord, Passed, Signal, Speed, read, read_all, write, write_all
 from benchmarks.zoo.stages import STAGES, Model, Settings
+from benchmarks.zoo.stream import RoundedSums, branch_ends
 from benchmarks.zoo.watch import run
 from benchmarks.zoo.weights import fit_head, initialise
 from optimize.measure.processes import environment
+from tests.optimize import families
 
 MIB = 1 << 20
 
@@ -211,6 +214,15 @@ def test_the_page_marks_records_of_which_less_was_rounded() -> None:
     assert "| 25.0%, 32 dB* |" in page([whole("resnet18", signal=old)], Settings(), ["resnet18"])
 
 
+def test_the_page_names_deep_transformers() -> None:
+    signal = whole("vit_h_14").signal
+    assert signal is not None
+    deep = whole("vit_h_14", signal=signal.model_copy(update={"branches": 64}))
+    text = page([deep, whole("resnet18")], Settings(), ["vit_h_14", "resnet18"])
+    assert "residual branches (vit_h_14 64) have small ones" in text
+    assert text.count("| 25.0%, 32 dB† |") == text.count("| 25.0%, 32 dB |") == 1
+
+
 def test_the_page_counts_those_that_were_not_taken_or_not_timed_yet() -> None:
     stages = whole("resnet18").stages
     untimed = whole("resnet18", speed=None, stages={name: stages[name] for name in stages if name != "speed"})
@@ -321,6 +333,75 @@ def test_every_layer_of_a_drawn_network_has_variance_one_on_the_images() -> None
             if isinstance(layer, nn.Conv2d):
                 assert float((x - x.mean((0, 2, 3), keepdim=True)).square().mean()) == pytest.approx(1.0, rel=1e-3)
                 assert isinstance(behind, nn.ReLU)
+
+
+def named(module: nn.Module, layers: list[nn.Module]) -> list[str]:
+    names = {id(layer): name for name, layer in module.named_modules()}
+    return [names[id(layer)] for layer in layers]
+
+
+def test_residual_branches_are_found_by_what_they_are_added_to() -> None:
+    """MaxViT's convolutions here change the resolution: what they are added to is no input of theirs."""
+    vit = families.build("vit").train()
+    blocks = [f"encoder.layers.encoder_layer_{number}" for number in range(2)]
+    expected = [f"{block}.{end}" for block in blocks for end in ("self_attention", "mlp.3")]
+    assert named(vit, branch_ends(vit)) == expected
+    assert vit.training
+    maxvit = families.build("maxvit")
+    attention = [f"blocks.{block}.layers.0.layers.{kind}_attention" for block in (0, 1) for kind in ("window", "grid")]
+    expected = [f"{layer}.{end}" for layer in attention for end in ("attn_layer.1.merge", "mlp_layer.3")]
+    assert named(maxvit, branch_ends(maxvit)) == expected
+    assert not branch_ends(families.build("resnet"))  # no layer norms
+
+
+@pytest.mark.parametrize("most", [3, 4])
+def test_the_branches_of_a_deep_transformer_are_small_and_centred(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four branches are more than three."""
+    monkeypatch.setattr(stream, "DEEP", most)
+    module = families.build("vit")
+    images = nn.functional.interpolate(bars(32, 0)[0], size=32)
+    initialise(module, images)
+    given: dict[str, torch.Tensor] = {}
+    for name, layer in module.named_modules():
+        if name.endswith("self_attention"):
+            layer.register_forward_hook(lambda _, read, found, name=name: given.__setitem__(name, found[0]))
+        elif name.endswith("mlp.3"):
+            layer.register_forward_hook(lambda _, read, found, name=name: given.__setitem__(name, found))
+    with torch.no_grad():
+        module(images)
+    assert len(given) == 4
+    deep = most == 3
+    for name, found in given.items():
+        centre = found.mean((0, 1))
+        power = float((found - centre).square().mean())
+        if name.endswith("mlp.3"):
+            assert power == pytest.approx(1 / 4 if deep else 1, rel=1e-3)
+            assert float(centre.abs().max()) < 1e-3 if deep else float(centre.min()) > 0.5
+        elif deep:
+            assert power == pytest.approx(1, rel=1e-3)
+            assert float(centre.abs().max()) < 1e-3
+
+
+def test_what_8_bits_cost_counts_the_sums_of_a_deep_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = families.build("vit").eval()
+    images, labels = bars(32, 0)
+    shown = [(nn.functional.interpolate(images, size=32), labels)]
+    signals = []
+    for most in (3, 4):
+        monkeypatch.setattr(stream, "DEEP", most)
+        signals.append(fit_head(module, lambda: iter(shown), lambda: iter(shown)))
+    assert [signal.branches for signal in signals] == [4, 0]
+    assert signals[0].rounding_db < signals[1].rounding_db - 0.2
+
+
+def test_sums_of_two_tensors_of_one_shape_are_rounded_and_no_others() -> None:
+    ones, row = torch.ones(3, 4), torch.full((4,), 0.25)
+    with RoundedSums(torch.floor):
+        kept = ones + 0.75, ones + row
+        rounded = ones + 0.75 * ones, torch.add(ones, 0.75 * ones)
+        ones += 0.5 * ones
+    assert [float(each[0, 0]) for each in (*kept, *rounded, ones)] == [1.75, 1.25, 1.0, 1.0, 1.0]
 
 
 def test_a_squeeze_keeps_what_pooled_maps_have_in_common() -> None:

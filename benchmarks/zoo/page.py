@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks.here import here
 from benchmarks.zoo.record import CLEAR_DB, Agreement, ModelRecord, Passed, Signal
 from benchmarks.zoo.stages import STAGES, Settings, passes
+from benchmarks.zoo.stream import DEEP
 
 
 def page(records: Sequence[ModelRecord], settings: Settings, wanted: Sequence[str]) -> str:
@@ -79,9 +80,20 @@ def _drawn(records: Sequence[ModelRecord], settings: Settings) -> Iterator[str]:
             f"the head is right on {top1[0]:.0%} to {top1[-1]:.0%} of images that it was not fitted on, where guessing "
             f"is right on 10 %. Agreement and SQNR are those of such networks, and no trained network's. Where images "
             f"stood out of rounding by less than {CLEAR_DB:.0f} dB, the network was trained for the epochs that the "
-            f"table names, on {settings.fitting} images."
+            f"table names, on {settings.fitting} images." + _deep(drawn)
         )
         yield ""
+
+
+def _deep(drawn: Sequence[ModelRecord]) -> str:
+    """Which transformers were drawn as deep ones."""
+    deep = [f"{_name(record)} {record.signal.branches}" for record in drawn if record.signal and record.signal.branches]
+    if not deep:
+        return ""
+    return (
+        f" Transformers with more than {DEEP} residual branches ({', '.join(deep)}) have small ones, and their sums "
+        "count as rounded."
+    )
 
 
 def _passing(records: Sequence[ModelRecord]) -> int:
@@ -92,11 +104,12 @@ def _reading() -> Iterator[str]:
     yield from (
         "Seconds are of processor time, of all threads. Images differ by a share of the power of what the head "
         "reads, so far above what rounding each layer's weights and answers, and pooled maps, to 8 bits changes "
-        "there (with a star: not pooled maps; with two: answers alone). Size is that of the int8 graph, as a share "
-        "of the float graph's. Agreement is that of top-1, SQNR that of the logits' part that differs between "
-        "images, in dB. *Of the integers*: against float. *Of engines*: the lowest of torch's kernels, ONNX Runtime "
-        "and OpenVINO against what the integers mean in exact arithmetic. The graph for TensorRT is computed node "
-        "by node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: the fastest execution in "
+        "there (with a star: not pooled maps; with two: answers alone; with a dagger: residual sums, too). Size is "
+        "that of the int8 graph, as a share of the float graph's. Agreement is that of top-1, SQNR that of the logits' "
+        "part that differs between images, in dB. *Of the integers*: against float. *Of engines*: the lowest of "
+        "torch's kernels, ONNX Runtime and OpenVINO against what the integers mean in exact arithmetic. The graph for "
+        "TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: the "
+        "fastest execution in "
         "int8 and the fastest in float, with the 95 % interval of their ratio where they took turns.",
         "",
     )
@@ -147,7 +160,7 @@ def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
 
 def _signal(signal: Signal) -> str:
     stars = "*" * (2 - signal.weights_rounded - signal.pooled_rounded)
-    return f"{signal.image_share:.1%}, {signal.rounding_db:.0f} dB{stars}"
+    return f"{signal.image_share:.1%}, {signal.rounding_db:.0f} dB{stars}{'†' if signal.branches else ''}"
 
 
 def _share(record: ModelRecord) -> float | None:

@@ -24,7 +24,8 @@ class Signal(Record):
     ``rounding_db`` how far that difference is above what changes there where each layer has weights, and gives
     numbers, of 8 bits: below 0 dB an int8 network of these weights answers noise, whatever made it. ``top1`` is the
     fitted head's, on ``images`` that nothing was fitted on. Of records without ``weights_rounded`` the weights
-    stayed exact, of those without ``pooled_rounded`` pooled maps.
+    stayed exact, of those without ``pooled_rounded`` pooled maps. ``branches`` are a deep transformer's, whose sums
+    were rounded, too, and which were drawn small; 0 for others.
     """
 
     image_share: float
@@ -33,6 +34,7 @@ class Signal(Record):
     images: int
     weights_rounded: bool = False
     pooled_rounded: bool = False
+    branches: int = 0
 
 
 class Agreement(Record):
