@@ -170,10 +170,12 @@ def _each_call_alone(module: fx.GraphModule) -> fx.GraphModule:
     """The graph with a module of its own for every call: its quantizer refuses those that are called twice.
 
     It matches by source partitions, which hold all calls of a module (torchao 0.18: "Input partition has more than one
-    output node", on each block of torchvision's ResNets).
+    output node", on each block of torchvision's ResNets). What tracing noted of a call goes, for torch.export (2.14)
+    would go by that: it names the module that was called, and not its copy.
     """
     called: set[str] = set()
     for number, node in enumerate(module.graph.nodes):
+        node.meta.pop("nn_module_stack", None)
         if node.op == "call_module" and str(node.target) in called:
             name = f"{node.target}_again_{number}"
             module.add_submodule(name, copy.deepcopy(module.get_submodule(str(node.target))))

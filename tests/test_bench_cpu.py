@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from optimize.export.trace import trace
 from optimize.measure.figures import Accuracy, Footprint, Latency, Measured, Ratio, Timed
 from optimize.measure.rows import ModelFile, Pair, Reference, Row, Skip
 from serve.runtime.execution import Execution
@@ -119,3 +123,13 @@ def test_the_page_has_what_was_called_when_how_long_and_every_table(bench: Any, 
         assert text.count(f"\n## {name}\n") == 1
     assert text.count("| NNCF | openvino | 3.00 | 400 | 1.00× | 1.00× |") == 2
     assert text.count("| ONNX Runtime's static quantization |") == 1
+
+
+def test_each_call_of_a_module_is_one_of_its_own_to_torch_export(bench: Any) -> None:
+    relu = nn.ReLU()
+    peers = importlib.import_module("benchmarks.peers")
+    alone = peers._each_call_alone(trace(nn.Sequential(relu, nn.Flatten(), relu)))
+    graph = torch.export.export(alone, (torch.rand(2, 3),)).module().graph
+    called = [[*node.meta["nn_module_stack"].values()][-1][0] for node in graph.nodes if "relu" in node.name]
+    assert called[0] == "0"
+    assert called[1].startswith("0_again")
