@@ -1,26 +1,45 @@
-"""One scale a tensor in int8, and what recovers it: ``examples/recovery.yaml`` on a MobileNetV2, as a page.
+"""One scale a tensor in int8, and what recovers it: ``examples/recovery.yaml`` on two MobileNetV2, as a page.
 
-``python -m benchmarks.recovery --data imagefolder:DIR --write docs/recovery.md``. What was made before comes from the
-store, so that it can be stopped and goes on.
+One is as it was trained; the other is the same, trained on until its channels differ as those of ImageNet's do
+(`benchmarks.pulled`). ``python -m benchmarks.recovery --data imagefolder:DIR --write docs/recovery.md``. What was made
+before comes from the store, so that it can be stopped and goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.below import add_option, tell
+from benchmarks.pulled import PullExpansions
 from optimize import noise
-from optimize.listener import Silent
+from optimize.listener import SILENT
 from optimize.measure.rows import Report, Row
+from optimize.passes.base import pass_of
 from optimize.report.words import percent, points
-from optimize.run.job import Job
+from optimize.run.job import Job, open_job
 from optimize.run.pipeline import run
+from optimize.run.recipe import load_recipe
+from optimize.store.artifact import WEIGHTS_FILE
 
 RECIPE = Path("examples/recovery.yaml")
 MODEL = "examples/cifar_mobilenet.py:mobilenet_v2"
+
+#: What makes the other network.
+PULL = PullExpansions(
+    epochs=2,
+    max_steps=500,
+    batch_size=128,
+    learning_rate=0.05,
+    warm_up=0.0,
+    weight_decay=1e-4,
+    augment="shift+flip",
+    channels_last=True,
+    strength=0.02,
+)
 
 #: What the stages of the recipe are, in the order of the table.
 TITLES = {
@@ -37,29 +56,36 @@ TITLES = {
 }
 
 
-def page(report: Report) -> str:
-    """The table of a run of the recipe, the facts that it depends on, and what each layer's figures were."""
+def page(report: Report, title: str, origin: str) -> str:
+    """The table of a run of the recipe, the facts that it depends on, and what each layer's figures were.
+
+    Args:
+        report: of the run.
+        title: of the section.
+        origin: where the float network's weights are from, in words.
+    """
     rows = {row.name: row for row in report.rows}
-    return "\n".join([*_facts(report), "", *_table(rows), "", *_notes(rows), "", *_layers(rows), ""])
+    facts = _facts(report, origin)
+    return "\n".join([f"### {title}", "", *facts, "", *_table(rows), "", *_notes(rows), "", *_layers(rows)])
 
 
-def _facts(report: Report) -> Iterator[str]:
-    baseline = report.rows[0]
-    measured = baseline.measured
+def _facts(report: Report, origin: str) -> Iterator[str]:
+    measured = report.rows[0].measured
     assert measured is not None
     machine = f"{report.machine.cpu}, {report.machine.cores} cores" if report.machine else "unknown"
     versions = ", ".join(f"{name} {report.versions[name]}" for name in ("torch", "torchvision"))
     yield (
         f"Made by `python -m benchmarks.recovery` on {report.created:%Y-%m-%d}: {report.model} on {report.data.name}, "
-        f"{report.data.train:,} training images, {_trained(baseline)}; {machine}, "
+        f"{report.data.train:,} training images, {origin}; {machine}, "
         f"{versions}. Top-1 on {measured.accuracy.images:,} images; differences are paired, with 95 % intervals."
     )
 
 
-def _trained(baseline: Row) -> str:
-    if "epochs" in baseline.config:
-        return f"trained by the recipe for {baseline.config['epochs']} epochs"
-    return f"weights of the checkpoint {baseline.config['checkpoint'][:12]}…"
+def _trained(report: Report) -> str:
+    config = report.rows[0].config
+    if "epochs" in config:
+        return f"trained by the recipe for {config['epochs']} epochs"
+    return f"weights of the checkpoint {config['checkpoint'][:12]}…"
 
 
 def _table(rows: dict[str, Row]) -> Iterator[str]:
@@ -109,8 +135,16 @@ def _layers(rows: dict[str, Row]) -> Iterator[str]:
             yield ""
 
 
+def pulled(job: Job) -> Path:
+    """The weights of a job's baseline, trained on by `PULL`."""
+    opened = open_job(job, SILENT)
+    with contextlib.closing(opened.session) as session:
+        baseline = session.baseline(load_recipe(RECIPE).baseline, opened.checkpoint, opened.origin)
+        return session.apply(baseline.artifact, PULL).artifact.folder / WEIGHTS_FILE
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the recipe and write the page between the marks of the file, or print it."""
+    """Run the recipe on both networks, and write the page below the mark of the file, or print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True, help="CIFAR-10 as a data set, such as imagefolder:DIR")
     parser.add_argument("--checkpoint", type=Path, help="weights of the float network; by default the recipe trains it")
@@ -118,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_option(parser)
     options = parser.parse_args(arguments)
     noise.silence()
-    job = Job(
+    asked = Job(
         model=MODEL,
         checkpoint=options.checkpoint,
         data=options.data,
@@ -127,7 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device="cpu",
         measure="cpu",
     )
-    tell(page(run(job, Silent()).report), options.write)
+    trained = run(asked, SILENT).report
+    again = run(asked.model_copy(update={"checkpoint": pulled(asked), "run": "recovery-pulled"}), SILENT).report
+    on = f"the weights above trained on by `{pass_of(PULL).name}` ({PULL.epochs} epochs, strength {PULL.strength:g})"
+    sections = page(trained, "As it was trained", _trained(trained)), page(again, "Its channels pulled apart", on)
+    tell("\n".join(sections), options.write)
     return 0
 
 
