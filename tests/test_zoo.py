@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import __main__ as zoo
-from benchmarks.zoo import stream
+from benchmarks.zoo import stream, weights
 from benchmarks.zoo.agreement import compared, disagreeing
 from benchmarks.zoo.model import KEEPS_MEMORY, main
 from benchmarks.zoo.names import family, torchvision_names
@@ -402,6 +402,31 @@ def test_sums_of_two_tensors_of_one_shape_are_rounded_and_no_others() -> None:
         rounded = ones + 0.75 * ones, torch.add(ones, 0.75 * ones)
         ones += 0.5 * ones
     assert [float(each[0, 0]) for each in (*kept, *rounded, ones)] == [1.75, 1.25, 1.0, 1.0, 1.0]
+
+
+def test_where_smooth_images_are_lost_kernels_are_drawn_smooth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of images that differ in brightness alone, a kernel whose weights cancel leaves what rounding makes of them."""
+    layers = nn.Conv2d(3, 48, 3, bias=False), nn.Conv2d(48, 48, 3, groups=48, bias=False)
+    module = nn.Sequential(
+        *(layers[0], nn.BatchNorm2d(48), nn.ReLU(), layers[1], nn.BatchNorm2d(48)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 3)),
+    )
+    labels = torch.arange(48) % 3
+    brightness = labels[:, None, None, None] - 1 + 0.1 * torch.linspace(-1, 1, 48)[:, None, None, None]
+    images = brightness.expand(48, 3, 8, 8).contiguous()
+    found = []
+    for clear in (-math.inf, math.inf):  # sharp kernels are always good enough; never
+        monkeypatch.setattr(weights, "CLEAR_DB", clear)
+        initialise(module, images)
+        signal = fit_head(module, lambda: iter([(images, labels)]), lambda: iter([(images, labels)]))
+        kernels = torch.cat([layer.weight.sum((2, 3)).flatten() for layer in layers])
+        powers = torch.cat([layer.weight.square().sum((2, 3)).flatten() for layer in layers])
+        gains = (kernels.square() / powers).detach()  # 9 where all weights are equal, 0 where they cancel
+        found.append((signal.rounding_db, float(gains.min())))
+    (sharp, least), (smooth, most) = found
+    assert least < 0.1
+    assert most > 5
+    assert smooth > sharp + 3
 
 
 def test_a_squeeze_keeps_what_pooled_maps_have_in_common() -> None:

@@ -11,6 +11,11 @@ and answers are rounded to 8 bits is nearest to itself. Norms get these images' 
 their labels by ridge regression, on what it reads with and without rounding. How much signal there is afterwards is
 measured: see `Signal`.
 
+Where that loses the images all the same, layers are drawn again with smooth kernels. Large images are smooth, and
+rounding is not: of a kernel whose weights happen to cancel, and of any channel in which images hardly differ, a norm
+makes noise as large as all else. MaxViT-T, at 224 pixels, has 8 dB with smooth kernels and norms that make no channel
+larger than others than it is (16 images; 1 dB without, in one of a quarter of its width).
+
 In a deep transformer nothing is as large as the rounding of the residual stream, once for each branch that is added to
 it. In integers for TensorRT a ViT of 32 blocks, 96 wide, had 2.5 dB, and 12.6 without that rounding. So there branches
 end with mean 0, which leaves the stream's 8 bits to what differs, and small, as in GPT-2 (Radford et al. 2019, section
@@ -23,13 +28,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks.zoo.record import Signal
+from benchmarks.zoo.record import CLEAR_DB, Signal
 from benchmarks.zoo.stream import RoundedSums, deep_branch_ends
 
 _WEIGHTED = (nn.Conv2d, nn.Linear)
@@ -38,6 +44,10 @@ _NORMS = (_BatchNorm, nn.LayerNorm)
 #: P(z > 0) / Var(ReLU(z)), z of N(m, 1): 1.47 times at m = 0, 1.12 at m = 1, 1.05 at 1.5, 1.02 at 2; but the larger m,
 #: the more of its range is what all images share.
 _MEANS = (0.6, 1.0, 1.4)
+#: Those that are tried with smooth kernels, where less is lost in a ReLU: 0.3 left MaxViT-T 8.2 dB, 0 left it 6.6.
+_SMOOTH_MEANS = (0.3, 0.6)
+#: Share of a smooth kernel's power that differs from place to place in it.
+_ROUGH = 0.02
 #: Noise that the head is fitted against beside that of rounding, as a share of its features' power.
 _NOISE = 0.01
 #: What torchvision and timm call the factors of residual branches, which start near 0.
@@ -62,20 +72,49 @@ def initialise(module: nn.Module, images: torch.Tensor, seed: int = 0) -> float:
         if name.rpartition(".")[2] in _BRANCH_FACTORS:
             parameter.data.fill_(0.5)
     ends = deep_branch_ends(module)
-    kept: dict[float, float] = {}
-    for mean in _MEANS:
-        _settle(module, images, mean, seed, ends)
-        head = _last_layer(module, images)
-        exact = _read_by(module, head, images)
-        with _rounding(module, sums=bool(ends)):
-            lost = _read_by(module, head, images) - exact
-        kept[mean] = float((exact - exact.mean(0)).square().sum() / lost.square().sum().clamp_min(1e-12))
-    best = max(kept, key=lambda mean: kept[mean])
+    kept: dict[_Way, float] = {}
+    for ways in ([_Way(mean) for mean in _MEANS], [_Way(mean, smooth=True) for mean in _SMOOTH_MEANS]):
+        for way in ways:
+            _settle(module, images, way, seed, ends)
+            head = _last_layer(module, images)
+            exact = _read_by(module, head, images)
+            with _rounding(module, sums=bool(ends)):
+                kept[way] = _above_db(exact, _read_by(module, head, images))
+        best = max(kept, key=lambda way: kept[way])
+        if kept[best] >= CLEAR_DB:
+            break
     _settle(module, images, best, seed, ends)
-    return best
+    return best.mean
 
 
-def _settle(module: nn.Module, images: torch.Tensor, mean: float, seed: int, ends: Sequence[nn.Module]) -> None:
+@dataclass(frozen=True)
+class _Way:
+    """How layers are drawn: the mean that they give, and whether kernels are smooth."""
+
+    mean: float
+    smooth: bool = False
+
+
+def _above_db(exact: torch.Tensor, lossy: torch.Tensor) -> float:
+    """How far the differences between images, in ``(N, D)``, are above those to ``lossy``."""
+    lost = (lossy - exact).square().sum().clamp_min(1e-12)
+    return 10 * math.log10(float((exact - exact.mean(0)).square().sum().clamp_min(1e-12) / lost))
+
+
+def _smooth(layer: nn.Conv2d, generator: torch.Generator) -> None:
+    """Give most of each kernel's power to what its places have in common, which is never near 0."""
+    weight = layer.weight.data
+    sign = torch.randn(*weight.shape[:2], 1, 1, generator=generator).sign()
+    weight.mul_(_ROUGH**0.5).add_(sign * ((1 - _ROUGH) / weight[0].numel()) ** 0.5)
+
+
+def _unraised(layer: _BatchNorm, given: tuple[torch.Tensor]) -> None:
+    """Let a norm leave a channel as much smaller than others as it finds it; called before it takes its statistics."""
+    variance = given[0].var((0, 2, 3))
+    layer.weight.data *= (variance / variance.mean().clamp_min(1e-12)).clamp_max(1).sqrt()
+
+
+def _settle(module: nn.Module, images: torch.Tensor, way: _Way, seed: int, ends: Sequence[nn.Module]) -> None:
     """Draw all weights, and give each layer's output its mean and variance 1.
 
     What a deep transformer's branches end with (``ends``) has mean 0, and all together variance 1.
@@ -84,6 +123,8 @@ def _settle(module: nn.Module, images: torch.Tensor, mean: float, seed: int, end
     for layer in module.modules():
         if isinstance(layer, _WEIGHTED):
             layer.weight.data.normal_(0, layer.weight[0].numel() ** -0.5, generator=generator)
+            if way.smooth and isinstance(layer, nn.Conv2d) and layer.kernel_size > layer.stride:  # no patches' layer
+                _smooth(layer, generator)
             if layer.bias is not None:
                 layer.bias.data.zero_()
         elif isinstance(layer, _BatchNorm):
@@ -91,21 +132,25 @@ def _settle(module: nn.Module, images: torch.Tensor, mean: float, seed: int, end
             layer.reset_running_stats()
             if layer.affine:
                 layer.weight.data.uniform_(0.8, 1.2, generator=generator)
-                layer.bias.data.normal_(mean, 0.1, generator=generator)
+                layer.bias.data.normal_(way.mean, 0.1, generator=generator)
     for name, parameter in module.named_parameters():
         if name.rpartition(".")[2] in _TOKENS:
             parameter.data.normal_(0, 1, generator=generator)
     module.eval()
     for layer in module.modules():
         layer.train(isinstance(layer, _BatchNorm))
-    inner = functools.partial(_standardised, middle=mean)
+    inner = functools.partial(_standardised, middle=way.mean)
     last = functools.partial(_as_branch, deviation=max(len(ends), 1) ** -0.5)
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.affine and way.smooth]
+    unraised = [layer.register_forward_pre_hook(_unraised) for layer in norms]
     with (
         _hooked(module, _WEIGHTED, inner, unless=lambda layer: layer in ends),
         _hooked(module, (*_WEIGHTED, nn.MultiheadAttention), last, unless=lambda layer: layer not in ends),
         torch.no_grad(),
     ):
         module(images)
+    for handle in unraised:
+        handle.remove()
     module.eval()
 
 
@@ -258,10 +303,9 @@ def fit_head(
             right += int((module(images).argmax(1) == wanted).sum())
             total += len(wanted)
     share = float(x.var(0).sum() / x.square().mean(0).sum().clamp_min(1e-12))
-    above = float((exact - exact.mean(0)).square().sum() / (lossy - exact).square().sum().clamp_min(1e-12))
     return Signal(
         image_share=share,
-        rounding_db=10 * math.log10(above),
+        rounding_db=_above_db(exact, lossy),
         top1=right / total,
         images=total,
         weights_rounded=True,
