@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     trained = run(asked, SILENT).report
     again = run(asked.model_copy(update={"checkpoint": pulled(asked), "run": "recovery-pulled"}), SILENT).report
-    on = f"the weights above trained on by `{pass_of(PULL).name}` ({PULL.epochs} epochs, strength {PULL.strength:g})"
+    on = f"the weights above trained on by `{pass_of(PULL).name}` ({PULL.max_steps} steps, strength {PULL.strength:g})"
     sections = page(trained, "As it was trained", _trained(trained)), page(again, "Its channels pulled apart", on)
     tell("\n".join(sections), options.write)
     return 0
