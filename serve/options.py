@@ -30,7 +30,7 @@ class ServingOptions(Config):
         default=None, ge=1, description="Intra-op threads of a worker on the CPU; None: one per core."
     )
     batch_size: int = Field(
-        default=Serving.batch_size, ge=1, le=1024, description="Most requests that are answered together."
+        default=Serving.batch_size, ge=1, le=1024, description="Most images that go through the network together."
     )
     max_batch_delay_ms: int = Field(
         default=Serving.max_batch_delay_ms,

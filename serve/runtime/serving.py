@@ -38,8 +38,8 @@ class Serving:
             the next.
         strict: only the first may run it; where that does not work, loading fails.
         workers: processes that load the model.
-        batch_size: most requests that are answered together.
-        max_batch_delay_ms: how long the first request of a batch waits for others.
+        batch_size: most images that go through the network together.
+        max_batch_delay_ms: how long the first of a batch waits for others.
         decode_threads: threads of a worker that decode images beside the engine; None: one for each core, at most 8.
         queue_limit: requests that may wait for an answer; the next one is told to try again later.
         decoder: what decodes the images that it takes, see `decoders`; ``cpu`` is the runtime's own, which does where

@@ -37,8 +37,12 @@ _CODE = (".py", ".pyc", ".so")
 
 _CONFIG_HEAD = """\
 # What TorchServe reads of serving.json, which the handler obeys. Times are in seconds where not said otherwise; a
-# lone request waits the whole of maxBatchDelay, in ms.
+# lone request waits the whole of maxBatchDelay, in ms. A batch is two of the network's.
 """
+
+# A worker is given nothing before all that it has is answered: of two batches it decodes one while it computes the
+# other (at 32 clients 6 % more answers, of ResNet-18 in int8 on two cores).
+_BATCHES_AT_ONCE = 2
 
 
 def build_archive(
@@ -160,11 +164,14 @@ def serving_of(artifact_folder: Path, card: Card, options: ServingOptions | None
 
 
 def model_config(serving: Serving) -> str:
-    """The text of ``model-config.yaml``: what TorchServe itself reads of how an artifact is served."""
+    """The text of ``model-config.yaml``: what TorchServe itself reads of how an artifact is served.
+
+    One image at a time stays one.
+    """
     config: dict[str, object] = {
         "minWorkers": serving.workers,
         "maxWorkers": serving.workers,
-        "batchSize": serving.batch_size,
+        "batchSize": 1 if serving.batch_size == 1 else _BATCHES_AT_ONCE * serving.batch_size,
         "maxBatchDelay": serving.max_batch_delay_ms,
         "responseTimeout": serving.response_timeout_s,
         "startupTimeout": serving.startup_timeout_s,

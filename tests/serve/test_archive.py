@@ -135,7 +135,7 @@ def test_the_options_are_written_where_torchserve_and_the_handler_read_them(tmp_
     assert found["torchserve"] == {
         "minWorkers": 2,
         "maxWorkers": 2,
-        "batchSize": 4,
+        "batchSize": 8,  # two of the network's
         "maxBatchDelay": 7,
         "responseTimeout": 8,
         "startupTimeout": 600,

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -231,6 +232,39 @@ def test_bad_items_of_a_concurrent_batch_leave_their_mates_alone(served: Served)
     while _metric(served.client.metrics(), "BatchSize", "exported") <= 1:
         assert time.monotonic() < deadline, "the requests were not one batch"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("waiting", "batch"), [(15, 8), (16, 16), (23, 16)])
+def test_a_worker_is_given_both_of_its_networks_batches_where_both_wait_and_else_one(
+    served: Served, waiting: int, batch: int
+) -> None:
+    name = name_of("int8")
+    (found,) = served.client.workers(name)
+    image = jpeg(1)
+
+    def in_queue() -> int:
+        return int(served.client.registered(name)["jobQueueStatus"]["pendingRequests"])
+
+    def requests() -> float:
+        counts = re.findall(
+            rf'^ts_inference_requests_total{{[^}}]*"{name}"[^}}]*}} (\S+)$', served.client.metrics(), re.M
+        )
+        return sum(map(float, counts))
+
+    worker = psutil.Process(found["pid"])
+    with ThreadPoolExecutor(1 + waiting) as pool:
+        worker.suspend()
+        try:
+            asked = requests()
+            first = pool.submit(post, served, "int8", content=image)
+            _until(lambda: requests() > asked)
+            _until(lambda: in_queue() == 0)  # the worker has it
+            others = [pool.submit(post, served, "int8", content=image) for _ in range(waiting)]
+            _until(lambda: in_queue() == waiting)
+        finally:
+            worker.resume()
+        assert {answer.result().status_code for answer in (first, *others)} == {200}
+    _until(lambda: _metric(served.client.metrics(), "BatchSize", "int8") == batch)
 
 
 def test_64_images_of_49_megapixels_in_one_request_cost_the_worker_nothing(served: Served) -> None:
@@ -497,6 +531,13 @@ def processor_s(process: psutil.Process) -> float:
     """Processor time that a process has taken, in its own code and in the kernel's, to 10 ms."""
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def _settled(served: Served, name: str) -> float:

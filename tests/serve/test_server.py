@@ -291,7 +291,9 @@ def test_what_is_given_to_package_is_in_every_archive_that_it_concerns(tmp_path:
         with zipfile.ZipFile(layout.archive_path(store, "small", name)) as archive:
             found[name] = json.loads(archive.read("serving.json"))
             config = yaml.safe_load(archive.read("model-config.yaml"))
-            assert (config["minWorkers"], config["batchSize"], config["maxBatchDelay"]) == (2, 4, 9)
+            assert (config["minWorkers"], config["batchSize"], config["maxBatchDelay"]) == (2, 8, 9), (
+                "two of the network's batches"
+            )
     for served in found.values():
         assert (served["workers"], served["k"], served["strict"], served["decoder"]) == (2, 2, True, "reduced")
         assert (served["budget"]["image_pixels"], served["budget"]["batch_seconds"]) == (1000, 2.5)
@@ -319,7 +321,7 @@ def test_help_says_of_each_setting_what_it_means_and_what_it_usually_is_on_two_s
         description = ServingOptions.model_fields[field].description
         assert description is not None
         assert f" {flag} {description[:60]}" in words
-    assert "Most requests that are answered together. [default: (8); 1<=x<=1024]" in words
+    assert "Most images that go through the network together. [default: (8); 1<=x<=1024]" in words
     assert set(ServingOptions.model_fields) - {"engines", "options"} <= {
         word.replace("-", "_") for word in re.findall(r"--([a-z-]+)", shown)
     }

@@ -20,6 +20,7 @@ class ModelQueue extends LinkedBlockingDeque<Job> {
     private final Model model
     private final int most
     private final LinkedBlockingDeque<Job> before
+    private int room = 0  // of the batch that is being taken; under TorchServe's lock of batches
     private final Set<Job> unanswered = ConcurrentHashMap.newKeySet()
     private boolean closed = false
 
@@ -66,9 +67,22 @@ class ModelQueue extends LinkedBlockingDeque<Job> {
      * By this TorchServe takes a batch: its first request after however long, then as many as come within maxBatchDelay,
      * of which 1 ms is the least that it knows (with 0 its batches hold two). That least is none here: a lone request has
      * nobody to wait for, and while the worker is busy those of the next batch come together by themselves.
+     *
+     * A batch is two of the network's (see `model_config`): both are taken where both wait, so that the worker decodes
+     * one while it computes the other, and else one at most: what comes meanwhile is better off in the next batch.
      */
     @Override
     Job poll(long timeout, TimeUnit unit) {
+        if (timeout == Long.MAX_VALUE) {
+            Job first = super.poll(timeout, unit)
+            int whole = model.getBatchSize()
+            room = (size() + 1 >= whole ? whole : (whole + 1).intdiv(2)) - 1
+            return first
+        }
+        if (room == 0) {
+            return null
+        }
+        room--
         return unit.toMillis(timeout) <= LEAST_DELAY_MS ? poll() : super.poll(timeout, unit)
     }
 
