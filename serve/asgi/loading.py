@@ -11,13 +11,11 @@ from pathlib import Path
 
 from serve.asgi.models import Served
 from serve.runtime.card import sha256_file
-from serve.runtime.errors import CardError, Refusal, UserError
-from serve.runtime.known import NOTHING_KNOWN, KnownAnswer, read_known
-from serve.runtime.protocol import Request
-from serve.runtime.service import Service, open_service
+from serve.runtime.errors import UserError
+from serve.runtime.known import NOTHING_KNOWN, read_known
+from serve.runtime.self_check import check_known
+from serve.runtime.service import open_service
 from serve.verified import Policy, verified_copy
-
-_ANSWER_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -78,26 +76,6 @@ def load(wanted: Wanted, *, gpu: int | None, queue: int | None, policy: Policy) 
         unchecked=NOTHING_KNOWN if known is None else "",
         digest=digest,
     )
-
-
-def check_known(service: Service, known: KnownAnswer, archive: Path) -> str:
-    """Ask a model for the answer that is known, as a client would.
-
-    Returns:
-        A line that says what was seen.
-
-    Raises:
-        CardError: it answers otherwise; ``archive`` is named.
-    """
-    classes = len(service.predictor.card.classes)
-    answered = service.submit(Request((known.image,), k=classes, listed=False)).result(timeout=_ANSWER_S)
-    outcome = answered.outcomes[0]
-    if isinstance(outcome, Refusal):
-        raise CardError(f"{archive}: its known image is refused: {outcome.message}")
-    try:
-        return known.seen_in({label.index: label.probability for label in outcome})
-    except CardError as error:
-        raise CardError(f"{archive}: {error}") from None
 
 
 @contextmanager

@@ -113,13 +113,16 @@ class ImageClassifierHandler:
         """Open the artifact as its ``serving.json`` says, on the GPU that TorchServe assigned if there is one.
 
         Raises:
-            CardError: the archive's files do not match its card.
+            CardError: the archive's files do not match its card, or its known image is not answered as when it was
+                measured.
             EngineError: the artifact cannot run here; the worker dies with the reason in its log.
         """
         # Imported here and not above: TorchServe 0.12 takes an ImportError of this module for "no such
         # file" and reports "No module named 'ts.torch_handler.handler'" in place of the cause.
         prefer_own_runtime()
         from serve.runtime.heap import settle_heap
+        from serve.runtime.known import read_known
+        from serve.runtime.self_check import check_known
         from serve.runtime.service import open_service
 
         logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what is wrong with an image, its client is told
@@ -131,6 +134,8 @@ class ImageClassifierHandler:
         try:
             with _one_at_a_time(folder.parent):
                 self._service = open_service(folder, properties.get("gpu_id"))
+                if (known := read_known(folder)) is not None:
+                    check_known(self._service, known, folder)
         except Exception as error:
             _say_before_dying(error)
             raise

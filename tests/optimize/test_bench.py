@@ -289,9 +289,9 @@ def test_every_file_of_the_runtime_that_measures_is_in_the_keys() -> None:
     names = {name.removesuffix(".__init__") for name in files}
     found = closure(answer.__module__, Child.__module__, Predictor.__module__)
     # `protocol` reads requests, `service` and its files batch them, `serving` and `chain` say what an archive opens,
-    # `evidence` and `known` what was measured of it, `heap`, `logs` and `observing` are of a process that serves:
-    # nothing that is measured here is one.
-    words = ("protocol", "registry", "serving", "chain", "evidence", "known", "heap", "logs", "observing")
+    # `evidence` and `known` what was measured of it, `self_check` asks for that; `heap`, `logs` and `observing` are of
+    # a process that serves: nothing that is measured here is one.
+    words = ("protocol", "registry", "serving", "chain", "evidence", "known", "self_check", "heap", "logs", "observing")
     batching = ("service", "work", "waiting", "decoding", "engine_thread", "stages")
     unread = {f"serve.runtime.{name}" for name in (*words, *batching)}
     assert {name for name in names if name not in found} <= unread

@@ -23,10 +23,12 @@ from serve import layout
 from serve.archive_file import with_version
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
+from serve.runtime.known import read_known
 from serve.torchserve import live, server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST
 from serve.torchserve.state import RunningServer, archives_folder, read_state, state_folder
+from serve.torchserve.watch import Awaited, Log, StartError, wait_until_ready
 from tests.programs import Programs
 from tests.serve import artifacts
 from tests.serve.conftest import by, free_ports
@@ -219,11 +221,11 @@ def test_what_a_removed_model_had_accepted_is_answered_and_the_server_goes_on(st
 def test_a_model_that_does_not_come_up_changes_nothing(store: Path) -> None:
     before = the(store)
     packed(store, "wrong", "script", raised=50.0)
-    died = ("died while it loaded", "is not a whole zip file")
+    died, known = "died while it loaded", "its known image is not answered as when it was measured by torchscript"
     for words, *said in (
-        (["add", "one/broken"], *died),
-        (["replace", "one-script", "one/broken"], *died),
-        (["replace", "one-script", "wrong/script"], "has loaded, but its known image is not answered as when it was"),
+        (["add", "one/broken"], died, "is not a whole zip file"),
+        (["replace", "one-script", "one/broken"], died, "is not a whole zip file"),
+        (["replace", "one-script", "wrong/script"], died, known),
         (["add", "two/script", "--require-known"], "cannot be checked before it is served"),
     ):
         ended = invoked(*words, "--store", store)
@@ -235,6 +237,18 @@ def test_a_model_that_does_not_come_up_changes_nothing(store: Path) -> None:
         assert len(client.versions("one-script")) == 1
         assert len(client.predict("one-script", artifacts.jpeg(1))) == 5
     assert {path.name.partition("@")[0] for path in archives_folder(store).iterdir()} == {"one-script"}
+
+
+def test_an_answer_that_is_not_the_known_one_when_it_comes_over_http_is_no_readiness(store: Path) -> None:
+    packed(store, "other", "script", raised=50.0)
+    known = read_known(layout.artifact_folder(store, "other", "script"))
+    running = the(store)
+    (model,) = (model for model in running.served if model.name == "one-script")
+    log = Log.from_now(state_folder(store) / "logs")
+    with running.client(store) as client, pytest.raises(StartError, match="has loaded, but its known image is not"):
+        wait_until_ready(
+            psutil.Process(running.pid), client, log, {model.name: Awaited(model.version, known)}, deadline_s=20
+        )
 
 
 @pytest.mark.parametrize("size", [1, 50_000])
