@@ -1,21 +1,23 @@
 """Operators between layers that stay in float: they stay in float, too, instead of rounding what nobody quantized.
 
 FX (2.11 to 2.14) watches every operator that the backend has a pattern for, so that a sum or a pool between two layers
-of which neither is quantized would still be computed in integers.
+of which neither is quantized would still be computed in integers. So would what is done to an image before any layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import fx, nn
 from torch.ao.nn.intrinsic.modules.fused import _FusedModule
-from torch.ao.quantization import FakeQuantizeBase
-from torch.ao.quantization.observer import ObserverBase
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
+from optimize.quantization.outputs import is_watcher, remove_watcher
+
 _FUNCTIONS = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)
+_PRODUCTS = (torch.matmul, torch.bmm, "matmul", "bmm")
 
 
 def free_between(prepared: fx.GraphModule) -> int:
@@ -35,7 +37,7 @@ def free_between(prepared: fx.GraphModule) -> int:
     if all(quantized.values()):
         return 0
     in_integers = integers_at(prepared.graph, quantized)
-    watchers = [node for node in prepared.graph.nodes if _is_watcher(prepared, node)]
+    watchers = [node for node in prepared.graph.nodes if is_watcher(prepared, node)]
     freed = 0
     for node in watchers:
         given = node.all_input_nodes[0]
@@ -43,13 +45,41 @@ def free_between(prepared: fx.GraphModule) -> int:
             continue
         if given not in quantized and in_integers(given):
             continue
-        node.replace_all_uses_with(given)
-        prepared.graph.erase_node(node)
+        remove_watcher(prepared, node)
         freed += 1
-        if all(other.target != node.target for other in prepared.graph.nodes):
-            prepared.delete_submodule(str(node.target))  # one that sees nothing has no range
     prepared.recompile()
     return freed
+
+
+def free_image(prepared: fx.GraphModule) -> int:
+    """Take away the watchers of what is done to the image in front of every layer, in place: it is rounded once.
+
+    What the first layers read still is. Channels that a network normalises once more (torchvision's GoogLeNet and
+    Inception) would be rounded before it, and behind it.
+
+    Args:
+        prepared: with observers or fake-quantize modules.
+
+    Returns:
+        How many were taken away.
+    """
+    constant: set[fx.Node] = set()
+    early: set[fx.Node] = set()
+    for node in prepared.graph.nodes:
+        given = node.all_input_nodes
+        if node.op == "get_attr" or (given and constant.issuperset(given)):
+            constant.add(node)
+        elif node.op != "output" and not _learned(prepared, node) and (constant | early).issuperset(given):
+            early.add(node)
+    freed = [
+        node
+        for node in (*constant, *early)
+        if is_watcher(prepared, node) and node.users and early.issuperset(_readers(prepared, node))
+    ]
+    for node in freed:
+        remove_watcher(prepared, node)
+    prepared.recompile()
+    return len(freed)
 
 
 def integers_at(graph: fx.Graph, quantized: Mapping[fx.Node, bool]) -> Callable[[fx.Node], bool]:
@@ -91,7 +121,7 @@ def _nearest(
 def _readers(module: fx.GraphModule, watcher: fx.Node) -> Iterable[fx.Node]:
     """What reads a watched tensor, other watchers passed over."""
     for user in watcher.users:
-        if _is_watcher(module, user):
+        if is_watcher(module, user):
             yield from _readers(module, user)
         else:
             yield user
@@ -101,10 +131,6 @@ def _called(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     return module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-def _is_watcher(module: fx.GraphModule, node: fx.Node) -> bool:
-    return isinstance(_called(module, node), (ObserverBase, FakeQuantizeBase))
-
-
 def _has_weights(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_function":
         return node.target in _FUNCTIONS
@@ -112,6 +138,14 @@ def _has_weights(module: fx.GraphModule, node: fx.Node) -> bool:
     if isinstance(layer, (_ConvNd, nn.Linear)):  # those of QAT that are fused with a norm, too
         return True
     return isinstance(layer, _FusedModule) and isinstance(next(layer.children()), (_ConvNd, nn.Linear))
+
+
+def _learned(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node computes with weights, or multiplies tensors as layers do."""
+    layer = _called(module, node)
+    if layer is None:
+        return node.target in (*_FUNCTIONS, *_PRODUCTS)
+    return not is_watcher(module, node) and next(layer.parameters(), None) is not None
 
 
 def _is_quantized(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from optimize.export.layers import left_whole
 from optimize.export.program import write_script
 from optimize.export.trace import trace
 from optimize.quantization.attention import write_out_attention
-from optimize.quantization.between import free_between
+from optimize.quantization.between import free_between, free_image
 from optimize.quantization.biases import repack, round_biases
 from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.calls import another_call
@@ -37,6 +37,7 @@ from optimize.quantization.outputs import free_outputs
 from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
 from optimize.quantization.ranges import Observer
+from optimize.quantization.scalars import free_scalars
 from optimize.quantization.scores import free_scores
 from optimize.quantization.shared import share_watchers
 from optimize.quantization.targets import Target
@@ -52,7 +53,8 @@ def trace_calls(
 ) -> fx.GraphModule:
     """Trace a module for quantization: attention is written out, a layer that is called twice becomes two.
 
-    A mean over maps of one place becomes a flattening: see `flatten_places`. What layers share, each has for itself
+    A mean over maps of one place becomes a flattening (see `flatten_places`), a sum with a number a method's call (see
+    `free_scalars`). What layers share, each has for itself
     afterwards: a weight that is rounded, a sign that is turned or a bias that is shifted for one of them would be so
     for the others. A weight that is computed (parametrised) is the one that it comes to; on norms see `with_factors`.
 
@@ -73,6 +75,7 @@ def trace_calls(
     with_factors(graph_module)
     write_out_attention(graph_module, example, in_float)
     flatten_places(graph_module, example)
+    free_scalars(graph_module, example)
     called: set[int] = set()
     for number, node in enumerate(graph_module.graph.nodes):
         if node.op != "call_module":
@@ -127,6 +130,7 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
             if not target.packed:
                 free_outputs(prepared, target.backend_config())
             free_between(prepared)
+            free_image(prepared)
             return prepared
         unbound |= lost
 

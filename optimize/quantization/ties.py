@@ -9,6 +9,7 @@ integers occur.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,18 +30,16 @@ _WIDER = 1 + 1 / 256
 def part_from_ties(prepared: fx.GraphModule, images: torch.Tensor) -> bool:
     """Widen the range of the image's quantizer where it makes ties of pixels, in place.
 
+    It is the first behind the image, whatever a network does to this in front of it.
+
     Args:
-        prepared: with observers that have seen images, or fake-quantize modules.
+        prepared: with observers that have seen images, or fake-quantize modules; in eval mode.
         images: ``float32 (N, C, H, W)``, normalised.
 
     Returns:
         Whether it did.
     """
-    watchers = [
-        (node, name)
-        for node in prepared.graph.nodes
-        if (name := _watcher(prepared, node)) and node.all_input_nodes[0].op == "placeholder"
-    ]
+    watchers = list(_first(prepared))
     if len(watchers) != 1:
         return False
     ((seeing, name),) = watchers
@@ -49,7 +48,7 @@ def part_from_ties(prepared: fx.GraphModule, images: torch.Tensor) -> bool:
     watcher = prepared.get_submodule(name)
     known: Any = watcher
     scale, zero_point = (float(each) for each in known.calculate_qparams())
-    place = images.double() / scale
+    place = _shown(prepared, seeing.all_input_nodes[0], images).double() / scale
     if ((place - place.floor() - 0.5).abs() < _NEAR).double().mean() < _MANY:
         return False
     if isinstance(watcher, FakeQuantizeBase):
@@ -64,6 +63,35 @@ def part_from_ties(prepared: fx.GraphModule, images: torch.Tensor) -> bool:
         )
         prepared.set_submodule(name, fixed.to(images.device))
     return True
+
+
+def _first(prepared: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
+    """Watchers of what is made of the image without another watcher between, and their names."""
+    unwatched: set[fx.Node] = set()
+    for node in prepared.graph.nodes:
+        if node.op == "placeholder" or not unwatched.isdisjoint(node.all_input_nodes):
+            if name := _watcher(prepared, node):
+                yield node, name
+            else:
+                unwatched.add(node)
+
+
+def _shown(prepared: fx.GraphModule, node: fx.Node, images: torch.Tensor) -> torch.Tensor:
+    """What a node gives of images; nothing behind it is computed."""
+    needed, waiting = {node}, [node]
+    while waiting:
+        before = set(waiting.pop().all_input_nodes) - needed
+        needed |= before
+        waiting += before
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for each in prepared.graph.nodes:
+        if each in needed:
+            copies[each] = graph.node_copy(each, copies.__getitem__)
+    graph.output(copies[node])
+    with torch.no_grad():
+        value: torch.Tensor = fx.GraphModule(prepared, graph)(images)
+    return value
 
 
 def _watcher(prepared: fx.GraphModule, node: fx.Node) -> str:

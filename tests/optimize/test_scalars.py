@@ -1,0 +1,66 @@
+"""Sums and products with a number mean the same in torch's packed program, in its reference and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization.quantize_fx import convert_fx
+
+from optimize.quantization.convert import prepare, trace_calls
+from optimize.quantization.explicit import quantizing
+from optimize.quantization.observers import settle_weights
+from optimize.quantization.qdq import reference_form
+from optimize.quantization.targets import x86_target
+from serve.runtime.engines.torchscript import use_int8_kernels
+
+
+class Between(nn.Module):
+    """Two convolutions, and something in torch's words between them."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.between = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.second(self.between(torch.relu(self.first(x))))
+        return answer
+
+
+def in_place(y: torch.Tensor) -> torch.Tensor:
+    y *= 0.37
+    y += 0.021
+    return y
+
+
+WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "operators": lambda y: 0.021 + y * 0.37,
+    "in place": in_place,
+    "functions": lambda y: torch.relu(torch.add(torch.mul(y, -0.37), 0.1)),
+    "arguments by name": lambda y: torch.add(torch.mul(input=y, other=0.37), other=0.021),
+    "alpha": lambda y: torch.add(y, y.roll(1, 2), alpha=3),
+    "size": lambda y: y * (y.size(1) / 5) + 0.021,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_torchs_kernels_compute_a_sum_with_a_number_as_the_integers_mean_it(way: str) -> None:
+    module, target = Between(WAYS[way]).eval(), x86_target()
+    images = torch.rand(8, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    traced = trace_calls(module, images)
+    prepared = prepare(traced, target.post_training("minmax"), images, target)
+    prepared(images)
+    settle_weights(prepared, images)
+    use_int8_kernels()
+    form = reference_form(prepared, images, target.backend_config())
+    with torch.no_grad():
+        expected, meant = module(images), form(images)
+        found = convert_fx(prepared, backend_config=target.backend_config())(images)
+    # A rounding tie may fall to either side.
+    assert (meant != found).double().mean() < 0.005
+    assert (meant - expected).abs().max() < 0.05 * expected.abs().max()
+    # The image, what each layer gives, and what the second reads.
+    assert sum(quantizing(node) == "quantize_per_tensor" for node in form.graph.nodes) == 4
