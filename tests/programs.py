@@ -117,12 +117,12 @@ os._exit(code)
 
 
 #: What such a program has in the place of Python: ``-P -m MODULE`` (its template of executions, the processes that
-#: train with it) is forked as well, with all that it would inherit, and so is a worker of TorchServe where that has it
-#: for its Python; anything else begins as usual.
+#: train with it) and ``-u -m MODULE`` (what torchrun starts) are forked as well, with all that they would inherit, and
+#: so is a worker of TorchServe where that has it for its Python; anything else begins as usual.
 _STARTING = """#!{python} -IS
 import json, os, signal, socket, sys
 
-if sys.argv[1:3] == ["-P", "-m"]:
+if sys.argv[1:3] in (["-P", "-m"], ["-u", "-m"]):
     words = sys.argv[2:]
 elif sys.argv[1:] and sys.argv[1].endswith("/ts/model_service_worker.py"):
     words = sys.argv[1:]

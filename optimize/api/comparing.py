@@ -18,6 +18,7 @@ from optimize.run.comparing import compare_runs as _compare_runs
 from optimize.run.floats import graph_of
 from optimize.run.recommendation import Objective, Recommend, recommend
 from optimize.run.results import measure as measure_steps
+from optimize.training.torchrun import only_first
 from optimize.variant import Variant
 from serve.progress import here
 from serve.runtime.errors import UserError
@@ -122,6 +123,7 @@ def compare_runs(
     Raises:
         UserError: a run or artifact does not exist, or they were judged by different images; what differs is named.
     """
+    only_first()
     rule = Recommend(objective=objective, max_drop=max_drop, confidence=confidence)
     with silenced():
         results = _compare_runs(

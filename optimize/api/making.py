@@ -19,6 +19,7 @@ from optimize.run.job import Job, open_job
 from optimize.run.saved import take
 from optimize.run.session import Session
 from optimize.training.config import TrainingConfig
+from optimize.training.torchrun import only_first
 from optimize.variant import Variant
 from serve.config import Config
 from serve.options import ServingOptions
@@ -45,7 +46,7 @@ def load(
     val_images: int | None = None,
     skip_unreadable: bool = False,
     seed: int = 0,
-    processes: int = 1,
+    processes: int | None = None,
     tensorboard: str | Path | None = None,
     trust_checkpoint: bool = False,
 ) -> Variant:
@@ -71,13 +72,15 @@ def load(
         val_images: measure accuracy on so many validation images, drawn from each class alike; by default on all.
         skip_unreadable: measure without the validation images that cannot be read, instead of refusing them.
         seed: of every random choice.
-        processes: how many processes of this machine train together, here and in ``qat``; on GPUs each has one.
+        processes: how many processes of this machine train together, here and in ``qat``; on GPUs each has one. By
+            default one; in a script that torchrun has started several times, all of these.
         tensorboard: a folder for TensorBoard's events of what is trained, a folder in it for each artifact.
         trust_checkpoint: let the checkpoint's pickle run code.
 
     Raises:
         UserError: something is missing, unreadable, or does not fit.
     """
+    only_first()
     must_be_model(model)
     with silenced():
         bar = here()

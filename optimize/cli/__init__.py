@@ -14,6 +14,7 @@ from optimize.cli.profiles import profile
 from optimize.cli.running import compare, run
 from optimize.cli.stored import list_runs, prune, show, verify
 from optimize.cli.words import ListsData
+from optimize.training.torchrun import first_alone
 from serve.command_line import OneLineGroup
 
 app = typer.Typer(
@@ -46,5 +47,6 @@ for _name, _command in COMMANDS.items():
 
 
 def main() -> None:
-    """Entry point."""
-    app()
+    """Entry point. Of several processes that torchrun has started, the first alone carries out the command."""
+    with first_alone():
+        app()

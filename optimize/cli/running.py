@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from json import dumps
 from pathlib import Path
@@ -102,8 +101,13 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
     processes: Annotated[
-        int, typer.Option(min=1, help="Processes that train together, on this machine; on GPUs each has one.")
-    ] = 1,
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1,
+            help="Processes that train together, on this machine; on GPUs each has one. One by default; under "
+            "torchrun, those that it has started.",
+        ),
+    ] = None,
     tensorboard: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Write the curves of what trains for TensorBoard into this folder.", metavar="DIR"),
@@ -119,10 +123,6 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     json: Annotated[bool, typer.Option("--json", help="Print report.json on stdout, and nothing else.")] = False,
 ) -> None:
     """Run a recipe on a model: build, measure, pack and report."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
-        # One of several that torchrun has started. The first says that they are refused; if another failed before it,
-        # torchrun (2.14) would end it unheard.
-        raise typer.Exit
     with reported("interrupted; what was finished is kept, the same command goes on from there"):
         with uncollected():
             from optimize import noise

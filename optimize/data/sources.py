@@ -217,6 +217,16 @@ def read_source(source: Source) -> bytes:
         raise UserError(f"{source}: cannot be read ({error.strerror})") from None
 
 
+def out_of_reach(sources: Sequence[Source], sample: int = 8) -> Path | None:
+    """One of a few files, evenly spread, if none of them can be read from this machine; None if one can.
+
+    Single images may be damaged anywhere: this is about the folder that they lie in.
+    """
+    some = [sources[place] for place in range(0, len(sources), -(-len(sources) // sample))] if len(sources) else []
+    files = [source for source in some if isinstance(source, Path)]
+    return files[0] if files and not any(os.access(file, os.R_OK) for file in files) else None
+
+
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
     """``uint8 (H, W)`` or ``(H, W, 3)`` as an encoded image: what a split holds of images that lie in memory."""
     buffer = io.BytesIO()

@@ -29,7 +29,7 @@ from optimize.run.identity import Identity
 from optimize.run.session import Session
 from optimize.store.objects import Store
 from optimize.training.events import tensorboard
-from optimize.training.together import refuse_torchrun
+from optimize.training.torchrun import only_first, processes
 from serve import layout
 from serve.config import Config
 from serve.runtime.errors import did_you_mean
@@ -82,8 +82,11 @@ class Job(Config):
     )
     trust_checkpoint: bool = Field(default=False, description="let the checkpoint's pickle run code")
     seed: int = Field(default=0, description="of every random choice")
-    processes: int = Field(
-        default=1, ge=1, description="how many processes of this machine train together; on GPUs each has one"
+    processes: int | None = Field(
+        default=None,
+        ge=1,
+        description="how many processes of this machine train together; on GPUs each has one. None: those that "
+        "torchrun has started, or one",
     )
     tensorboard: Path | None = Field(
         default=None, description="a folder for TensorBoard's events of what is trained; None writes none"
@@ -151,7 +154,8 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     Raises:
         UserError: something is missing, unreadable, or does not fit.
     """
-    refuse_torchrun()
+    only_first()
+    together = processes(job.processes)
     if job.tensorboard is not None:
         tensorboard("writing a training's curves")
     device = resolve_device(job.device)
@@ -173,7 +177,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         listener,
         skip_unreadable=job.skip_unreadable,
         scratch=store.scratch,
-        processes=job.processes,
+        processes=together,
         tensorboard=job.tensorboard,
     )
     listener.said(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
 from optimize.training.stopwatch import Stopwatch
+
+T = TypeVar("T")
 
 #: Told of the time that this process waits for the others; of a process, as the group is.
 _stopwatch: Stopwatch | None = None
@@ -75,6 +77,16 @@ def gathered(value: Any) -> list[Any]:
     with _waiting():
         distributed.all_gather_object(values, value)
     return values
+
+
+def of_the_first(value: T) -> T:
+    """The first process's value, which is pickled; what the others give is not looked at."""
+    if not together():
+        return value
+    values = [value]
+    with _waiting():
+        distributed.broadcast_object_list(values)
+    return values[0]
 
 
 def numbers(*values: int, device: torch.device) -> list[list[int]]:

@@ -126,7 +126,8 @@ class _Run:
 
     def carried_out(self) -> TrainingResult:
         """All epochs that are left, and the best of them kept."""
-        saved = self.checkpoints.load()
+        # Of several processes the first keeps them, and some may be on hosts that do not have its folder.
+        saved = group.of_the_first(self.checkpoints.load() if group.rank() == 0 else None)
         random = self._go_on(saved) if saved is not None else None
         with group.timed(self.stopwatch), self.events.opened(self.done), self._checkpointed():
             if saved is None and self.manner.from_start:

@@ -1,6 +1,6 @@
-"""One of the processes that train together: ``python -m optimize.training.rank FOLDER NUMBER COUNT``.
+"""One of the processes that train together: ``python -m optimize.training.rank FOLDER PLACE``.
 
-What it is to do lies in the folder, which its parent made (`together`); it ends with its parent.
+The first finds in its folder what is to be done, and hands it to the others; each ends with its parent.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import pickle
+import socket
 import sys
 import threading
 import warnings
@@ -18,11 +19,14 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from optimize.data.sources import out_of_reach
 from optimize.errors import PassError
 from optimize.listener import Silent
+from optimize.training import group, torchrun
 from optimize.training.loop import train
 from optimize.training.randomness import restore_random_states
-from optimize.training.together import RENDEZVOUS, RESULT, TASK, Task, failure, other_random
+from optimize.training.starting import RENDEZVOUS, RESULT, TASK, Place, failure
+from optimize.training.together import Task, other_random
 from serve.runtime.errors import UserError, one_line
 
 #: How long one waits for the others in a sum; another may be decoding a large data set for the first time.
@@ -44,35 +48,70 @@ class _Telling(Silent):
         self._stream.write(json.dumps({"said": message}) + "\n")
 
 
-def main(folder: Path, number: int, count: int) -> None:
-    """Train as the process ``number`` of ``count``; the first leaves the result."""
+def main(folder: Path, place: Place) -> None:
+    """Train as one of several; the first leaves the result."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     listener: Silent = Silent()
-    if number == 0:
+    if place.rank == 0:
         listener = _Telling(os.dup(1))
         os.dup2(2, 1)  # what the user's code prints is not for the parent
-    task: Task = pickle.loads((folder / TASK).read_bytes())  # of our own parent
-    torch.set_num_threads(task.threads)
-    device = torch.device("cuda", number) if task.context.device.type == "cuda" else task.context.device
+    device = torch.device(place.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        _take(device, place)
+    by_file = {"init_method": f"file://{folder / RENDEZVOUS}"}
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{folder / RENDEZVOUS}",
-        rank=number,
-        world_size=count,
+        **(by_file if place.meeting is None else {"store": torchrun.within(place.meeting, torchrun.reach())}),
+        rank=place.rank,
+        world_size=place.world,
         timeout=_PATIENCE,
     )
-    if number == 0:
+    task = _handed_out(folder / TASK, place)
+    torch.set_num_threads(task.threads)
+    if place.rank == 0:
         restore_random_states(task.random, device)
     else:
-        other_random(task.context.seed, number)
+        other_random(task.context.seed, place.rank)
     context = dataclasses.replace(task.context, device=device, listener=listener)
     result = train(task.module, context, task.config, **vars(task.manner))
-    if number == 0:
+    if place.rank == 0:
         torch.save({"module": task.module.cpu().state_dict(), "result": dataclasses.asdict(result)}, folder / RESULT)
     distributed.barrier()
     distributed.destroy_process_group()
+
+
+def _take(device: torch.device, place: Place) -> None:
+    """Compute on a GPU.
+
+    Raises:
+        UserError: there is no such GPU.
+    """
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise UserError(
+            f"processes: process {place.rank} is to train on GPU {device.index} of {socket.gethostname()}, which has "
+            f"{count}; each process needs one of its own"
+        )
+    torch.cuda.set_device(device)
+
+
+def _handed_out(file: Path, place: Place) -> Task:
+    """What is to be done, which the first has in a file and gives to the others.
+
+    Raises:
+        UserError: the images cannot be read from here.
+    """
+    body = b""
+    if place.rank == 0:
+        body = file.read_bytes()
+        file.unlink()  # it may hold all images, and would stay where this is ended before its time
+    task: Task = pickle.loads(group.of_the_first(body))  # of our own parent
+    if place.rank and (missing := out_of_reach(task.context.data.train.sources)) is not None:
+        raise UserError(
+            f"{task.context.data.name}: {missing} cannot be read on {socket.gethostname()}, where process {place.rank} "
+            "trains; the images must lie under the same path on each host"
+        )
+    return task
 
 
 def _end_with_parent() -> None:
@@ -81,14 +120,14 @@ def _end_with_parent() -> None:
 
 
 def _begin() -> int:
-    folder, number, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, place = Path(sys.argv[1]), Place(**json.loads(sys.argv[2]))
     warnings.simplefilter("ignore")
     try:
-        main(folder, number, count)
+        main(folder, place)
     except Exception as error:
         kind = "user" if isinstance(error, UserError) else "pass" if isinstance(error, PassError) else "other"
         reason = {"kind": kind, "message": str(error) if kind != "other" else one_line(error)}
-        failure(folder, number).write_text(json.dumps(reason), encoding="utf-8")
+        failure(folder, place.rank).write_text(json.dumps(reason), encoding="utf-8")
         raise
     return 0
 

@@ -1,19 +1,22 @@
-"""Training in several processes of one machine, from the side that starts them; `rank` is what runs there."""
+"""Training in several processes, from the side of the one that wants it; `rank` is what runs in each.
+
+They are of this machine and started here, or one for each process that torchrun has started, on one host or several.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-import os
 import queue
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,15 +30,18 @@ from optimize.models.by_value import pickled_by_value
 from optimize.store.history import History
 from optimize.training.checkpoints import load_state
 from optimize.training.config import TrainingConfig
+from optimize.training.following import everywhere
 from optimize.training.randomness import random_states
 from optimize.training.records import Manner, TrainingResult
+from optimize.training.starting import RESULT, TASK, Ended, Ranks, here
+from optimize.training.torchrun import Launch, launch
 from serve.runtime.errors import UserError, one_line
 
-#: Files of the folder that the processes share.
-TASK, RESULT, RENDEZVOUS = "task.pickle", "result.pt", "rendezvous"
-
 #: Seconds that the others are given to end by themselves after one has failed.
-_PARTING = 2.0
+_PARTING = 4.0
+
+#: Seconds between two looks at whether one has ended.
+_LOOKING = 0.2
 
 _KINDS: dict[str, type[Exception]] = {"user": UserError, "pass": PassError}
 
@@ -64,11 +70,13 @@ def train_together(module: nn.Module, context: Context, config: TrainingConfig, 
     Raises:
         UserError: there are more processes than GPUs, or images in a step; the module cannot be sent; or as `train`.
         PassError: as `train`, or a process ended otherwise.
+        PipelineError: torchrun's processes are not there.
     """
-    _check(context, config)
-    threads = max(1, torch.get_num_threads() // context.processes)
-    quiet = replace(context, listener=SILENT)
-    task = Task(module.cpu(), quiet, config, manner, random_states(context.device), threads)
+    started = launch()
+    _check(context, config, started)
+    of_this_host = started.local_world if started else context.processes
+    threads = max(1, torch.get_num_threads() // of_this_host)
+    task = Task(module.cpu(), _of_all(context, started), config, manner, random_states(context.device), threads)
     try:
         body = pickled_by_value(task)
     except Exception as error:  # noqa: BLE001 - a user's object may raise anything
@@ -78,8 +86,8 @@ def train_together(module: nn.Module, context: Context, config: TrainingConfig, 
     with tempfile.TemporaryDirectory(prefix="training-") as name:
         folder = Path(name)
         (folder / TASK).write_bytes(body)
-        with _started(folder, context.processes) as ranks:
-            _relay(ranks, folder, context.listener)
+        with _ranks(folder, context, started) as ranks:
+            _relay(ranks, context.listener)
         found = torch.load(folder / RESULT, map_location="cpu", weights_only=True)
     load_state(module, found["module"])
     module.to(context.device).eval()
@@ -87,30 +95,22 @@ def train_together(module: nn.Module, context: Context, config: TrainingConfig, 
     return TrainingResult(**{**result, "history": History.from_json(result["history"])})
 
 
-def refuse_torchrun() -> None:
-    """Refuse to be one of several processes that torchrun has started.
-
-    Each would be a run of its own, from opening the data to measuring: only the trainings are to be shared.
-
-    Raises:
-        UserError: this is one.
-    """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if "TORCHELASTIC_RUN_ID" in os.environ and count > 1:
-        raise UserError(
-            f"torchrun has started this run {count} times, and each would make and measure everything; start it once, "
-            f"with --processes {count} (processes={count} in Python): it starts the processes of each training itself"
-        )
+def _ranks(folder: Path, context: Context, started: Launch | None) -> AbstractContextManager[Ranks]:
+    if started is None:
+        return here(folder, context.processes, context.device.type)
+    return everywhere(folder, started, context.device.type)
 
 
-def failure(folder: Path, number: int) -> Path:
-    """Where the process ``number`` says why it fails: ``{"kind": …, "message": …}``."""
-    return folder / f"failure-{number}.json"
+def _of_all(context: Context, started: Launch | None) -> Context:
+    """What all processes may know: nothing of the store's folders where some are on another host."""
+    if started is None or not started.several_hosts:
+        return dataclasses.replace(context, listener=SILENT)
+    return dataclasses.replace(context, listener=SILENT, store=None, scratch=None)
 
 
-def _check(context: Context, config: TrainingConfig) -> None:
+def _check(context: Context, config: TrainingConfig, started: Launch | None) -> None:
     count = context.processes
-    if context.device.type == "cuda" and count > torch.cuda.device_count():
+    if started is None and context.device.type == "cuda" and count > torch.cuda.device_count():
         raise UserError(f"processes: {count} are more than the {torch.cuda.device_count()} GPUs that there are")
     if config.batch_size < 2 * count * config.accumulate:
         parts = f" and each part of {config.accumulate} (accumulate)" if config.accumulate > 1 else ""
@@ -120,55 +120,20 @@ def _check(context: Context, config: TrainingConfig) -> None:
         )
 
 
-@contextlib.contextmanager
-def _started(folder: Path, count: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes; whichever still runs at the end is killed."""
-    ranks: list[subprocess.Popen[str]] = []
-    root = str(Path(__file__).parents[2])
-    variables = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
-        # Gloo looks for the machine's own name otherwise, which many containers cannot resolve.
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
-    try:
-        for number in range(count):
-            with (folder / f"errors-{number}.txt").open("w") as errors:
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, "-P", "-m", "optimize.training.rank", str(folder), str(number), str(count)],
-                        stdin=subprocess.PIPE,  # which closes with us, however we end
-                        stdout=subprocess.PIPE if number == 0 else errors,
-                        stderr=errors,
-                        text=True,
-                        env=os.environ | variables,
-                        start_new_session=True,  # Ctrl-C is for us, who end them
-                    )
-                )
-        yield ranks
-    finally:
-        for process in ranks:
-            process.kill()
-        for process in ranks:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
-
-
-def _relay(ranks: Sequence[subprocess.Popen[str]], folder: Path, listener: Listener) -> None:
+def _relay(ranks: Ranks, listener: Listener) -> None:
     """Tell the listener what the first process tells, until all have ended well."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    assert ranks[0].stdout is not None
-    reader = threading.Thread(target=_read, args=(ranks[0].stdout, lines), daemon=True)
+    reader = threading.Thread(target=_read, args=(ranks.events, lines), daemon=True)
     reader.start()
     while True:
-        codes = [process.poll() for process in ranks]
-        if any(code not in (None, 0) for code in codes):
-            _raise(ranks, folder)
+        ended = ranks.ended()
+        if any(each.code for each in ended.values()):
+            raise _reason(_parted(ranks), ranks.world)
+        over = len(ended) == ranks.world
         with contextlib.suppress(queue.Empty):
             while True:
-                _tell(json.loads(lines.get(timeout=0.0 if None not in codes else 0.2)), listener)
-        if None not in codes and not reader.is_alive():
+                _tell(json.loads(lines.get(timeout=0.0 if over else _LOOKING)), listener)
+        if over and not reader.is_alive():
             while not lines.empty():
                 _tell(json.loads(lines.get()), listener)
             return
@@ -186,28 +151,25 @@ def _tell(event: dict[str, Any], listener: Listener) -> None:
         listener.progressed(event["fraction"], event["message"])
 
 
-def _raise(ranks: Sequence[subprocess.Popen[str]], folder: Path) -> None:
-    """Raise what a process failed with; of those that only miss another, the other counts."""
-    for process in ranks:  # which soon miss each other
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_PARTING)
-    failed = [number for number, process in enumerate(ranks) if process.poll() not in (None, 0)]
-    reasons = {
-        number: json.loads(failure(folder, number).read_text(encoding="utf-8"))
-        for number in failed
-        if failure(folder, number).is_file()
-    }
-    for reason in reasons.values():
-        if reason["kind"] in _KINDS:
-            raise _KINDS[reason["kind"]](reason["message"])
-    killed = [number for number in failed if (ranks[number].returncode or 0) < 0]
-    if killed:
-        name = signal.Signals(-(ranks[killed[0]].returncode or 0)).name
-        raise PassError(f"process {killed[0]} of {len(ranks)} that train was ended by {name}")
-    number = failed[0]
-    last = (folder / f"errors-{number}.txt").read_text(errors="replace").strip().splitlines()[-1:]
-    message = reasons[number]["message"] if number in reasons else " ".join(last) or "no message"
-    raise PassError(f"process {number} of {len(ranks)} that train failed: {message}")
+def _parted(ranks: Ranks) -> dict[int, Ended]:
+    """How all have ended, which soon miss the one that has failed; those that still run are left out."""
+    last = time.monotonic() + _PARTING
+    while len(ended := ranks.ended()) < ranks.world and time.monotonic() < last:
+        time.sleep(_LOOKING)
+    return ended
+
+
+def _reason(ended: Mapping[int, Ended], world: int) -> Exception:
+    """What a process failed with; of those that only miss another, the other counts."""
+    failed = {number: each for number, each in sorted(ended.items()) if each.code}
+    for each in failed.values():
+        if each.kind in _KINDS:
+            return _KINDS[each.kind](each.message)
+    for number, each in failed.items():
+        if each.code < 0:
+            return PassError(f"process {number} of {world} that train was ended by {signal.Signals(-each.code).name}")
+    number, each = next(iter(failed.items()))
+    return PassError(f"process {number} of {world} that train failed: {each.message or 'no message'}")
 
 
 def other_random(seed: int, number: int) -> None:

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
-from optimize import cli
 from optimize.data.loading import loader
 from optimize.data.splits import hold_out
 from optimize.run.job import Job, open_job
@@ -166,20 +164,3 @@ def test_several_trainings_of_one_artifact_have_a_folder_each(tmp_path):
     write_histories([history, history], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
     assert scalars(tmp_path / "2")["loss"] == [(3, 1.0)]
-
-
-# --- torchrun ----------------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_torchrun_starts_several_times_is_refused_once_with_what_to_do(tmp_path, monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    words = ["run", "resnet18", "--store", str(tmp_path / "store")]
-    ends = [CliRunner().invoke(cli.app, words, env={"RANK": str(number), "COLUMNS": "300"}) for number in range(3)]
-    assert [(ended.exit_code, ended.stdout) for ended in ends] == [(2, ""), (0, ""), (0, "")]
-    assert [len(ended.stderr.splitlines()) for ended in ends] == [1, 0, 0]
-    assert ends[0].stderr.startswith("error: torchrun has started this run 3 times, ")
-    assert "with --processes 3 " in ends[0].stderr
-    with pytest.raises(UserError, match=r"^torchrun has started this run 3 times, "):
-        open_job(Job(model="resnet18", store=tmp_path / "store"), Heard())
-    assert not (tmp_path / "store").exists()

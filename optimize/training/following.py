@@ -1,0 +1,176 @@
+"""Training by the processes that torchrun has started: the first calls the others to each, and they follow.
+
+The call is a few words (`post`); what is to be trained goes from the first to the others when they have met (`rank`).
+So no folder is shared, and nobody waits for another within a sum of tensors, which has a time-out: between two
+trainings the first may measure for hours. What trains are processes of each training's own, as those that we start
+without torchrun: one that fails ends the training, and not the run, and none holds a GPU while the first measures.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from torch import distributed
+
+from optimize.training.post import Post
+from optimize.training.starting import Ended, Place, Rank, Ranks
+from optimize.training.torchrun import Launch
+from serve.runtime.errors import PipelineError, UserError, first_line
+
+#: Seconds between two looks of one that trains for a call to end that.
+_LOOKING = 0.3
+
+
+@dataclass
+class _First:
+    """The first process, as it knows itself."""
+
+    post: Post | None = None
+    failed: bool = False
+
+
+_first = _First()
+
+
+def lead(started: Launch) -> None:
+    """Be the first process. When it has ended well, the others are told.
+
+    Raises:
+        UserError: the program has joined the processes into a group of its own.
+    """
+    if _first.post is None:
+        if distributed.is_initialized():
+            raise UserError(
+                "torch.distributed is initialized in this process already, and each training does that for itself; "
+                "leave it out, or start without torchrun"
+            )
+        _first.post = Post(started)
+        atexit.register(_say_over)
+
+
+def failed() -> None:
+    """Leave it to torchrun to end the others, and to start all anew if it is to."""
+    _first.failed = True
+
+
+def _say_over() -> None:
+    if _first.post is not None and not _first.failed and getattr(sys, "last_value", None) is None:
+        with contextlib.suppress(distributed.DistError):
+            _first.post.say_over()
+
+
+@contextmanager
+def everywhere(folder: Path, started: Launch, kind: str) -> Iterator[Ranks]:
+    """The processes of one training, one for each that torchrun has started; that of the first is started here.
+
+    Args:
+        folder: of the first's files.
+        started: this process, the first.
+        kind: of the devices: ``cpu`` or ``cuda``.
+
+    Raises:
+        PipelineError: one of the others does not come, or torchrun's store is gone.
+    """
+    lead(started)
+    post, training = _first.post, uuid.uuid4().hex
+    assert post is not None
+    with _reachable():
+        post.call({"training": training, "kind": kind})
+    rank = Rank(folder, place_of(started, training, kind), one_host=not started.several_hosts)
+    try:
+        yield _Everywhere(started, post, training, rank)
+    except Exception:
+        rank.kill()
+        with _reachable():
+            post.call({})  # and when they have heard it, they are free for the next
+        raise
+    finally:
+        rank.kill()
+
+
+@dataclass(frozen=True)
+class _Everywhere:
+    started: Launch
+    post: Post
+    training: str
+    first: Rank
+
+    @property
+    def world(self) -> int:
+        return self.started.world
+
+    @property
+    def events(self) -> IO[str]:
+        return self.first.events
+
+    def ended(self) -> dict[int, Ended]:
+        found = {0: own} if (own := self.first.ended()) is not None else {}
+        with _reachable():
+            for number in range(1, self.world):
+                if (report := self.post.reported(self.training, number)) is not None:
+                    found[number] = Ended(**report)
+        return found
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    try:
+        yield
+    except distributed.DistError as error:
+        raise PipelineError(f"torchrun's store does not answer any more: {first_line(error)}") from None
+
+
+def place_of(started: Launch, training: str, kind: str) -> Place:
+    """Where one of torchrun's processes trains."""
+    device = f"cuda:{started.local_rank}" if kind == "cuda" else kind
+    return Place(started.rank, started.world, device, meeting=training)
+
+
+# --- the others ------------------------------------------------------------------------------------------------------
+
+
+def follow(started: Launch) -> int:
+    """Take part in each training that the first process calls to, until that ends.
+
+    Returns:
+        The exit code of this process: 0, or 1 where the first was lost without a word.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):  # of torchrun, which says why
+        signal.signal(number, _end_at_once)
+    try:
+        post = Post(started)
+        while (call := post.next_call()) is not None:
+            if "training" in call:
+                _take_part(started, post, call["training"], call["kind"])
+    except distributed.DistError:
+        sys.stderr.write(f"process {started.rank} on {socket.gethostname()} has lost the first, and ends\n")
+        return 1
+    return 0
+
+
+def _take_part(started: Launch, post: Post, training: str, kind: str) -> None:
+    """Train, until that ends or something else is to be done."""
+    with tempfile.TemporaryDirectory(prefix="training-") as folder:
+        rank = Rank(Path(folder), place_of(started, training, kind), one_host=not started.several_hosts)
+        try:
+            while (ended := rank.ended(_LOOKING)) is None and not post.called:
+                pass
+        finally:
+            killed = rank.kill()
+        post.report(training, dataclasses.asdict(ended or killed))
+
+
+def _end_at_once(number: int, frame: object) -> None:
+    sys.exit(128 + number)
