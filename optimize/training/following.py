@@ -18,7 +18,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -106,6 +106,7 @@ class _Everywhere:
     post: Post
     training: str
     first: Rank
+    others: dict[int, Ended] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -116,12 +117,11 @@ class _Everywhere:
         return self.first.events
 
     def ended(self) -> dict[int, Ended]:
-        found = {0: own} if (own := self.first.ended()) is not None else {}
         with _reachable():
-            for number in range(1, self.world):
-                if (report := self.post.reported(self.training, number)) is not None:
-                    found[number] = Ended(**report)
-        return found
+            reports = self.post.reported(self.training, self.others)
+        self.others.update({number: Ended(**report) for number, report in reports.items()})
+        own = self.first.ended()
+        return self.others if own is None else {0: own, **self.others}
 
 
 @contextmanager
@@ -169,7 +169,8 @@ def _take_part(started: Launch, post: Post, training: str, kind: str) -> None:
                 pass
         finally:
             killed = rank.kill()
-        post.report(training, dataclasses.asdict(ended or killed))
+        host = socket.gethostname() if started.several_hosts else ""
+        post.report(training, dataclasses.asdict(ended or killed) | {"host": host})
 
 
 def _end_at_once(number: int, frame: object) -> None:

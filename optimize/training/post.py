@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from optimize.training import torchrun
@@ -66,6 +66,7 @@ class Post:
     def report(self, training: str, value: Mapping[str, Any]) -> None:
         """Tell the first how this process's part in a training has ended."""
         self._store.set(f"{training}/{self._started.rank}", json.dumps(value))
+        self._store.add(f"{training}/ended", 1)
 
     # --- the first ---
 
@@ -96,10 +97,13 @@ class Post:
                 )
             time.sleep(_CALLING)
 
-    def reported(self, training: str, number: int) -> dict[str, Any] | None:
-        """How the part of another process in a training has ended; None: it has not."""
-        value = self._read(f"{training}/{number}")
-        return None if value is None else dict(json.loads(value))
+    def reported(self, training: str, known: Collection[int]) -> dict[int, dict[str, Any]]:
+        """How the parts of the others in a training have ended, but for those that are known; by their numbers."""
+        if self._store.add(f"{training}/ended", 0) == len(known):  # one question, however many they are
+            return {}
+        others = [number for number in range(1, self._started.world) if number not in known]
+        said = {number: self._read(f"{training}/{number}") for number in others}
+        return {number: json.loads(value) for number, value in said.items() if value is not None}
 
     def say_over(self) -> None:
         """Tell the others that there is no more to train."""

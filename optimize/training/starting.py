@@ -44,11 +44,13 @@ class Ended:
         code: 0, its exit code, or minus the signal that ended it.
         kind: of its exception: ``user``, ``pass`` or ``other``; empty where it has left none.
         message: the exception's, or the last line of its errors.
+        host: where it ran, if that may be another than the caller's.
     """
 
     code: int
     kind: str = ""
     message: str = ""
+    host: str = ""
 
 
 class Ranks(Protocol):

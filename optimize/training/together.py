@@ -165,11 +165,12 @@ def _reason(ended: Mapping[int, Ended], world: int) -> Exception:
     for each in failed.values():
         if each.kind in _KINDS:
             return _KINDS[each.kind](each.message)
-    for number, each in failed.items():
-        if each.code < 0:
-            return PassError(f"process {number} of {world} that train was ended by {signal.Signals(-each.code).name}")
-    number, each = next(iter(failed.items()))
-    return PassError(f"process {number} of {world} that train failed: {each.message or 'no message'}")
+    # Who fails may only miss one that was killed.
+    number = next((number for number, each in failed.items() if each.code < 0), min(failed))
+    end = failed[number]
+    where = f" on {end.host}" if end.host else ""
+    how = f"was ended by {signal.Signals(-end.code).name}" if end.code < 0 else f"failed: {end.message or 'no message'}"
+    return PassError(f"process {number} of {world} that train{where} {how}")
 
 
 def other_random(seed: int, number: int) -> None:

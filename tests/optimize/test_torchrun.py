@@ -22,9 +22,10 @@ from optimize.data.sources import Files, Pixels, out_of_reach, select
 from optimize.errors import PassError
 from optimize.listener import Silent
 from optimize.run.job import Job, open_job
-from optimize.training import following, post, torchrun
+from optimize.training import following, post, together, torchrun
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
+from optimize.training.starting import Ended
 from optimize.training.torchrun import Launch, launch, only_first, processes
 from serve.runtime.errors import PipelineError, UserError
 from tests.programs import ROOT, Program, Programs
@@ -260,6 +261,21 @@ def test_images_that_another_host_does_not_have_are_told_with_the_host(
     assert other.end().returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        (
+            {0: Ended(1, "other", "reset"), 2: Ended(-9, host="node7")},
+            "2 of 4 that train on node7 was ended by SIGKILL",
+        ),
+        ({0: Ended(0), 1: Ended(1, "other", "OSError: no", "node3")}, "1 of 4 that train on node3 failed: OSError: no"),
+        ({3: Ended(3)}, "3 of 4 that train failed: no message"),
+    ],
+)
+def test_what_fails_on_another_host_is_told_with_the_host(ended: dict[int, Ended], told: str) -> None:
+    assert str(together._reason(ended, 4)) == f"process {told}"
+
+
 def test_files_are_out_of_reach_where_none_of_a_few_can_be_read(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number:02}.png" for number in range(40)]
     files = Files.of(tmp_path, paths)
@@ -291,8 +307,10 @@ def test_one_that_torchrun_started_anew_hears_what_the_one_before_it_did_not(two
             first.call({"training": "a"})
     assert [gone.called, other.called] == [False, True]
     assert other.next_call() == {"training": "a"}
+    assert first.reported("a", {}) == {}
     other.report("a", {"code": 0})
-    assert first.reported("a", 1) == {"code": 0}
+    assert first.reported("a", {}) == {1: {"code": 0}}
+    assert first.reported("a", {1}) == {}
     first.say_over()
     assert [post.Post(Launch(1, 2, 1, 2)).next_call(), other.next_call()] == [None, None]
 
