@@ -7,7 +7,7 @@ its last rounding is known. Then the layer is run again on other integers, or ex
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -28,7 +28,9 @@ _SEVEN_BITS: Final = 127
 Run = Callable[[Batch], torch.Tensor]
 
 
-def cause_of(reference: ReferenceLayers, layer: Layer, run: Run, batch: Batch, found: torch.Tensor) -> Cause:
+def cause_of(
+    reference: ReferenceLayers, layer: Layer, run: Run, batch: Batch, found: torch.Tensor, *, astray: Sequence[str]
+) -> Cause:
     """Find out why an engine's integers for a layer are not the reference's.
 
     Args:
@@ -37,6 +39,7 @@ def cause_of(reference: ReferenceLayers, layer: Layer, run: Run, batch: Batch, f
         run: the engine's.
         batch: as the reference was shown it.
         found: the engine's answer to it.
+        astray: names of layers before it that the engine has no step of their own for, and that gave it other integers.
     """
     exact = reference.exact(layer, batch)
     expected = batch.integers[layer.number]
@@ -48,6 +51,11 @@ def cause_of(reference: ReferenceLayers, layer: Layer, run: Run, batch: Batch, f
         return Cause("rounding", f"{_of_ties(expected, found, exact)}{biases}")
     count = int(wrong.sum())
     share = f"{count:,} of {wrong.numel():,} integers are not those of exact arithmetic"
+    if astray:
+        return Cause(
+            "kernel",
+            f"{share}; it was given others than are meant, by what has no step of its own: {', '.join(astray)}",
+        )
     for clamp, options in _clamps(layer):
         if _explained(count, found, reference.exact(layer, batch, **options)):
             return Cause("lost clamp", f"{share}; those of exact arithmetic without {clamp} are the engine's")

@@ -46,6 +46,10 @@ class Runner(Protocol):
         """Those of one layer."""
         ...
 
+    def astray(self, layer: Layer) -> tuple[str, ...]:
+        """Names of layers before it that gave it, when all were run last, others than the batch's."""
+        ...
+
 
 def check_layers(folder: Path, reference: Path, execution: Execution, pixels: torch.Tensor) -> Engine:
     """Run each layer of an artifact alone, and compare its integers with the reference's.
@@ -80,7 +84,8 @@ def check_layers(folder: Path, reference: Path, execution: Execution, pixels: to
             if isinstance(found, str):
                 count.unable = found
                 continue
-            why = functools.partial(cause_of, program, layer, _alone(runner, layer), batch, found)
+            alone = _alone(runner, layer)
+            why = functools.partial(cause_of, program, layer, alone, batch, found, astray=runner.astray(layer))
             count.unable = count.compare(batch.integers[number], found, why)
     left = [layer.name for layer in program.layers if layer.number not in counts]
     counted = [(count, program.layers[number]) for number, count in sorted(counts.items())]
@@ -173,6 +178,10 @@ class _OfGraph:
             self._open[layer.number] = self._opened(self._graph.alone(layer, self._example))
         return torch.from_numpy(self._open[layer.number](self._graph.given(layer, batch)))
 
+    def astray(self, layer: Layer) -> tuple[str, ...]:
+        """See `Runner`: each layer is a graph of its own, given what it takes."""
+        return ()
+
     def _opened(self, body: bytes) -> Callable[[dict[str, Any]], Any]:
         raise NotImplementedError
 
@@ -195,6 +204,8 @@ class _Packed:
 
     def __init__(self, file: Path, program: ReferenceLayers, execution: Execution, example: Batch) -> None:
         use_int8_kernels()
+        self._layers = program.layers
+        self._astray: dict[int, tuple[str, ...]] = {}
         self._packed = PackedLayers(load_script(file, torch.device("cpu")), program.layers)
         numbers = self._packed.match(example)
         ended = self._packed.ended
@@ -208,11 +219,17 @@ class _Packed:
     def every(self, batch: Batch) -> Mapping[int, torch.Tensor | str]:
         """See `Runner`."""
         found = self._packed.integers(batch)
+        # Now: `one` computes no layer behind its own.
+        self._astray = {layer.number: self._packed.astray(layer) for layer in self._layers}
         return {number: found.get(number, f"{self._packed.ended}") for number in self._numbers}
 
     def one(self, layer: Layer, batch: Batch) -> torch.Tensor:
         """See `Runner`."""
         return self._packed.integers(batch, only=layer.number)[layer.number]
+
+    def astray(self, layer: Layer) -> tuple[str, ...]:
+        """See `Runner`."""
+        return self._astray[layer.number]
 
 
 _RUNNERS: Final[Mapping[str, Callable[[Path, ReferenceLayers, Execution, Batch], Runner]]] = {

@@ -39,6 +39,7 @@ class PackedLayers:
         self._layers = layers
         self._nodes = list(self._graph.nodes())
         self._number_of: dict[str, int] = {}
+        self._given: set[int] = set()
         self.ended: str | None = None
 
     def match(self, batch: Batch) -> list[int]:
@@ -76,10 +77,15 @@ class PackedLayers:
         """
         values = self._begun(batch.images)
         found: dict[int, torch.Tensor] = {}
+        self._given = set(self._number_of.values())
+        absent = batch.integers.keys() - self._given
         for node in self._ran(values):
             name = node.outputsAt(0).debugName() if node.outputsSize() == 1 else ""
             number = self._number_of.get(name)
             if number is None:
+                met = {each for each in absent if _has(values.get(name), batch.integers[each])}
+                self._given |= met
+                absent -= met
                 continue
             computed = values[name]
             found[number] = computed.int_repr()
@@ -90,6 +96,13 @@ class PackedLayers:
                     batch.integers[number].contiguous(), computed.q_scale(), computed.q_zero_point()
                 )
         return found
+
+    def astray(self, layer: Layer) -> tuple[str, ...]:
+        """Names of those before a layer that gave it other integers, in `integers`, than the batch has of them.
+
+        They have no step of their own here, so that it was given what came of others in their place.
+        """
+        return tuple(self._layers[number].name for number in layer.before if number not in self._given)
 
     def _begun(self, images: torch.Tensor) -> dict[str, Any]:
         own, image = list(self._graph.inputs())[-2:]
@@ -150,6 +163,13 @@ def _keywords(operator: Any, schema: str, given: Sequence[Any]) -> Iterator[tupl
         for argument, value in zip(called._schema.arguments, given, strict=False):
             if argument.kwarg_only:
                 yield argument.name, value
+
+
+def _has(tensor: Any, integers: torch.Tensor) -> bool:
+    """Whether it is a quantized tensor of these integers."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_quantized or tensor.shape != integers.shape:
+        return False
+    return torch.equal(tensor.int_repr(), integers)
 
 
 def _is_of(tensor: torch.Tensor, layer: Layer, batch: Batch) -> bool:

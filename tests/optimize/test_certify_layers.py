@@ -359,6 +359,9 @@ def test_a_tie_that_is_rounded_up_is_called_rounding(net: Made, monkeypatch: pyt
             nearly = exact + torch.where((exact - exact.floor() - 0.5).abs() < 2e-3, 2e-3, 0.0)
             return (nearly + 0.5).floor().clamp(0, 255).to(torch.uint8)
 
+        def astray(self, layer: Layer) -> tuple[str, ...]:
+            return ()
+
     PROGRAM = ReferenceLayers(load_program(net.reference))  # noqa: N806
     monkeypatch.setitem(layers._RUNNERS, "onnxruntime", lambda *_: RoundsUp())
     found = net.checked(ORT)
@@ -475,6 +478,33 @@ def test_layers_that_ask_for_a_size_or_take_an_argument_by_name_are_run(asking: 
         assert compared[-1] == len(quantizers(asking.packed)) - 1
     else:
         assert compared == list(range(len(quantizers(asking.packed))))
+
+
+class Scaled(nn.Module):
+    """A product with a number between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.flatten(self.last(torch.relu(self.first(x)) * 0.37 + 0.02), 1)
+
+
+def test_of_a_kernel_that_has_no_step_of_its_own_the_layer_that_reads_it_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's sum with a number, which is kept in float otherwise, takes the scale of what it is given."""
+    monkeypatch.setattr("optimize.quantization.convert.free_scalars", lambda module, example: 0)
+    torch.manual_seed(0)
+    found = quantized(Scaled(), tmp_path).checked(TORCH)
+    assert found.apart is not None
+    first = found.first
+    assert first is not None
+    assert first.name == "last: conv2d"
+    assert first.cause is not None
+    assert first.cause.why == "kernel"
+    assert first.cause.said.endswith("it was given others than are meant, by what has no step of its own: add")
 
 
 def test_graphs_of_other_integers_are_refused(net: Made, narrow: Made) -> None:
