@@ -55,7 +55,8 @@ ENVIRONMENT = {**UNCOMPILED, **ONE_THREAD, "COLUMNS": "200"}
 
 def run_shared(programs: Programs, store: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """``torchrun --nproc-per-node 2 -m optimize run`` of the tiny network, as it ends."""
-    begin = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tests.optimize.lean", "run", TINY)
+    logs = ("--log-dir", store.parent / "logs")  # which would stay in /tmp
+    begin = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *logs, "-m", "tests.optimize.lean", "run", TINY)
     options = ("--store", store, "--device", "cpu", "--name", "tiny")
     return programs.run(*begin, *options, *words, environment={**os.environ, **ENVIRONMENT})
 
