@@ -18,7 +18,6 @@ from torch import nn
 from benchmarks.zoo import __main__ as zoo
 from benchmarks.zoo import stream, weights
 from benchmarks.zoo.agreement import compared, disagreeing
-from benchmarks.zoo.model import KEEPS_MEMORY, main
 from benchmarks.zoo.names import family, torchvision_names
 from benchmarks.zoo.page import page
 from benchmarks.zoo.record import Agreement, ModelRecord, Passed, Signal, Speed, read, read_all, write, write_all
@@ -26,7 +25,6 @@ from benchmarks.zoo.stages import STAGES, Model, Settings
 from benchmarks.zoo.stream import RoundedSums, branch_ends
 from benchmarks.zoo.watch import run
 from benchmarks.zoo.weights import fit_head, initialise
-from optimize.measure.processes import environment
 from tests.optimize import families
 
 MIB = 1 << 20
@@ -466,15 +464,3 @@ def test_what_8_bits_cost_counts_weights_and_answers() -> None:
     signal = fit_head(module, lambda: iter([(images, labels)]), lambda: iter([(images, labels)]))
     assert signal.rounding_db == pytest.approx(10 * math.log10(float(expected)), abs=0.1)
     assert torch.equal(convolution.weight, weight)  # as they were
-
-
-def test_what_a_model_is_timed_in_has_none_of_its_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """glibc reads them when the process begins; the programs that it starts run as what is served does."""
-    for name, value in KEEPS_MEMORY.items():
-        monkeypatch.setenv(name, value)
-    words = ["zoo", "resnet18", "--record", str(tmp_path / "record.json"), "--store", str(tmp_path / "store")]
-    settings = Settings(speed=False).to_json()
-    monkeypatch.setattr("sys.argv", [*words, "--settings", settings, "--memory", str(1 << 40), "--seconds", "-1"])
-    monkeypatch.setattr("resource.setrlimit", lambda which, ends: None)  # of this process, which goes on
-    assert main() == 0
-    assert not KEEPS_MEMORY.keys() & environment().keys()

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.zoo.model import KEEPS_MEMORY
 from benchmarks.zoo.names import family, timm_names, torchvision_names
 from benchmarks.zoo.page import made_with, page
 from benchmarks.zoo.record import ModelRecord, Passed, read, read_all, write, write_all
@@ -37,7 +36,7 @@ def take(name: str, options: argparse.Namespace, until: float = math.inf) -> Mod
         *(sys.executable, "-m", "benchmarks.zoo.model", name, "--record", str(file), "--store", str(store)),
         *("--settings", settings.to_json(), "--memory", str(options.memory << 30)),
     ]
-    environment = os.environ | KEEPS_MEMORY | ({} if options.compile else {"TORCH_COMPILE_DISABLE": "1"})
+    environment = os.environ | ({} if options.compile else {"TORCH_COMPILE_DISABLE": "1"})
     while (known := read(file)) is None or not _done(known, settings):
         if (left := until - time.monotonic()) <= 0:
             return known

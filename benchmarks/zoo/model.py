@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import resource
 import sys
 import time
@@ -19,17 +18,13 @@ from benchmarks.zoo.names import family
 from benchmarks.zoo.record import ModelRecord, read, write
 from benchmarks.zoo.stages import Model, Settings
 from optimize.noise import silenced
-
-#: What this process is started with: glibc gives each activation of some MB back, and has the kernel clear it again, a
-#: third of a model's processor time.
-KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+from serve.runtime.execution import keep_memory
 
 
 def main() -> int:
     """Run the stages that the record does not have, as far as there is time."""
     begun = time.monotonic()
-    for name in KEEPS_MEMORY:  # glibc has read them; those that are timed run as what is served does
-        os.environ.pop(name, None)
+    keep_memory()  # else the kernel clears each activation of some MB again: a third of a model's processor time
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--record", type=Path, required=True)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -141,16 +141,15 @@ def _settle(module: nn.Module, images: torch.Tensor, way: _Way, seed: int, ends:
         layer.train(isinstance(layer, _BatchNorm))
     inner = functools.partial(_standardised, middle=way.mean)
     last = functools.partial(_as_branch, deviation=max(len(ends), 1) ** -0.5)
-    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.affine and way.smooth]
-    unraised = [layer.register_forward_pre_hook(_unraised) for layer in norms]
+    layers = [layer for layer in module.modules() if layer not in ends]
+    norms = [layer for layer in layers if isinstance(layer, _BatchNorm) and layer.affine and way.smooth]
     with (
-        _hooked(module, _WEIGHTED, inner, unless=lambda layer: layer in ends),
-        _hooked(module, (*_WEIGHTED, nn.MultiheadAttention), last, unless=lambda layer: layer not in ends),
+        _hooked(norms, _unraised, before=True),
+        _hooked([layer for layer in layers if isinstance(layer, _WEIGHTED)], inner),
+        _hooked(set(ends), last),
         torch.no_grad(),
     ):
         module(images)
-    for handle in unraised:
-        handle.remove()
     module.eval()
 
 
@@ -204,7 +203,7 @@ def _rounding(module: nn.Module, sums: bool) -> Iterator[None]:
 
     With ``sums``, those of two tensors of one shape are rounded, too, as each in a residual stream is.
     """
-    normed = any(isinstance(layer, _NORMS) for layer in module.modules())
+    norms = [layer for layer in module.modules() if isinstance(layer, _NORMS)]
     layers = [layer for layer in module.modules() if isinstance(layer, _WEIGHTED)]
     kept = [layer.weight.data for layer in layers]
 
@@ -214,8 +213,6 @@ def _rounding(module: nn.Module, sums: bool) -> Iterator[None]:
     def read(layer: nn.Module, given: Any) -> Any:
         return (_in_8_bits(given[0]),) if _reads_pooled(layer, given) else given
 
-    reading = [layer.register_forward_pre_hook(read) for layer in layers]
-
     try:
         for layer, weight in zip(layers, kept, strict=True):
             others = tuple(range(1, weight.ndim))
@@ -223,13 +220,12 @@ def _rounding(module: nn.Module, sums: bool) -> Iterator[None]:
             layer.weight.data = (weight / step).round() * step
         with (
             RoundedSums(_in_8_bits) if sums else nullcontext(),
-            _hooked(module, _NORMS, rounded),
-            _hooked(module, _WEIGHTED, rounded, unless=lambda layer: normed and layer.bias is None),
+            _hooked(layers, read, before=True),
+            _hooked(norms, rounded),
+            _hooked([layer for layer in layers if not norms or layer.bias is not None], rounded),
         ):
             yield
     finally:
-        for handle in reading:
-            handle.remove()
         for layer, weight in zip(layers, kept, strict=True):
             layer.weight.data = weight
 
@@ -247,14 +243,11 @@ def _in_8_bits(values: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _hooked(
-    module: nn.Module,
-    kinds: tuple[type, ...],
-    hook: Callable[..., torch.Tensor],
-    unless: Callable[[Any], bool] = lambda layer: False,
-) -> Iterator[None]:
-    layers = [layer for layer in module.modules() if isinstance(layer, kinds) and not unless(layer)]
-    handles = [layer.register_forward_hook(hook) for layer in layers]
+def _hooked(layers: Iterable[nn.Module], hook: Callable[..., Any], *, before: bool = False) -> Iterator[None]:
+    """Have layers call a hook behind, or ``before``, what they compute."""
+    handles = [
+        layer.register_forward_pre_hook(hook) if before else layer.register_forward_hook(hook) for layer in layers
+    ]
     try:
         yield
     finally:
@@ -326,27 +319,15 @@ def _ridge(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def _last_layer(module: nn.Module, images: torch.Tensor) -> nn.Module:
     called: list[nn.Module] = []
     layers = [layer for layer in module.modules() if isinstance(layer, _WEIGHTED)]
-    handles = [layer.register_forward_pre_hook(lambda layer, _: called.append(layer)) for layer in layers]
-    with torch.no_grad():
+    with _hooked(layers, lambda layer, _: called.append(layer), before=True), torch.no_grad():
         module(images[:2])
-    for handle in handles:
-        handle.remove()
     return called[-1]
 
 
 def _read_by(module: nn.Module, head: nn.Module, images: torch.Tensor) -> torch.Tensor:
     """What the head reads of each image, ``(N, D)``; the mean over places where it reads a map."""
-    with _noting(head) as seen, torch.no_grad():
+    seen: list[torch.Tensor] = []
+    with _hooked([head], lambda _, given: seen.append(given[0]), before=True), torch.no_grad():
         module(images)
     (features,) = seen
     return features.flatten(2).mean(2) if isinstance(head, nn.Conv2d) else features
-
-
-@contextmanager
-def _noting(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
-    seen: list[torch.Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    try:
-        yield seen
-    finally:
-        handle.remove()
