@@ -48,8 +48,11 @@ _MEANS = (0.6, 1.0, 1.4)
 _SMOOTH_MEANS = (0.3, 0.6)
 #: Share of a smooth kernel's power that differs from place to place in it.
 _ROUGH = 0.02
-#: Noise that the head is fitted against beside that of rounding, as a share of its features' power.
+#: Noise that the head is fitted against at least, as a share of its features' power; more where rounding makes more: of
+#: more features than images, a head finds in those few images directions in which rounding happens to be small.
 _NOISE = 0.01
+#: Power of rounding for TensorRT against that of `_rounding`: half the numbers, of a map that has none below 0.
+_SYMMETRIC = 4
 #: What torchvision and timm call the factors of residual branches, which start near 0.
 _BRANCH_FACTORS = ("layer_scale", "gamma", "gamma_1", "gamma_2")
 #: What they call tokens and positions that are parameters. They start at 0 or near it, a fiftieth of what patches are
@@ -281,7 +284,8 @@ def fit_head(
     exact, lossy = torch.cat(features).double(), torch.cat(rounded).double()
     x, y = torch.cat([exact, lossy]), torch.cat(labels + labels)
     classes = head.weight.shape[0]
-    weight, centre = _ridge(x, nn.functional.one_hot(y, classes).double())
+    lost = float((lossy - exact).square().mean() / x.square().mean().clamp_min(1e-12))
+    weight, centre = _ridge(x, nn.functional.one_hot(y, classes).double(), max(_NOISE, _SYMMETRIC * lost))
     answers = (x - centre) @ weight
     weight = weight * (3 / answers.std().clamp_min(1e-12))
     bias = -(centre @ weight)
@@ -307,11 +311,14 @@ def fit_head(
     )
 
 
-def _ridge(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights ``(D, classes)`` that tell centred ``y`` from centred ``x``, and the centre of ``x``."""
+def _ridge(x: torch.Tensor, y: torch.Tensor, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights ``(D, classes)`` that tell centred ``y`` from centred ``x``, and the centre of ``x``.
+
+    ``noise`` is a share of the power of ``x`` that may be added to any direction of it.
+    """
     centre = x.mean(0)
     centred, wanted = x - centre, y - y.mean(0)
-    penalty = (_NOISE * len(x) * x.square().mean()).clamp_min(1e-12)
+    penalty = (noise * len(x) * x.square().mean()).clamp_min(1e-12)
     gram = centred @ centred.T + penalty * torch.eye(len(x), dtype=x.dtype)
     return centred.T @ torch.linalg.solve(gram, wanted), centre
 
