@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from optimize.export.trace import trace
+from optimize.export.trace import note_shapes, trace
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
@@ -27,8 +26,7 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     ``(N, features)`` inputs, where both speak of the same axis; `BatchNorm1d` on ``(N, L, C)`` does not.
     """
     graph_module = trace(module)
-    with torch.no_grad():
-        ShapeProp(graph_module).propagate(example)
+    note_shapes(graph_module, example)
     modules = dict(graph_module.named_modules(remove_duplicate=False))
     for node in list(graph_module.graph.nodes):
         if node.op != "call_module":

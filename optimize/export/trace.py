@@ -7,7 +7,9 @@ import functools
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
 
 from optimize.errors import PassError
 from optimize.export.layers import LayerTracer, as_plain_layers
@@ -35,6 +37,12 @@ def trace(module: nn.Module) -> fx.GraphModule:
     _take_defaults(graph_module.graph)
     as_plain_layers(graph_module)
     return graph_module
+
+
+def note_shapes(graph_module: fx.GraphModule, example: torch.Tensor) -> None:
+    """Note at each node which shape and type it gives of ``example``, ``(N, C, H, W)``, as its ``tensor_meta``."""
+    with torch.no_grad():
+        ShapeProp(graph_module).propagate(example)
 
 
 def calls(graph_module: fx.GraphModule) -> Counter[int]:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional
 from torchvision.models.swin_transformer import shifted_window_attention
 
+from optimize.export.trace import note_shapes
 from optimize.quantization.windows import window_name, write_window
 from optimize.quantization.writing import Writer, computed, fold_constants, replace, scaled, shape_of
 
@@ -47,8 +47,7 @@ def write_out_attention(
     found = [node for node in module.graph.nodes if _kind(module, node) is not None]
     if not found:
         return 0
-    with torch.no_grad():
-        ShapeProp(module).propagate(example)
+    note_shapes(module, example)
     written = 0
     for node in found:
         kind = _kind(module, node)

@@ -54,9 +54,9 @@ def trace_calls(
     """Trace a module for quantization: attention is written out, a layer that is called twice becomes two.
 
     A mean over maps of one place becomes a flattening (see `flatten_places`), a sum with a number a method's call (see
-    `free_scalars`). What layers share, each has for itself
-    afterwards: a weight that is rounded, a sign that is turned or a bias that is shifted for one of them would be so
-    for the others. A weight that is computed (parametrised) is the one that it comes to; on norms see `with_factors`.
+    `free_scalars`). What layers share, each has for itself afterwards: a weight that is rounded, a sign that is turned
+    or a bias that is shifted for one of them would be so for the others. A weight that is computed (parametrised) is
+    the one that it comes to; on norms see `with_factors`.
 
     torch.ao (2.11 to 2.14) gives a shared layer the output scale of one of its calls for all of them; on attention see
     `write_out_attention`.

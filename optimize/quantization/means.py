@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.passes.shape_prop import ShapeProp
 
+from optimize.export.trace import note_shapes
 from optimize.quantization.writing import replace, shape_of
 
 
@@ -29,8 +29,7 @@ def flatten_places(module: fx.GraphModule, example: torch.Tensor) -> int:
     means = [node for node in module.graph.nodes if node.target in ("mean", torch.mean)]
     if not means:
         return 0
-    with torch.no_grad():
-        ShapeProp(module).propagate(example)
+    note_shapes(module, example)
     written = 0
     for node in means:
         given: Any = node.args[0] if node.args else node.kwargs.get("input")

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch.fx.passes.shape_prop import ShapeProp
 
+from optimize.export.trace import note_shapes
 from optimize.quantization.writing import shape_of
 
 _METHODS: Final[dict[Any, str]] = {
@@ -42,8 +42,7 @@ def free_scalars(module: fx.GraphModule, example: torch.Tensor) -> int:
     found = [node for node in module.graph.nodes if node.op == "call_function" and node.target in _METHODS]
     if not found:
         return 0
-    with torch.no_grad():
-        ShapeProp(module).propagate(example)
+    note_shapes(module, example)
     written = 0
     for node in found:
         settings = dict(node.kwargs)
