@@ -16,6 +16,7 @@ from optimize import cli
 from optimize.passes.base import passes
 from optimize.run.recipe import DEFAULT_RECIPE, load_recipe
 from serve import cli as serve_cli
+from serve.runtime.budget import SERVING
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,6 +36,24 @@ def commands(module: str) -> list[list[str]]:
     """The words after ``python -m MODULE`` of every such command in a shell block."""
     found = [re.search(rf"python -m {module} (.*)", line.partition("  #")[0]) for line in lines_of("bash")]
     return [shlex.split(match[1]) for match in found if match]
+
+
+def measured(page: str, heading: str) -> dict[str, list[str]]:
+    """The first table below a heading of a page of docs/: a line's cells, by the first of them and by two."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
+    lines = re.findall(r"^\| (.*) \|$", text.partition("\n\n## ")[0].lstrip().partition("\n\n")[0], re.MULTILINE)
+    rows = [[cell.strip(" *") for cell in line.split(" | ")] for line in lines[1:]]
+    return {row[0]: row for row in rows} | {f"{row[0]} @ {row[1]}": row for row in rows}
+
+
+def numbers(text: str) -> list[float]:
+    return [float(word.replace(",", "")) for word in re.findall(r"(?<![\w²-])\d[\d,]*(?:\.\d+)?", text)]
+
+
+def paragraph(beginning: str, end: str) -> str:
+    found = re.search(rf"{re.escape(beginning)}(.*?){re.escape(end)}", README, re.DOTALL)
+    assert found is not None, beginning
+    return found[1].replace("\n", " ")
 
 
 def help_of(app: object, *words: str) -> str:
@@ -134,3 +153,32 @@ def test_every_link_leads_to_a_file_that_is_tracked() -> None:
 def test_every_recipe_among_the_examples_is_legal_and_told_of(path: Path) -> None:
     assert load_recipe(path).stages
     assert f"({path.name})" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_serving_costs_is_what_its_table_says() -> None:
+    table = measured("bench-serve.md", "Photographs")
+    subjects = (
+        "in process, pipelined",
+        "our own server",
+        "our archive behind TorchServe",
+        "TorchServe's image_classifier, FP32",
+    )
+    told = paragraph("32 clients on the same machine: ", " ms ([docs/bench-serve.md]")
+    rates, p50 = told.split("; at one client p50 is ")
+    assert numbers(rates) == [numbers(table[name][4])[0] for name in subjects]
+    assert numbers(p50) == pytest.approx([numbers(table[name][5])[0] for name in subjects], abs=0.0501)
+
+
+def test_what_int8_wins_is_what_its_table_says() -> None:
+    table = measured("bench-cpu.md", "resnet18")
+    floats = [numbers(row[2])[0] for name, row in table.items() if name.startswith("float")]
+    ours, nncf = (numbers(table[name][2])[0] for name in ("ours, onnx-int8 @ openvino", "NNCF @ openvino"))
+    told = paragraph("ResNet-18 at 224² takes ", "; ResNet-50 and MobileNetV2")
+    assert numbers(told) == [ours, min(floats), nncf]
+
+
+def test_the_budget_of_a_request_is_the_servers() -> None:
+    told = numbers(paragraph("counted from headers before anything is decoded: ", " scans of a progressive JPEG"))
+    pixels = [SERVING.image_pixels, SERVING.request_pixels, SERVING.batch_pixels]
+    others = [SERVING.request_seconds, SERVING.batch_seconds, SERVING.jpeg_scans]
+    assert told == [*(count / 1e6 for count in pixels if count is not None), *others]
