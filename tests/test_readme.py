@@ -1,8 +1,10 @@
-"""README.md and CONTRIBUTING.md say what the code does: passes, options, recipes, commands, names."""
+"""README.md, CONTRIBUTING.md and docs/ say what the code does: passes, options, recipes, commands, names."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -20,7 +22,10 @@ from serve.runtime.budget import SERVING
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*.md"))}
+DOCUMENTS = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+}
 BLOCKS = [
     (name, language, text)
     for name, document in DOCUMENTS.items()
@@ -33,8 +38,8 @@ def lines_of(*languages: str) -> list[str]:
 
 
 def commands(module: str) -> list[list[str]]:
-    """The words after ``python -m MODULE`` of every such command in a shell block."""
-    found = [re.search(rf"python -m {module} (.*)", line.partition("  #")[0]) for line in lines_of("bash")]
+    """The words after ``-m MODULE`` of every such command in a shell block, by python or torchrun."""
+    found = [re.search(rf"-m {module} (.*)", line.partition("  #")[0]) for line in lines_of("bash", "console")]
     return [shlex.split(match[1]) for match in found if match]
 
 
@@ -114,11 +119,13 @@ def test_what_the_default_recipe_runs_is_said_where_it_is_chosen() -> None:
 
 
 def test_every_recipe_is_legal(tmp_path: Path) -> None:
-    recipes = [text for _, language, text in BLOCKS if language == "yaml"]
-    assert recipes
+    recipes = {text: name for name, language, text in BLOCKS if language == "yaml" and "pass:" in text}
+    assert {"README.md", "docs/training.md", "docs/pruning.md", "docs/lowbit.md", "docs/merging.md"} <= {
+        *recipes.values()
+    }
     for text in recipes:
         path = tmp_path / "recipe.yaml"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text if re.search(r"^stages:", text, re.MULTILINE) else f"stages:\n{text}", encoding="utf-8")
         assert load_recipe(path).stages
 
 
@@ -142,11 +149,31 @@ def test_every_link_leads_to_a_file_that_is_tracked() -> None:
     )
     folders = {str(parent) for path in tracked for parent in Path(path).parents}
     targets = [
-        (name, target) for name, text in DOCUMENTS.items() for target in re.findall(r"\]\((?!https?:)([^)#]+)", text)
+        (name, target) for name, text in DOCUMENTS.items() for target in re.findall(r"\]\((?!https?:)([^)]+)", text)
     ]
     assert "README.md" in dict(targets)
     for name, target in targets:
-        assert target.rstrip("/") in tracked | folders, f"{name}: {target}"
+        path, _, heading = target.partition("#")
+        found = os.path.normpath(Path(name).parent / path) if path else name
+        assert found in tracked | folders, f"{name}: {target}"
+        assert not heading or heading in anchors(DOCUMENTS[found]), f"{name}: {target}"
+
+
+def anchors(document: str) -> set[str]:
+    """What the headings of a document are called in links, as GitHub does it."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", document, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_example_and_benchmark_that_a_document_or_a_recipe_runs_is_there() -> None:
+    recipes = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.yaml"))]
+    for text in [*DOCUMENTS.values(), *recipes]:
+        for path in re.findall(r"\bexamples/[\w/-]+\.(?:py|yaml)\b", text):
+            assert (ROOT / path).is_file(), path
+        for name in re.findall(r"python -m (benchmarks\.\w+)", text):
+            assert importlib.util.find_spec(name) is not None, name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
