@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from torch import nn
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
+from optimize.context import Context
 from optimize.data.draws import Draws
 from optimize.data.transforms import transform
+from optimize.listener import Silent
 from optimize.passes import qat_lowbit
 from optimize.passes.qat import QAT, Qat
 from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
@@ -115,6 +118,92 @@ def test_a_step_in_bfloat16_computes_in_it_and_keeps_the_weights_and_the_judgeme
     assert 0 < difference(module, reference) < 0.05
 
 
+class Louder(torch.autograd.Function):
+    """The tensor itself, whose gradient is multiplied by 2 to a power on its way back, in the gradient's own type."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, power: int) -> torch.Tensor:
+        ctx.power = power
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * 2.0**ctx.power, None
+
+
+class Amplified(nn.Module):
+    """`plain`, whose convolution gets gradients of another size on the way, and of the usual one in the end."""
+
+    def __init__(self, power: int) -> None:
+        super().__init__()
+        self.convolution, *rest = plain()
+        self.rest, self.power, self.types = nn.Sequential(*rest), power, set[tuple[bool, torch.dtype]]()
+        self.weight.register_hook(lambda gradient: gradient * 2.0**-power)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        (weight, _) = self.convolution.parameters()
+        return weight
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        convolved = self.convolution(images)
+        self.types.add((self.training, convolved.dtype))
+        return self.rest(Louder.apply(convolved, self.power))
+
+
+@pytest.mark.parametrize("power", [0, -20])
+def test_a_step_in_float16_computes_in_it_and_keeps_gradients_that_it_could_not_hold(power):
+    """2^-20 of a gradient is less than FP16 has numbers for, and is there all the same, because the loss is scaled."""
+    half, reference = Amplified(power), Amplified(power)
+    start = reference.weight.detach().clone()
+    train(half, brightness(), FAST.model_copy(update={"precision": "float16"}))
+    train(reference, brightness(), FAST)
+    assert half.types == {(True, torch.float16), (False, torch.float32)}
+    assert {value.dtype for value in half.state_dict().values()} == {torch.float32}
+    found, expected = (each.weight.detach() - start for each in (half, reference))
+    assert expected.abs().max() > 0.01
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_a_step_whose_scaled_gradients_go_over_in_float16_is_left_out_and_the_scale_is_halved(monkeypatch, tmp_path):
+    """And a training that goes on has the scale that it had: another would leave out other steps."""
+    taken: list[int] = []
+    step = torch.optim.SGD.step
+
+    def counted(*given: Any, **more: Any) -> Any:
+        taken.append(1)
+        return step(*given, **more)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    config = FAST.model_copy(update={"precision": "float16"})
+
+    def trained(context: Context) -> Amplified:
+        module = Amplified(8)
+        taken.clear()
+        assert len(train(module, context, config).history.points) == 12
+        return module
+
+    whole = trained(brightness())
+    of_whole = len(taken)
+    assert 2 < of_whole < 12, "2^16 times 2^8 is too much for the first steps"
+    assert all(value.isfinite().all() for value in whole.state_dict().values())
+
+    class Ending(Silent):
+        steps = 0
+
+        def progressed(self, fraction: float, message: str) -> None:
+            self.steps += 1
+            if self.steps == 8:
+                raise KeyboardInterrupt
+
+    context = dataclasses.replace(brightness(), unfinished=tmp_path, checkpoint_seconds=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        trained(dataclasses.replace(context, listener=Ending()))
+    resumed = trained(context)
+    assert 0 < len(taken) < of_whole, "of the last five"
+    assert all(torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
 def test_images_with_their_channels_last_train_the_same_network():
     colours = dataclasses.replace(GREY16, mean=GREY16.mean * 3, std=GREY16.std * 3)
     context = dataclasses.replace(brightness(), preprocessing=colours)
@@ -138,9 +227,10 @@ def test_images_with_their_channels_last_train_the_same_network():
     assert difference(*reached) < 1e-4
 
 
-def test_qat_trains_in_bfloat16(tmp_path):
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_qat_trains_in_16_bits(precision, tmp_path):
     context = brightness()
-    settings = Qat(epochs=2, batch_size=16, learning_rate=0.01, images=32, augment=False, precision="bfloat16")
+    settings = Qat(epochs=2, batch_size=16, learning_rate=0.01, images=32, augment=False, precision=precision)
     product = QAT.apply(parent_of(network().eval(), context, tmp_path / "parent"), settings, context, tmp_path)
     assert product.precision == "int8"
 
