@@ -28,7 +28,7 @@ from optimize.run.saved import take
 from optimize.store.artifact import Artifact
 from optimize.store.effects import read_effects
 from serve.runtime.engines.base import open_engine
-from serve.runtime.errors import UserError
+from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.execution import Execution
 from serve.runtime.images import normalise
 
@@ -303,6 +303,24 @@ def test_a_packed_artifact_is_checked_certified_and_opened_by_both_engines(w4: A
     for engine in ("onnxruntime", "openvino"):
         before, after = (open_engine(a.folder, a.card, Execution(engine)).run(batch) for a in (graph, packed))
         assert torch.equal(before, after), engine
+
+
+def test_weights_of_2_bits_are_stored_in_2_bits_where_that_is_asked_and_answer_alike(w2: Artifact, session) -> None:
+    """By ONNX Runtime; OpenVINO does not read the type, and says so in a line."""
+    graph = session.apply(w2, OnnxInt8(min_sqnr=-20.0, min_agreement=0.0)).artifact
+    four, two = (session.apply(graph, OnnxPacked(smallest=smallest)).artifact for smallest in ("int4", "int2"))
+    assert two.card.precision == "int8 (W2A2 packed)"
+    stored = {tensor.name: tensor for tensor in onnx.load(two.path).graph.initializer}
+    small = [tensor for tensor in stored.values() if tensor.data_type == TensorProto.INT2]
+    assert len(small) == 3
+    assert all(len(tensor.raw_data) == -(-int(np.prod(tensor.dims)) // 4) for tensor in small)
+    assert not [tensor for tensor in onnx.load(four.path).graph.initializer if tensor.data_type == TensorProto.INT2]
+    batch, by = session.context.pixels(16), Execution("onnxruntime")
+    before, *after = (open_engine(each.folder, each.card, by).run(batch) for each in (graph, four, two))
+    assert all(torch.equal(before, each) for each in after)
+    with pytest.raises(PipelineError) as refused:
+        open_engine(two.folder, two.card, Execution("openvino")).run(batch)
+    assert str(refused.value) == "onnx-packed: OpenVINO cannot compile it: Unsupported type"
 
 
 def test_an_int8_graph_has_nothing_to_pack(made, session) -> None:
