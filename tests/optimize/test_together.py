@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import signal
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
 
 from optimize.context import Context
 from optimize.data.loading import loader
+from optimize.data.splits import part
 from optimize.errors import PassError
 from optimize.listener import Silent
 from optimize.models.teacher import Teacher
@@ -55,8 +58,11 @@ def freeze(module: nn.Module, epoch: int, training: bool) -> None:
 
 
 def uneven() -> Context:
-    """An epoch of 84 images: in steps of 27 the last has three, too few for two processes."""
-    return brightness(92)
+    """An epoch of 84 images: in steps of 27 the last has three, too few for two processes; nine are held out."""
+    context = brightness(4 * 33)
+    some = [number for number in range(4 * 33) if number < 33 or number % 33 < 20]
+    split = part(context.data.train, np.array(some))
+    return dataclasses.replace(context, data=dataclasses.replace(context.data, train=split))
 
 
 class Heard(Silent):
@@ -107,6 +113,8 @@ def test_two_processes_train_what_one_does():
     assert two.history.processes == 2
     assert all(epoch.times.communication > 0 for epoch in two.epochs)
     assert (two.best, two.held_out_images, two.kept) == (one.best, one.held_out_images, one.kept)
+    assert two.held_out_images == 9
+    assert any(0 < epoch.held_out_top1 < 1 for epoch in two.epochs), "an image that counts twice would be seen"
     assert heard.fractions == sorted(heard.fractions)
     assert heard.fractions[-1] == 1.0
 
@@ -217,3 +225,21 @@ def test_the_norm_over_processes_is_torchs_own_where_there_is_one(shape):
     for name, value in plain.state_dict().items():
         assert torch.allclose(ours.state_dict()[name], value, rtol=1e-5), name
     assert torch.allclose(ours.eval()(inputs), plain.eval()(inputs), atol=1e-5)
+
+
+def test_on_gpus_norms_are_torchs_own_over_processes_and_layers_and_norms_stay_one():
+    """Here in one process, in which it is a plain norm: torch's refuses CPUs only where there are several."""
+    torch.manual_seed(0)
+    module, images = with_running_statistics(Normed()).eval(), torch.randn(4, 1, 16, 16)
+    assert QAT.learner is not None
+    plain, _ = QAT.learner(module, QAT.config(), lambda: module, images)
+    ours = synchronise(copy.deepcopy(plain), torch.device("cuda"))
+    norms = {name: layer for name, layer in ours.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)}
+    assert [name.rpartition(".")[2] for name in norms] == ["bn", "bn"], "each within the layer that was fused with it"
+    assert {type(norm) for norm in norms.values()} == {nn.SyncBatchNorm}
+    assert ours.state_dict().keys() == plain.state_dict().keys()
+    for training in (True, False):
+        torch.testing.assert_close(ours.train(training)(images), plain.train(training)(images), rtol=0, atol=0)
+    assert max(differences(ours.state_dict(), plain.state_dict()).values()) == 0, (
+        "statistics, too, that both have moved"
+    )
