@@ -8,6 +8,9 @@ from torch import nn
 
 from optimize.data.draws import Draws
 
+# Not torchvision's v2.MixUp (0.29): it draws one proportion for all of a batch, from the process's generator, and mixes
+# across the whole batch, of which one of several processes has a part.
+
 _DRAW = 9
 
 
