@@ -46,7 +46,12 @@ def log_to_stderr() -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("serve").setLevel(logging.INFO)
-    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what is wrong with an image, its client is told
+    silence_pillow()
+
+
+def silence_pillow() -> None:
+    """Have Pillow log nothing of the images that it is given: what is wrong with one, its client is told."""
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 def log_requests_to(stream: TextIO) -> None:

@@ -122,10 +122,11 @@ class ImageClassifierHandler:
         prefer_own_runtime()
         from serve.runtime.heap import settle_heap
         from serve.runtime.known import read_known
+        from serve.runtime.logs import silence_pillow
         from serve.runtime.self_check import check_known
         from serve.runtime.service import open_service
 
-        logging.getLogger("PIL").setLevel(logging.CRITICAL)  # what is wrong with an image, its client is told
+        silence_pillow()
         if os.environ.get(LOG_VARIABLE) == "1":
             self._log = _open_log()
         properties = context.system_properties

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
+import struct
 import subprocess
 import time
 import zipfile
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from ts.context import Context, RequestProcessor
 from ts.protocol.otf_message_handler import create_predict_response
 
@@ -202,6 +205,22 @@ def test_a_field_named_by_an_unpaired_surrogate_is_a_400(
     ((status, body),) = ask(*handler_and_context, artifacts.jpeg(1), header="\ud800")
     assert status == 400
     assert "web form" in body["error"]
+
+
+def test_what_is_wrong_with_an_image_is_told_to_its_client_and_not_to_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = struct.Struct("<HHIH")  # of a pixel: tag 277, one short
+    image = encoded(Image.new("RGB", (12, 9)), "TIFF").replace(samples.pack(277, 3, 1, 3), samples.pack(277, 3, 1, 515))
+    with caplog.at_level(logging.WARNING, "PIL"):
+        with pytest.raises(UnidentifiedImageError):
+            Image.open(io.BytesIO(image))
+        assert "samples per pixel" in caplog.text
+        caplog.clear()
+        context = context_of(artifacts.torchscript(tmp_path / "artifact", device="cpu"), tmp_path, None)
+        ((status, _),) = ask(opened(context), context, image)
+    assert status == 415
+    assert "samples per pixel" not in caplog.text
 
 
 def test_refused_requests_are_counted_in_a_batch_without_a_single_image(
