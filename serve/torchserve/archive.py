@@ -34,6 +34,8 @@ from serve.runtime.serving import SERVING_FILE, Serving, read_serving
 # What Python imports by its name, also if a card calls it the model file: the worker's path begins with the archive.
 _CODE = (".py", ".pyc", ".so")
 
+# What the handler imports of the package beside the runtime.
+_BESIDE_THE_HANDLER = ("__init__.py", "torchserve/__init__.py", "torchserve/metrics.py")
 
 _CONFIG_HEAD = """\
 # What TorchServe reads of serving.json, which the handler obeys. Times are in seconds where not said otherwise; a
@@ -125,7 +127,7 @@ def foreign_parts(archive: Path, card: Card) -> list[str]:
 
 
 def _runtime(card: Card) -> dict[str, bytes]:
-    """The handler and the package that it runs on, by their paths in the archive.
+    """The handler and what it runs on, by their paths in the archive.
 
     An engine of another distribution travels as one of the runtime's own, so that nothing of it need be installed.
 
@@ -133,7 +135,8 @@ def _runtime(card: Card) -> dict[str, bytes]:
         UserError: that engine's file has the name of one of the runtime's.
     """
     package = Path(serve.__file__).parent
-    sources = {HANDLER_FILE: package / "torchserve" / "handler.py", "serve/__init__.py": package / "__init__.py"}
+    sources = {HANDLER_FILE: package / "torchserve" / "handler.py"}
+    sources |= {f"serve/{name}": package / name for name in _BESIDE_THE_HANDLER}
     sources |= {source.relative_to(package.parent).as_posix(): source for source in (package / "runtime").rglob("*.py")}
     for entry in engines_for(card):
         engine = Path(inspect.getfile(entry.open))

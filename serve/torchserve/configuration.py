@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from serve.runtime.errors import UserError
-from serve.torchserve.handler import stage_metrics
 from serve.torchserve.limits import MIB, Limits
+from serve.torchserve.metrics import STAGE_METRICS
 
 HOST = "127.0.0.1"
 
@@ -132,8 +132,8 @@ def properties(
 def metrics_yaml() -> str:
     """TorchServe's own metrics and the handler's, in the form of its ``metrics.yaml``.
 
-    Dimensions are matched by their order (see the handler). TorchServe adds ``Hostname`` to each list, so
-    each metric needs a list of its own: a YAML alias would collect one for every metric that shares it.
+    Dimensions are matched by their order (see `serve.torchserve.metrics`). TorchServe adds ``Hostname`` to each list,
+    so each metric needs a list of its own: a YAML alias would collect one for every metric that shares it.
     """
     from ts import __file__ as torchserve
 
@@ -152,7 +152,7 @@ def metrics_yaml() -> str:
     # TorchServe 0.12 gives every histogram the buckets of Prometheus' Java client, 0.005 to 10, whatever the unit is:
     # of milliseconds they tell apart what a stage takes; longer ones are in the sum, and above the last bucket.
     config["model_metrics"]["histogram"] = [
-        {"name": metric, "unit": "ms", "dimensions": [*ours]} for metric in stage_metrics().values()
+        {"name": metric, "unit": "ms", "dimensions": [*ours]} for metric in STAGE_METRICS.values()
     ]
     config["model_metrics"]["counter"] = [
         {"name": "Images", "unit": "count", "dimensions": [*ours]},

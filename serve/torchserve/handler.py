@@ -12,16 +12,12 @@ import json
 import logging
 import math
 import os
-import re
 import sys
-import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 if TYPE_CHECKING:
@@ -31,8 +27,7 @@ if TYPE_CHECKING:
     from serve.runtime.protocol import Request
     from serve.runtime.service import Service
     from serve.runtime.work import Answered
-
-    _Batch = tuple[list[Answered], list[str]]
+    from serve.torchserve.metrics import Metrics
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,25 +57,6 @@ LOG_VARIABLE = "SERVE_LOG_REQUESTS"
 # How long a worker that ends waits for TorchServe to read its last words.
 _UNTIL_READ_S = 0.5
 
-# Metrics are told so long after the first answer that they count, with those of all answers until then.
-_TELL_EVERY_S = 0.1
-
-# TorchServe parts a line of metrics at these, whatever is quoted; a value that holds one is lost with its metric.
-_PARTS = re.compile(r"[\s|,:]+")
-
-# Characters of a reason: the whole of it is in the log, and in the model's description.
-_LONGEST = 200
-
-# QueueTime is one of TorchServe's own metrics.
-_SAID_OTHERWISE = {"queue": "Wait", "infer": "Inference"}
-
-
-def stage_metrics() -> dict[str, str]:
-    """The metric of each stage of a request, by the stage's name."""
-    from serve.runtime.stages import STAGES
-
-    return {stage: f"{_SAID_OTHERWISE.get(stage, stage.capitalize())}Time" for stage in STAGES}
-
 
 def prefer_own_runtime() -> None:
     """Make ``import serve`` find the package that lies beside this file in the archive.
@@ -103,11 +79,8 @@ class ImageClassifierHandler:
 
     def __init__(self) -> None:
         self._service: Service | None = None
-        self._context: Any = None
+        self._metrics: Metrics | None = None
         self._log: RequestLog | None = None
-        self._to_tell: SimpleQueue[_Batch] = SimpleQueue()
-        self._something_to_tell = threading.Event()
-        self._telling = threading.Lock()
 
     def initialize(self, context: Any) -> None:
         """Open the artifact as its ``serving.json`` says, on the GPU that TorchServe assigned if there is one.
@@ -125,13 +98,13 @@ class ImageClassifierHandler:
         from serve.runtime.logs import silence_pillow
         from serve.runtime.self_check import check_known
         from serve.runtime.service import open_service
+        from serve.torchserve.metrics import Metrics
 
         silence_pillow()
         if os.environ.get(LOG_VARIABLE) == "1":
             self._log = _open_log()
         properties = context.system_properties
         folder = Path(properties["model_dir"])
-        self._context = context
         try:
             with _one_at_a_time(folder.parent):
                 self._service = open_service(folder, properties.get("gpu_id"))
@@ -140,9 +113,8 @@ class ImageClassifierHandler:
         except Exception as error:
             _say_before_dying(error)
             raise
-        if context.metrics is not None:
-            self._tell_passed_over(context)
-        threading.Thread(target=self._tell_for_ever, name="metrics", daemon=True).start()
+        self._metrics = Metrics(context, self._service.predictor)
+        self._metrics.begin()
         settle_heap()
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[Any]:
@@ -184,10 +156,14 @@ class ImageClassifierHandler:
             if self._log is not None:
                 self._log(_observed(context, index, entry, answered=told, status=status, begun=begun))
         refused = [_word(entry) for entry in asked if isinstance(entry, Refusal)]
-        if answered or refused:
-            self._to_tell.put((answered, refused))
-            self._something_to_tell.set()
+        if self._metrics is not None and (answered or refused):
+            self._metrics.add(answered, refused)
         return bodies
+
+    def tell_metrics(self) -> None:
+        """Write the metrics of the batches since the last time, which are told a little later otherwise."""
+        if self._metrics is not None:
+            self._metrics.tell()
 
     def describe_handle(self) -> dict[str, Any]:
         """What is served, what executes it and in which process: the answer to ``GET /models/NAME?customized=true``."""
@@ -226,91 +202,6 @@ class ImageClassifierHandler:
             )
         except RequestError as error:
             return error.refusal
-
-    def tell_metrics(self) -> None:
-        """Write the metrics of the batches since the last time; TorchServe shows those that metrics.yaml names."""
-        with self._telling:
-            batches: list[_Batch] = []
-            with suppress(Empty):
-                while True:
-                    batches.append(self._to_tell.get_nowait())
-            if batches:
-                self._emit(self._context, batches)
-
-    def _tell_passed_over(self, context: Any) -> None:
-        """Write what would be preferred and does not work here, once: a gauge stands until its version is taken away.
-
-        A stock TorchServe 0.12 would keep it until it ends; see ``Models.groovy``.
-        """
-        from ts.metrics.dimension import Dimension
-        from ts.metrics.metric_type_enum import MetricTypes
-
-        for entry in self._opened().predictor.passed_over:
-            dimensions = [
-                Dimension("ModelName", context.model_name),
-                Dimension("ModelVersion", context.manifest["model"]["modelVersion"]),
-                Dimension("Level", "Model"),
-                Dimension("Execution", _label(entry.execution)),
-                Dimension("Reason", _label(entry.reason)),
-            ]
-            context.metrics.add_metric("PassedOver", 1, "count", dimensions=dimensions, metric_type=MetricTypes.GAUGE)
-
-    def _tell_for_ever(self) -> None:
-        # Beside the answers and not before them: each value is a line that the worker writes and TorchServe reads, and
-        # of a batch there are eight (0.3 ms).
-        while True:
-            self._something_to_tell.wait()
-            time.sleep(_TELL_EVERY_S)
-            self._something_to_tell.clear()
-            try:
-                self.tell_metrics()
-            except Exception:  # noqa: BLE001 - the next ones may be told
-                _LOG.exception("metrics were lost")
-
-    def _emit(self, context: Any, batches: list[_Batch]) -> None:
-        """Write the metrics of some batches; of their stages the mean is told.
-
-        Args:
-            context: TorchServe's.
-            batches: of each the requests that could be read, and a word for each one that could not.
-        """
-        from ts.metrics.dimension import Dimension
-        from ts.metrics.metric_type_enum import MetricTypes
-
-        from serve.runtime.errors import Refusal
-
-        predictor = self._opened().predictor
-        answered = [entry for read, _ in batches for entry in read]
-        outcomes = [outcome for entry in answered for outcome in entry.outcomes]
-        kinds = Counter(word for _, refused in batches for word in refused)
-        kinds.update(f"item-{entry.status}" for entry in outcomes if isinstance(entry, Refusal))
-        values: list[tuple[str, float, str, MetricTypes, str]] = []
-        values.append(("Images", len(outcomes), "count", MetricTypes.COUNTER, ""))
-        values += [("Refused", count, "count", MetricTypes.COUNTER, kind) for kind, count in kinds.items()]
-        if outcomes:
-            largest = max(sum(len(entry.outcomes) for entry in read) for read, _ in batches)
-            values.append(("BatchSize", largest, "count", MetricTypes.GAUGE, ""))
-        if computed := [entry.stages for entry in answered if entry.batch_size > 0]:
-            values += [
-                (
-                    metric,
-                    round(sum(getattr(stages, stage) for stages in computed) / len(computed), 3),
-                    "ms",
-                    MetricTypes.HISTOGRAM,
-                    "",
-                )
-                for stage, metric in stage_metrics().items()
-            ]
-        for name, value, unit, metric_type, kind in values:
-            # Values are matched to the dimensions of metrics.yaml by their order, not by their names.
-            dimensions = [
-                Dimension("ModelName", context.model_name),
-                Dimension("Level", "Model"),
-                Dimension("Provider", predictor.engine.provider),
-                Dimension("Execution", _label(predictor.execution_name)),
-                *([Dimension("Kind", kind)] if kind else []),
-            ]
-            context.metrics.add_metric(name, value, unit, dimensions=dimensions, metric_type=metric_type)
 
 
 def _open_log() -> RequestLog:
@@ -360,11 +251,6 @@ def _observed(
 def _word(refusal: Refusal) -> str:
     """For the refusal of a whole request, in metrics and logs."""
     return f"request-{refusal.status}"
-
-
-def _label(text: str) -> str:
-    """What TorchServe takes for one value."""
-    return _PARTS.sub(" ", text)[:_LONGEST].strip()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from optimize.measure.wanted import wanted_executions
+from optimize.store.sources import closure
 from serve.archive_file import MANIFEST_FILE, check_archive
 from serve.options import ServingOptions
 from serve.runtime.budget import SERVING, Budget
@@ -54,6 +55,16 @@ def test_an_archive_holds_what_is_needed_to_serve_and_nothing_else(folders: dict
         "modelVersion": "1.0",
         "configFile": "model-config.yaml",
     }
+
+
+def test_all_that_the_handler_and_the_runtime_import_of_the_project_travels(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    path = build_archive(folders["script"], tmp_path / "x.mar", model_name="small-script")
+    with zipfile.ZipFile(path) as archive:
+        modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in archive.namelist()}
+    needed = closure("serve.torchserve.handler", "serve.runtime.predictor", "serve.runtime.engines.torchscript")
+    assert needed - {"serve.torchserve.handler"} <= modules
 
 
 def test_an_unpacked_archive_is_a_whole_artifact(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -137,7 +137,9 @@ def test_no_label_of_a_metric_has_what_torchserve_parts_a_line_at(tmp_path: Path
     assert list(passed) == ["ModelName", "ModelVersion", "Level", "Execution", "Reason"]  # in the order of metrics.yaml
     assert passed["Execution"] == "openvino[threads=1 buckets=1+2 precision=f33]"
     assert "Wrong value f33" in passed["Reason"]
-    handler._emit(context, [([], ["request-400"])])
+    context.request_processor = [RequestProcessor({"body": {"content-type": "text/plain"}})]
+    handler.handle([{"body": "{"}], context)
+    handler.tell_metrics()
     (refused,) = told.labels["Refused"]
     assert refused["Execution"] == "onnxruntime[threads=1 buckets=1+2]"
     for labels in (passed, refused):
