@@ -75,7 +75,7 @@ class Calls implements ServerInterceptor {
             }
             if (!refused) {
                 refused = true
-                close(Status.RESOURCE_EXHAUSTED.withDescription(Gate.NO_ROOM), new Metadata())
+                close(Status.RESOURCE_EXHAUSTED.withDescription(Answers.NO_ROOM), new Metadata())
             }
             return false
         }

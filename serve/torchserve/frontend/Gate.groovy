@@ -1,6 +1,3 @@
-import com.google.gson.JsonObject
-import com.google.gson.JsonParser
-import groovy.transform.CompileDynamic
 import groovy.transform.CompileStatic
 import io.netty.buffer.ByteBuf
 import io.netty.buffer.Unpooled
@@ -9,7 +6,6 @@ import io.netty.channel.ChannelFutureListener
 import io.netty.channel.ChannelHandlerContext
 import io.netty.channel.ChannelPromise
 import io.netty.channel.socket.ChannelInputShutdownEvent
-import io.netty.handler.codec.http.DefaultFullHttpResponse
 import io.netty.handler.codec.http.FullHttpResponse
 import io.netty.handler.codec.http.HttpContent
 import io.netty.handler.codec.http.HttpHeaderNames
@@ -17,22 +13,16 @@ import io.netty.handler.codec.http.HttpHeaderValues
 import io.netty.handler.codec.http.HttpMethod
 import io.netty.handler.codec.http.HttpRequest
 import io.netty.handler.codec.http.HttpResponse
-import io.netty.handler.codec.http.HttpResponseStatus
 import io.netty.handler.codec.http.HttpUtil
-import io.netty.handler.codec.http.HttpVersion
 import io.netty.handler.codec.http.LastHttpContent
 import io.netty.util.ReferenceCountUtil
 import java.nio.charset.StandardCharsets
 import java.util.concurrent.TimeUnit
-import java.util.regex.Matcher
 import org.pytorch.serve.util.TokenAuthorization
-import org.pytorch.serve.wlm.Model
-import org.pytorch.serve.wlm.ModelManager
-import org.pytorch.serve.wlm.WorkerState
 
 /**
  * One connection's, between the HTTP codec and what gathers whole requests: it refuses what cannot be held before a byte
- * of it is, counts what was accepted until it is answered, and says in words what TorchServe 0.12 says in riddles.
+ * of it is, counts what was accepted until it is answered, and has `Answers` say what TorchServe 0.12 says in riddles.
  */
 @CompileStatic
 class Gate extends ChannelDuplexHandler {
@@ -169,7 +159,7 @@ class Gate extends ChannelDuplexHandler {
             return false
         }
         if (!admission.take(length)) {
-            return refuse(context, 503, 'ServiceUnavailableException', NO_ROOM, false)
+            return refuse(context, 503, 'ServiceUnavailableException', Answers.NO_ROOM, false)
         }
         announced = length
         bytes += length
@@ -182,33 +172,14 @@ class Gate extends ChannelDuplexHandler {
     }
 
     /**
-     * What 0.12 answers 200 to even where all workers are dead, and counts workers for that have not loaded: Healthy
-     * (every model has all its workers), Partial Healthy, or Unhealthy (a model has none), and then 503.
+     * What 0.12 answers 200 to even where all workers are dead, and counts workers for that have not loaded; 503 where a
+     * model has none.
      */
     private boolean health(ChannelHandlerContext context) {
-        String word = healthWord()
+        String word = Models.health()
         ByteBuf body = Unpooled.copiedBuffer("{\"status\": \"$word\"}\n".toString(), StandardCharsets.UTF_8)
         return reply(context, word == 'Unhealthy' ? 503 : 200, body, false)
     }
-
-    @CompileDynamic
-    private static String healthWord() {
-        ModelManager manager = ModelManager.getInstance()
-        String word = 'Healthy'
-        for (models in manager.getAllModels()) {
-            Model model = models.value.getDefaultModel()
-            int ready = manager.getWorkers(model.getModelVersionName()).count { worker ->
-                worker.isRunning() && worker.getState() == WorkerState.WORKER_MODEL_LOADED
-            }
-            if (ready == 0) {
-                return 'Unhealthy'
-            }
-            word = ready < model.getMinWorkers() ? 'Partial Healthy' : word
-        }
-        return word
-    }
-
-    static final String NO_ROOM = 'the requests that wait hold all the memory there is for them: try again'
 
     private static boolean authorized(HttpRequest request, TokenAuthorization.TokenType kind) {
         if (!TokenAuthorization.isEnabled()) {
@@ -232,34 +203,20 @@ class Gate extends ChannelDuplexHandler {
             return true
         }
         // Half of it lies with TorchServe: only the end of the connection takes it back.
-        refuse(context, 503, 'ServiceUnavailableException', NO_ROOM, true)
+        refuse(context, 503, 'ServiceUnavailableException', Answers.NO_ROOM, true)
         closeWhenAnswered = true
         return false
     }
 
     private boolean refuse(ChannelHandlerContext context, int status, String type, String message, boolean close) {
         Overload.log(context.channel(), request, status)
-        return reply(context, status, error(status, type, message), close)
+        return reply(context, status, Answers.error(status, type, message), close)
     }
 
     private boolean reply(ChannelHandlerContext context, int status, ByteBuf body, boolean close) {
         refusing = true
-        FullHttpResponse answer = new DefaultFullHttpResponse(
-                HttpVersion.HTTP_1_1, HttpResponseStatus.valueOf(status), body)
-        answer.headers().set(HttpHeaderNames.CONTENT_TYPE, HttpHeaderValues.APPLICATION_JSON)
-        if (status == 503) {
-            answer.headers().set(HttpHeaderNames.RETRY_AFTER, 1)
-        }
-        send(context, answer, close)
+        send(context, Answers.of(status, body), close)
         return false
-    }
-
-    static ByteBuf error(int status, String type, String message) {
-        JsonObject body = new JsonObject()
-        body.addProperty('code', status)
-        body.addProperty('type', type)
-        body.addProperty('message', message)
-        return Unpooled.copiedBuffer(body.toString(), StandardCharsets.UTF_8)
     }
 
     private void send(ChannelHandlerContext context, FullHttpResponse answer, boolean close) {
@@ -285,7 +242,7 @@ class Gate extends ChannelDuplexHandler {
             }
             removed = null
             if (message instanceof FullHttpResponse) {
-                answer = inWords((FullHttpResponse) message)
+                answer = Answers.inWords((FullHttpResponse) message, contentType)
             }
             ids.answer((HttpResponse) answer)
             if (admission.draining || closeWhenAnswered) {
@@ -311,64 +268,6 @@ class Gate extends ChannelDuplexHandler {
                 context.close()
             }
         }
-    }
-
-    /** TorchServe's answer, or a better one with the same meaning. */
-    private FullHttpResponse inWords(FullHttpResponse answer) {
-        int status = answer.status().code()
-        if (status == 503) {
-            String text = answer.content().toString(StandardCharsets.UTF_8)
-            Matcher model = text =~ /Model \\"([^"\\]+)\\"(?: Version ([^"\\]+)\\")? has no worker to serve/
-            if (model.find()) {
-                return refused(answer, model.group(1), model.group(2))
-            }
-            Matcher ours = text =~ /^\{\s*"code": 503,\s*"type": "InternalServerException",\s*"message": "([^"\\]*)"/
-            if (ours.find()) {
-                return instead(answer, 503, 'ServiceUnavailableException', ours.group(1))
-            }
-        }
-        if (status == 404) {
-            // Its last version is gone, and its name is about to.
-            Matcher model = answer.content().toString(StandardCharsets.UTF_8) =~
-                    /Model version: null does not exist for model: ([^"\\]+)"/
-            if (model.find()) {
-                return instead(answer, 404, 'ModelNotFoundException', removedText(model.group(1)))
-            }
-        }
-        if (status == 500 && says(answer, 'ErrorDataDecoderException')) {
-            return instead(answer, 400, 'BadRequestException', 'the body is not the form that its content type, '
-                    + "'$contentType', announces: send an image with the header 'Content-Type: image/jpeg' "
-                    + "(with curl, -T FILE instead of --data-binary), or multipart/form-data with a part named data")
-        }
-        return answer
-    }
-
-    private static FullHttpResponse instead(FullHttpResponse answer, int status, String type, String message) {
-        ByteBuf body = error(status, type, message)
-        FullHttpResponse other = new DefaultFullHttpResponse(
-                answer.protocolVersion(), HttpResponseStatus.valueOf(status), body, answer.headers(),
-                answer.trailingHeaders())
-        HttpUtil.setContentLength(other, body.readableBytes())
-        if (status == 503) {
-            other.headers().set(HttpHeaderNames.RETRY_AFTER, 1)
-        }
-        answer.release()
-        return other
-    }
-
-    private static boolean says(FullHttpResponse answer, String words) {
-        return answer.content().toString(StandardCharsets.UTF_8).contains(words)
-    }
-
-    private static String removedText(String name) {
-        return "Model not found: $name has been removed"
-    }
-
-    private static FullHttpResponse refused(FullHttpResponse answer, String name, String version) {
-        ModelQueue queue = Models.queueOf(name, version)
-        return queue == null || queue.isClosed()
-                ? instead(answer, 404, 'ModelNotFoundException', removedText(name))
-                : instead(answer, 503, 'ServiceUnavailableException', queue.refusal())
     }
 
     /**

@@ -34,7 +34,7 @@ class ModelQueue extends LinkedBlockingDeque<Job> {
         this.most = before.remainingCapacity() + before.size()
     }
 
-    /** By this TorchServe adds a request; false: it answers 503, of which `Gate` makes words. */
+    /** By this TorchServe adds a request; false: it answers 503, of which `Answers` makes words. */
     @Override
     boolean offer(Job job) {
         synchronized (this) {

@@ -38,9 +38,27 @@ class Models {
     }
 
     static boolean hasReadyWorker(Model model) {
-        return ModelManager.getInstance().getWorkers(model.getModelVersionName()).any { WorkerThread worker ->
+        return readyWorkers(model) > 0
+    }
+
+    private static int readyWorkers(Model model) {
+        return ModelManager.getInstance().getWorkers(model.getModelVersionName()).count { WorkerThread worker ->
             worker.isRunning() && worker.getState() == WorkerState.WORKER_MODEL_LOADED
+        }.intValue()
+    }
+
+    /** Healthy (every model has all its workers), Partial Healthy, or Unhealthy (a model has none). */
+    static String health() {
+        String word = 'Healthy'
+        for (models in ModelManager.getInstance().getAllModels()) {
+            Model model = models.value.getDefaultModel()
+            int ready = readyWorkers(model)
+            if (ready == 0) {
+                return 'Unhealthy'
+            }
+            word = ready < model.getMinWorkers() ? 'Partial Healthy' : word
         }
+        return word
     }
 
     /** The queue of a version (null: the default one); null where there is none. */

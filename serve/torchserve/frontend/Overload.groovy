@@ -1,13 +1,8 @@
 import groovy.transform.CompileStatic
 import io.netty.channel.Channel
-import io.netty.handler.codec.http.DefaultFullHttpResponse
 import io.netty.handler.codec.http.FullHttpResponse
-import io.netty.handler.codec.http.HttpHeaderNames
-import io.netty.handler.codec.http.HttpHeaderValues
 import io.netty.handler.codec.http.HttpMethod
 import io.netty.handler.codec.http.HttpRequest
-import io.netty.handler.codec.http.HttpResponseStatus
-import io.netty.handler.codec.http.HttpVersion
 import org.pytorch.serve.http.Session
 import org.pytorch.serve.metrics.MetricCache
 import org.pytorch.serve.util.ConfigManager
@@ -44,12 +39,7 @@ class Overload {
         String host = ConfigManager.getInstance().getHostName()
         count('ts_inference_requests_total', [words[0], version ?: 'default', host])
         count('Requests5XX', ['Host', host])
-        FullHttpResponse answer = new DefaultFullHttpResponse(
-                HttpVersion.HTTP_1_1, HttpResponseStatus.SERVICE_UNAVAILABLE,
-                Gate.error(503, 'ServiceUnavailableException', queue.refusal()))
-        answer.headers().set(HttpHeaderNames.CONTENT_TYPE, HttpHeaderValues.APPLICATION_JSON)
-        answer.headers().set(HttpHeaderNames.RETRY_AFTER, 1)
-        return answer
+        return Answers.of(503, Answers.error(503, 'ServiceUnavailableException', queue.refusal()))
     }
 
     /** A line as TorchServe's own, for a request that it does not get. */
