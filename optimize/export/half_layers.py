@@ -8,23 +8,21 @@ FP16 kernels (CUDA, TensorRT) computes them in it.
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from optimize.errors import PassError
-from optimize.export.onnx import save_changed
 
 _LAYERS = ("Conv", "Gemm", "MatMul")
 
 
-def halve_layers(path: Path, layers: Collection[str]) -> int:
+def halve_layers(model: onnx.ModelProto, layers: Collection[str]) -> int:
     """Store and compute some float layers of a graph in FP16, in place.
 
     Args:
-        path: the ONNX file, as `export_onnx` wrote it: a weight's name has its layer's.
+        model: as `export_onnx` wrote it: a weight's name has its layer's.
         layers: names of convolutions and linear layers whose weights are float in it.
 
     Returns:
@@ -33,7 +31,6 @@ def halve_layers(path: Path, layers: Collection[str]) -> int:
     Raises:
         PassError: one of them is not there in float, or holds a number beyond FP16's largest, 65504.
     """
-    model = onnx.load(str(path))
     graph = model.graph
     floats = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
     named = {
@@ -67,7 +64,6 @@ def halve_layers(path: Path, layers: Collection[str]) -> int:
         raise PassError(f"no layer {missing[0]!r} of this graph has float weights under its name, to store in FP16")
     del graph.node[:]
     graph.node.extend(nodes)
-    save_changed(model, path)
     return saved
 
 

@@ -9,14 +9,12 @@ of its answers others. It looks for pixels behind one cast, and finds none behin
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from optimize.export.onnx import INPUT, save_changed
+from optimize.export.onnx import INPUT
 
 _PIXELS = np.arange(256, dtype=np.float32)
 #: How far from a pixel its integer may be for OpenVINO to leave the quantizer out, and as much again: it compares with
@@ -24,16 +22,15 @@ _PIXELS = np.arange(256, dtype=np.float32)
 _NEAR = 1.0
 
 
-def keep_rounding(path: Path) -> bool:
+def keep_rounding(model: onnx.ModelProto) -> bool:
     """Cast the pixels of such a graph to int32 first, in place; no number changes.
 
     Args:
-        path: an ONNX file, for CPUs, which normalises pixels as `optimize.export.pixels.FromPixels` does.
+        model: for CPUs; it normalises pixels as `optimize.export.pixels.FromPixels` does.
 
     Returns:
         Whether it is one.
     """
-    model = onnx.load(str(path))
     graph = model.graph
     casts = [node for node in graph.node if node.op_type == "Cast" and node.input[0] == INPUT]
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -45,7 +42,6 @@ def keep_rounding(path: Path) -> bool:
         list(graph.node).index(cast), helper.make_node("Cast", [INPUT], [name], name=name, to=TensorProto.INT32)
     )
     cast.input[0] = name
-    save_changed(model, path)
     return True
 
 

@@ -8,27 +8,22 @@ passes over layers whose input is dequantized with a scale for each channel: so 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from optimize.export.onnx import save_changed
 
-
-def keep_in_float(path: Path) -> int:
+def keep_in_float(model: onnx.ModelProto) -> int:
     """Give each layer with float weights an input that is dequantized channel by channel, in place; no number changes.
 
     Args:
-        path: an ONNX file with QuantizeLinear and DequantizeLinear, for CPUs. (TensorRT wants one scale for
+        model: a graph with QuantizeLinear and DequantizeLinear, for CPUs. (TensorRT wants one scale for
             activations; its provider runs without that optimizer.)
 
     Returns:
         How many layers got one.
     """
-    model = onnx.load(str(path))
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
     dequantizers = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
@@ -56,7 +51,6 @@ def keep_in_float(path: Path) -> int:
         read = {name for node in nodes for name in node.input} | {output.name for output in graph.output}
         del graph.node[:]
         graph.node.extend(node for node in nodes if node.op_type != "DequantizeLinear" or node.output[0] in read)
-        save_changed(model, path)
     return kept
 
 

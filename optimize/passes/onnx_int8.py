@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+import onnx
 import torch
 from pydantic import Field
 
@@ -19,13 +20,13 @@ from optimize.errors import PassError
 from optimize.export.half_layers import halve_layers
 from optimize.export.image_quantizer import keep_rounding
 from optimize.export.kept_layers import keep_in_float
-from optimize.export.onnx import INPUT, run_onnx
+from optimize.export.onnx import INPUT, run_onnx, save_changed
 from optimize.export.pixels import INPUT_TYPES, TakesPixels, entered, graph_input
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES, Gate, check_answers
 from optimize.quantization.lowbit.words import OF_FLOAT, of_graph
 from optimize.quantization.qdq import QdqSummary, lower
-from optimize.quantization.targets import TargetName, target_named
+from optimize.quantization.targets import Target, TargetName, target_named
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
 from optimize.store.files import write_json
 from serve.runtime.buckets import DEFAULT_BUCKETS
@@ -71,11 +72,7 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
         target,
         lambda module: entered(module, config.input, context.preprocessing),
     )
-    if target.packed:
-        keep_in_float(path)
-        keep_rounding(path)
-    if config.half:
-        halve_layers(path, config.half)
+    _write_for_engines(path, target, config.half)
     size, floats = path.stat().st_size, (parent.parent.folder / WEIGHTS_FILE).stat().st_size
     if size > config.max_size_ratio * floats + summary.float_bytes + _STRUCTURE_BYTES:
         raise PassError(
@@ -102,6 +99,17 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
         target=target.name,
         notes=(note, found, *_warned(summary)),
     )
+
+
+def _write_for_engines(path: Path, target: Target, half: Sequence[str]) -> None:
+    """Have engines compute what the graph says, and the layers of these names in FP16, in place."""
+    model, changes = onnx.load(str(path)), 0
+    if target.packed:
+        changes += keep_in_float(model) + keep_rounding(model)
+    if half:
+        changes += halve_layers(model, half)
+    if changes:
+        save_changed(model, path)
 
 
 def _write_profile(path: Path, shape: Sequence[int]) -> None:
