@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from serve.hints import command
@@ -135,28 +136,26 @@ def archived_name(archive: Path) -> str:
         return str(manifest["model"]["modelName"])
 
 
-def serving_in(archive: Path) -> Serving:
-    """How an archive is served.
+@dataclass(frozen=True)
+class Instructions:
+    """What an archive tells a server: how it is served, and what it knows an answer to; None: nothing."""
+
+    serving: Serving
+    known: KnownAnswer | None
+
+
+def instructions_in(archive: Path) -> Instructions:
+    """What an archive tells a server.
 
     Raises:
         UserError: there is no such file.
         CardError: it is not an archive of this project.
     """
     with _opened(archive) as opened:
-        return parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
-
-
-def known_in(archive: Path) -> KnownAnswer | None:
-    """What an archive knows an answer to; None: nothing.
-
-    Raises:
-        UserError: there is no such file.
-        CardError: it is not an archive of this project.
-    """
-    with _opened(archive) as opened:
+        serving = parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
         if KNOWN_FILE not in opened.namelist():
-            return None
-        return parse_known(opened.read(KNOWN_FILE).decode(), archive / KNOWN_FILE)
+            return Instructions(serving, None)
+        return Instructions(serving, parse_known(opened.read(KNOWN_FILE).decode(), archive / KNOWN_FILE))
 
 
 #: A broken zip is told by BadZipFile, by zlib, by a wrong length, by a compression that is unknown; a document that is

@@ -16,10 +16,9 @@ from typing import Any
 
 import psutil
 
-from serve.archive_file import known_in, serving_in
+from serve.archive_file import Instructions
 from serve.hints import command
 from serve.runtime.errors import PipelineError, UserError
-from serve.runtime.known import KnownAnswer
 from serve.torchserve.client import Client, ServerError
 from serve.torchserve.server import running, the_running
 from serve.torchserve.staging import Pack, stage
@@ -64,11 +63,10 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Staged:
-    """A model whose archive is in the server's folder: how many workers it asks for, and what it knows an answer to."""
+    """A model whose archive is in the server's folder, and what that tells."""
 
     model: ServedModel
-    workers: int
-    known: KnownAnswer | None
+    told: Instructions
 
 
 def add(
@@ -226,10 +224,9 @@ def _load(
     with _taken_away_again(change, archives):
         staged = []
         for model, archive in archives.items():
-            path = stage(folder, model, archive, pack, policy)
-            staged.append(_Staged(model, serving_in(path).workers, known_in(path)))
+            staged.append(_Staged(model, stage(folder, model, archive, pack, policy)))
         _start(change, staged, deadline_s, on_ready, progressed)
-    return tuple(entry.model.asked_for(entry.known) for entry in staged)
+    return tuple(entry.model.asked_for(entry.told.known) for entry in staged)
 
 
 @contextmanager
@@ -252,12 +249,12 @@ def _start(
 ) -> None:
     log = Log.from_now(state_folder(change.store) / "logs")
     for entry in staged:
-        change.client.register(entry.model.name, entry.model.file, workers=entry.workers)
+        change.client.register(entry.model.name, entry.model.file, workers=entry.told.serving.workers)
     wait_until_ready(
         psutil.Process(change.server.pid),
         change.client,
         log,
-        {entry.model.name: Awaited(entry.model.version, entry.known) for entry in staged},
+        {entry.model.name: Awaited(entry.model.version, entry.told.known) for entry in staged},
         deadline_s=deadline_s,
         on_ready=on_ready,
         progressed=progressed,

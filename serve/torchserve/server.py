@@ -18,7 +18,6 @@ from pathlib import Path
 
 import psutil
 
-from serve.archive_file import known_in
 from serve.hints import command, target
 from serve.processes import end
 from serve.runtime.errors import PipelineError, UserError
@@ -163,7 +162,7 @@ def start(
         try:
             for name, path in archives.items():
                 model = ServedModel.of(name, path)
-                known = known_in(stage(archives_folder(store), model, path, pack, policy))
+                known = stage(archives_folder(store), model, path, pack, policy).known
                 awaited[name] = Awaited(model.version, known)
                 served += (model.asked_for(known),)
             server, process = _launch(

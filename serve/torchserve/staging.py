@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from serve.archive_file import MODEL_VERSION, known_in, with_version
+from serve.archive_file import MODEL_VERSION, Instructions, instructions_in, with_version
 from serve.runtime.errors import UserError
 from serve.torchserve.state import ServedModel
 from serve.verified import Policy, verified_copy
@@ -16,7 +16,7 @@ Pack = Callable[[str, Path], object]
 
 def stage(
     folder: Path, model: ServedModel, archive: Path, pack: Pack | None = None, policy: Policy | None = None
-) -> Path:
+) -> Instructions:
     """Put a model's archive into the server's folder, as the file and with the version that it is served with.
 
     Args:
@@ -25,6 +25,9 @@ def stage(
         archive: the run's archive, which is copied and checked; it may be replaced or removed afterwards.
         pack: packs it otherwise; None serves it as it is.
         policy: what may be loaded; None: what is whole, and has no other code than this installation's.
+
+    Returns:
+        What it tells the server.
 
     Raises:
         UserError: it cannot be packed so, or must be signed and is to be packed otherwise.
@@ -45,8 +48,9 @@ def stage(
         )
     else:
         pack(model.name, staged)
-    if policy.known and known_in(staged) is None:
+    told = instructions_in(staged)
+    if policy.known and told.known is None:
         policy.without_known(archive)
     if model.version != MODEL_VERSION:
         with_version(staged, model.version, staged)
-    return staged
+    return told

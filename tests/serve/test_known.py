@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.archive_file import check_archive, known_in
+from serve.archive_file import check_archive, instructions_in
 from serve.asgi.loading import Wanted, load
 from serve.runtime.card import read_card, write_card
 from serve.runtime.errors import CardError
@@ -88,8 +88,8 @@ def test_where_nothing_is_known_that_is_said_and_may_be_refused(artifact: Path, 
         if path.name != KNOWN_FILE:
             (tmp_path / "folder" / path.name).write_bytes(path.read_bytes())
     unknown = build_archive(tmp_path / "folder", tmp_path / "unknown.mar", model_name="unknown")
-    assert known_in(known) == read_known(artifact)
-    assert known_in(unknown) is None
+    assert instructions_in(known).known == read_known(artifact)
+    assert instructions_in(unknown).known is None
     served = load(Wanted("tiny", "1.0", unknown), gpu=None, queue=None, policy=Policy())
     served.service.close()
     assert served.unchecked == "its archive has no known.json"
@@ -101,7 +101,7 @@ def test_where_nothing_is_known_that_is_said_and_may_be_refused(artifact: Path, 
     for pack in (None, lambda _, path: path.write_bytes(unknown.read_bytes())):  # as it is, or packed otherwise
         with pytest.raises(CardError, match=message):
             stage(tmp_path / "staged", model, unknown, pack, strict)
-    assert known_in(stage(tmp_path / "staged", model, known, None, strict)) == known_in(known)
+    assert stage(tmp_path / "staged", model, known, None, strict) == instructions_in(known)
 
 
 @given(LOGITS, st.data())
