@@ -43,7 +43,7 @@ _CONFIG_HEAD = """\
 """
 
 # A worker is given nothing before all that it has is answered: of two batches it decodes one while it computes the
-# other (at 32 clients 6 % more answers, of ResNet-18 in int8 on two cores).
+# other. What that is worth, `make bench-serve` tells with another number here: the share of "in process, pipelined".
 _BATCHES_AT_ONCE = 2
 
 
