@@ -115,10 +115,10 @@ def verdicts(found: Soaked, queue: int) -> list[Verdict]:
         )
     for factor, over in found.overload.items():
         if factor > 1:
-            share = over.throughput / found.capacity if found.capacity else 0.0
+            share = found.share(over)
             result.append(
                 Verdict(
-                    f"at {factor:g} times capacity: goodput {share:.1%} of capacity (at least {_GOODPUT:.0%}), "
+                    f"at {factor:g} times capacity: goodput {_percent(share)} of capacity (at least {_GOODPUT:.0%}), "
                     f"p99 of the accepted {over.latency.percentile(99):.0f} ms (at most {bound:.0f}), "
                     f"{over.bad} wrong, failed or lost",
                     share >= _GOODPUT and over.latency.percentile(99) <= bound and not over.bad,
@@ -127,6 +127,11 @@ def verdicts(found: Soaked, queue: int) -> list[Verdict]:
     after = found.afterwards
     result.append(Verdict("it answers as known afterwards", after is not None and after.good > 0 and not after.bad))
     return result
+
+
+def _percent(share: float) -> str:
+    """A share to a tenth, rounded down: what is just missed must not read as what it missed."""
+    return f"{math.floor(share * 1000) / 10:.1f}%"
 
 
 def _memory_verdict(found: Soaked) -> Verdict:
@@ -198,10 +203,10 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for factor, over in found.overload.items():
-        share = over.throughput / found.capacity if found.capacity else 0.0
+        share = found.share(over)
         refused = f"{over.rejection.percentile(99):.0f} ms" if len(over.rejection) else "–"
         body.append(
-            f"| {factor:g}× | {over.throughput:.0f} | {share:.0%} | {over.latency.percentile(50):.0f} ms | "
+            f"| {factor:g}× | {over.throughput:.0f} | {_percent(share)} | {over.latency.percentile(50):.0f} ms | "
             f"{over.latency.percentile(99):.0f} ms | {over.counts.get('rejected', 0):,} | {refused} | {over.bad} | "
             f"{over.cpu_s / over.seconds if over.seconds else 0.0:.2f} cores |"
         )

@@ -92,6 +92,10 @@ class Soaked:
     overload: dict[float, Result] = field(default_factory=dict)
     afterwards: Result | None = None
 
+    def share(self, over: Result) -> float:
+        """What was answered under overload, as a share of capacity."""
+        return over.throughput / self.capacity if self.capacity else 0.0
+
     @property
     def growth(self) -> float:
         """MB a minute of all programs together."""

@@ -116,6 +116,10 @@ def test_overload_that_costs_answers_or_keeps_them_waiting_fails() -> None:
     found = sound()
     found.overload[4.0] = result(answered=890)
     assert "goodput 89.0%" in failing(found)[0]
+    found.overload[4.0] = result(seconds=100, answered=8996)
+    assert "goodput 89.9% of capacity (at least 90%)" in failing(found)[0]
+    page = section(found, verdicts(found, queue=100), Serving((Execution("openvino"),)))
+    assert [line.split(" | ")[1:3] for line in page if line.startswith("| 4× |")] == [["90", "89.9%"]]
     found.overload[4.0] = result(milliseconds=2600, answered=950)
     assert failing(found)[0].startswith("at 4 times capacity")
 
