@@ -464,3 +464,30 @@ def test_what_8_bits_cost_counts_weights_and_answers() -> None:
     signal = fit_head(module, lambda: iter([(images, labels)]), lambda: iter([(images, labels)]))
     assert signal.rounding_db == pytest.approx(10 * math.log10(float(expected)), abs=0.1)
     assert torch.equal(convolution.weight, weight)  # as they were
+
+
+def test_the_head_leans_on_nothing_that_rounding_drowns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bright dot makes steps of 8 bits coarse; a quarter of the labels lie, and only faint noise tells which."""
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 16, 3, stride=2)
+    cut = nn.Sequential(nn.Hardtanh(-3, 3), nn.Flatten(), nn.Linear(16 * 49, 3))
+    module = nn.Sequential(convolution, *cut).eval()
+
+    def dotted(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels = bars(count, seed)
+        images[:, :, 0, 0] = 400
+        return images, torch.where(torch.arange(count) % 4 == 0, (labels + 1) % 3, labels)
+
+    images, _ = dotted(60, 3)
+    found = []
+    for share in (weights._SYMMETRIC, 0):  # of rounding's noise that the head is fitted against
+        monkeypatch.setattr(weights, "_SYMMETRIC", share)
+        fit_head(module, lambda: iter([dotted(48, 1)]), lambda: iter([dotted(60, 2)]))
+        with torch.no_grad():
+            given = convolution(images)
+            step = (given.max() - given.min()) / 255
+            exact, lossy = cut(given), cut(((given - given.min()) / step).round() * step + given.min())
+        signal = (exact - exact.mean(0)).square().sum() / (lossy - exact).square().sum()
+        found.append(10 * math.log10(float(signal)))
+    assert found[0] > 8
+    assert found[0] > found[1] + 4
