@@ -42,7 +42,7 @@ def trace(module: nn.Module) -> fx.GraphModule:
 def note_shapes(graph_module: fx.GraphModule, example: torch.Tensor) -> None:
     """Note at each node which shape and type it gives of ``example``, ``(N, C, H, W)``, as its ``tensor_meta``."""
     with torch.no_grad():
-        ShapeProp(graph_module).propagate(example)
+        ShapeProp(graph_module).propagate(example.clone())  # a network may change its images in place
 
 
 def calls(graph_module: fx.GraphModule) -> Counter[int]:

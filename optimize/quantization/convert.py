@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from optimize.errors import NotApplicableError
 from optimize.export.layers import left_whole
 from optimize.export.program import write_script
-from optimize.export.trace import trace
+from optimize.export.trace import note_shapes, trace
 from optimize.quantization.attention import write_out_attention
 from optimize.quantization.between import free_between, free_image
 from optimize.quantization.biases import repack, round_biases
@@ -74,8 +74,9 @@ def trace_calls(
     store_weights(graph_module)
     with_factors(graph_module)
     write_out_attention(graph_module, example, in_float)
-    flatten_places(graph_module, example)
-    free_scalars(graph_module, example)
+    note_shapes(graph_module, example)  # of what attention has become, too
+    flatten_places(graph_module)
+    free_scalars(graph_module)
     called: set[int] = set()
     for number, node in enumerate(graph_module.graph.nodes):
         if node.op != "call_module":

@@ -12,26 +12,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.export.trace import note_shapes
 from optimize.quantization.writing import replace, shape_of
 
 
-def flatten_places(module: fx.GraphModule, example: torch.Tensor) -> int:
+def flatten_places(module: fx.GraphModule) -> int:
     """Replace means over maps ``(N, C, 1, 1)`` by flattening, which gives the same, in place.
 
     Args:
-        module: traced, in eval mode.
-        example: ``float32 (N, C, H, W)``; the sizes of maps are its.
+        module: traced, with the shapes that `note_shapes` notes: the sizes of maps are those of its example.
 
     Returns:
         How many means were replaced.
     """
-    means = [node for node in module.graph.nodes if node.target in ("mean", torch.mean)]
-    if not means:
-        return 0
-    note_shapes(module, example)
     written = 0
-    for node in means:
+    for node in [node for node in module.graph.nodes if node.target in ("mean", torch.mean)]:
         given: Any = node.args[0] if node.args else node.kwargs.get("input")
         axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         shape, after = shape_of(given), shape_of(node)

@@ -20,7 +20,6 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from optimize.export.trace import note_shapes
 from optimize.quantization.writing import shape_of
 
 _METHODS: Final[dict[Any, str]] = {
@@ -29,20 +28,16 @@ _METHODS: Final[dict[Any, str]] = {
 }
 
 
-def free_scalars(module: fx.GraphModule, example: torch.Tensor) -> int:
+def free_scalars(module: fx.GraphModule) -> int:
     """Write sums and products with a number, and what FX has no kernel for, as calls of a tensor's method, in place.
 
     Args:
-        module: traced, in eval mode.
-        example: ``float32 (N, C, H, W)``.
+        module: traced, with the shapes that `note_shapes` notes.
 
     Returns:
         How many were written.
     """
     found = [node for node in module.graph.nodes if node.op == "call_function" and node.target in _METHODS]
-    if not found:
-        return 0
-    note_shapes(module, example)
     written = 0
     for node in found:
         settings = dict(node.kwargs)

@@ -495,7 +495,7 @@ def test_of_a_kernel_that_has_no_step_of_its_own_the_layer_that_reads_it_is_not_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's sum with a number, which is kept in float otherwise, takes the scale of what it is given."""
-    monkeypatch.setattr("optimize.quantization.convert.free_scalars", lambda module, example: 0)
+    monkeypatch.setattr("optimize.quantization.convert.free_scalars", lambda module: 0)
     torch.manual_seed(0)
     found = quantized(Scaled(), tmp_path).checked(TORCH)
     assert found.apart is not None

@@ -64,3 +64,19 @@ def test_torchs_kernels_compute_a_sum_with_a_number_as_the_integers_mean_it(way:
     assert (meant - expected).abs().max() < 0.05 * expected.abs().max()
     # The image, what each layer gives, and what the second reads.
     assert sum(quantizing(node) == "quantize_per_tensor" for node in form.graph.nodes) == 4
+
+
+def test_to_be_traced_a_network_is_run_once_and_the_images_stay_as_they_were() -> None:
+    class Centred(Between):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x -= 0.5
+            return super().forward(x).mean((2, 3))
+
+    module, images = Centred(WAYS["operators"]).eval(), torch.rand(2, 1, 5, 5)
+    runs: list[nn.Module] = []
+    module.first.register_forward_hook(lambda layer, given, answer: runs.append(layer))
+    before = images.clone()
+    traced = trace_calls(module, images)
+    assert len(runs) == 1
+    assert torch.equal(images, before)
+    assert [node.target for node in traced.graph.nodes if node.target in (torch.flatten, "mean")] == [torch.flatten]
