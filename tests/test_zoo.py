@@ -145,6 +145,22 @@ def test_what_goes_on_later_keeps_its_size_and_what_was_said_of_its_weights(tmp_
     assert (again.record.weights, again.record.image_size) == ("random, trained for 4 epochs", 64)
 
 
+def test_what_is_lacking_is_made_from_no_more_than_it_goes_on_from(tmp_path: Path) -> None:
+    """The store was removed when the model was done."""
+    ok = Passed(status="ok", seconds=1.0)
+    stages = {stage: ok for stage in STAGES if stage not in ("onnx", "speed")}
+    known = ModelRecord(name="shufflenet_v2_x0_5", family="shufflenet", image_size=64, stages=stages)
+    settings = Settings(image_size=96, calibration=16, judging=8, fitting=16, speed=False)
+    model = Model(known.name, tmp_path / "store", settings, known, lambda _: None)
+    record = model.run()
+    assert set(model.steps) == {"baseline", "fuse", "onnx"}
+    assert (record.stages["onnx"].status, record.image_size) == ("ok", 64)
+    assert {stage: passed for stage, passed in record.stages.items() if stage != "onnx"} == stages
+    failed = known.model_copy(update={"stages": {**stages, "fuse": Passed(status="failed", reason="it broke")}})
+    record = Model(known.name, tmp_path / "store", settings, failed, lambda _: None).run()
+    assert (record.stages["onnx"].status, record.stages["onnx"].reason) == ("not made", "there is no fuse")
+
+
 def test_each_stage_of_a_large_network_has_a_process_of_its_own(tmp_path: Path) -> None:
     settings = Settings(image_size=64, calibration=16, judging=8, fitting=16, large=0)
     record, kept = ModelRecord(name="shufflenet_v2_x0_5", family="shufflenet"), list[ModelRecord]()

@@ -43,7 +43,6 @@ from optimize.passes.ptq import Ptq
 from optimize.passes.reestimate import reestimate
 from optimize.run.results import measure
 from optimize.run.session import Session, Step
-from optimize.store.artifact import Artifact
 from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
@@ -132,15 +131,15 @@ class Model:
     steps: dict[str, Step] = field(default_factory=dict)
 
     def run(self) -> ModelRecord:
-        """Go through the stages that the record does not have yet; those that were made are taken from the store.
+        """Go through the stages that the record does not have yet.
 
-        Of a large network it is one of them, and the next call's is another.
+        What they go on from is taken from the store, or made again where that was removed; what nothing of them goes
+        on from is left. Of a large network it is one stage, and the next call's is another.
         """
         for stage in self.settings.stages:
             if time.monotonic() > self.until:
                 break
-            known = self.record.stages.get(stage)
-            if known is not None and (known.status != "ok" or stage in ("agreement", "agreement-tensorrt", "speed")):
+            if stage in self.record.stages:
                 continue
             self._note(running=stage)
             begun = _processor_s()
@@ -151,8 +150,8 @@ class Model:
             except Exception as error:  # noqa: BLE001 - one model's fault, whatever it is, is what the table is to say
                 said = str(error) if isinstance(error, UserError) else one_line(error)
                 passed = Passed(status="failed", reason=said, seconds=_processor_s() - begun)
-            self._note(running=None, stages={**self.record.stages, stage: known or passed})
-            if known is None and self._large:
+            self._note(running=None, stages={**self.record.stages, stage: passed})
+            if self._large:
                 break
         return self.record
 
@@ -166,28 +165,40 @@ class Model:
 
     def _stage(self, stage: str) -> Passed:
         begun = _processor_s()
-        if stage == "baseline":
-            self.steps[stage] = self._baseline()
-        elif stage in PASSES:
-            parent, config = PASSES[stage]
-            self.steps[stage] = self._session.apply(self._made(parent), config(self.settings.calibration), stage)
-        elif stage == "speed":
+        if stage == "speed":
             self._note(speed=self._speed())
             return Passed(status="ok", seconds=_processor_s() - begun)
-        else:
-            graph = self._made(stage.replace("agreement", "onnx-int8"))
-            found = self.certify(graph, self._made("fuse").module(), self._pixels())
+        if stage.startswith("agreement"):
+            graph = self._made(stage.replace("agreement", "onnx-int8")).artifact
+            found = self.certify(graph, self._made("fuse").artifact.module(), self._pixels())
             wrong = disagreeing(found)
             seconds = _processor_s() - begun
             return Passed(status="failed" if wrong else "ok", reason=wrong, seconds=seconds, agreements=found)
-        artifact = self.steps[stage].artifact
+        artifact = self._make(stage).artifact
         size = sum(path.stat().st_size for path in artifact.folder.glob(f"{artifact.card.file}*"))
         return Passed(status="ok", seconds=_processor_s() - begun, bytes=size, notes=artifact.card.notes)
 
-    def _made(self, stage: str) -> Artifact:
+    def _make(self, stage: str) -> Step:
+        """A pass's result or the baseline, by what it goes on from."""
         if stage not in self.steps:
+            if stage == "baseline":
+                self.steps[stage] = self._baseline()
+            else:
+                parent, config = PASSES[stage]
+                artifact = self._made(parent).artifact
+                self.steps[stage] = self._session.apply(artifact, config(self.settings.calibration), stage)
+        return self.steps[stage]
+
+    def _made(self, stage: str) -> Step:
+        """What a stage has made, or makes again where it is not in the store any more.
+
+        Raises:
+            MissingError: it made nothing.
+        """
+        known = self.record.stages.get(stage)
+        if known is None or known.status != "ok":
             raise MissingError(f"there is no {stage}")
-        return self.steps[stage].artifact
+        return self._make(stage)
 
     @functools.cached_property
     def _source(self) -> tuple[ModelSource, Checkpoint | None]:
@@ -209,8 +220,7 @@ class Model:
         data = open_data("digits")
         data = dataclasses.replace(data, val=subset(data.val, self.settings.judging), val_of=len(data.val))
         side = source.only_size or source.legal_size(self.settings.image_size)
-        if self._weights.exists():
-            side = self.record.image_size or side  # what was begun goes on as it began
+        side = self.record.image_size or side  # what was begun goes on as it began
         preprocessing = choose_preprocessing(source, data, side).preprocessing
         return Session(Store(self.store), source, Context(data, preprocessing, _CPU))
 
@@ -294,9 +304,10 @@ class Model:
 
     def _speed(self) -> Speed:
         """The fastest execution of the program and the graph in int8, and of all in float."""
-        steps = [self.steps[name] for name in ("fuse", "onnx", "ptq", "onnx-int8") if name in self.steps]
-        if not steps or "fuse" not in self.steps:
-            raise MissingError("there is no fuse")
+        steps = [self._made("fuse")]
+        for name in ("onnx", "ptq", "onnx-int8"):
+            with contextlib.suppress(MissingError):
+                steps.append(self._made(name))
         timing = Timing(rounds=7, batch_sizes=(1,), seconds=0.15)
         context = self._session.context
         if self._large:
