@@ -15,6 +15,7 @@ from torch import nn
 from optimize.errors import PassError
 from optimize.export.alike import require_alike
 from optimize.export.plain import write_out_borders, write_out_copies, write_out_pools
+from optimize.export.rewriting import let_go
 from optimize.export.translations import read_once
 from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
 
@@ -53,14 +54,17 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         write_out_borders(exported.graph_module)
         write_out_copies(exported)
         with read_once():
-            program = torch.onnx.export(
-                exported,
-                dynamo=True,
-                external_data=False,
-                input_names=[INPUT],
-                output_names=[OUTPUT],
-                opset_version=opset,
-            )
+            try:
+                program = torch.onnx.export(
+                    exported,
+                    dynamo=True,
+                    external_data=False,
+                    input_names=[INPUT],
+                    output_names=[OUTPUT],
+                    opset_version=opset,
+                )
+            finally:
+                let_go()
     assert program is not None
     tensors = [tensor for _, tensor in (*module.named_parameters(), *module.named_buffers())]
     beside = sum(tensor.nbytes for tensor in tensors) > _LARGEST_FILE

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import numpy as np
 import onnx
@@ -160,6 +162,15 @@ def test_translations_that_were_read_before_are_those_that_torch_reads():
     assert len(own) > 300
     assert kept == [own, own]
     assert ONNXRegistry.from_torchlib().functions.keys() == own.keys()
+
+
+def test_the_weights_of_a_graph_that_was_exported_are_let_go_of(tmp_path):
+    module = classifier()
+    held = [weakref.ref(parameter) for parameter in module.parameters()]
+    export_onnx(module, torch.randn(2, 1, 16, 16), tmp_path / "model.onnx")
+    del module
+    gc.collect()
+    assert [one() for one in held] == [None] * 4
 
 
 def test_the_exporter_says_nothing_on_stdout(tmp_path, capfd):
