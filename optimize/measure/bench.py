@@ -23,10 +23,10 @@ from optimize.data.loading import loader
 from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
 from optimize.measure.figures import Footprint
 from optimize.measure.latency import Speed, Turn, measure_speed
-from optimize.measure.machine import machine, versions
 from optimize.measure.pool import Loaded, Pool
-from optimize.measure.processes import Worker, environment
+from optimize.measure.processes import Worker
 from optimize.measure.references import pickled, references_on
+from optimize.measure.surroundings import surroundings
 from optimize.measure.timing import Timing
 from optimize.measure.wanted import wanted_executions
 from optimize.measure.worker import Child
@@ -34,7 +34,6 @@ from optimize.store.artifact import Artifact
 from optimize.store.files import write_json
 from optimize.store.keys import AnswersKey, FootprintKey, Key, ProbeKey, SpeedKey, opening, paired
 from optimize.store.objects import Store
-from optimize.store.sources import code_of
 from serve.runtime.engines.base import execution_id, find_engine, pair_id
 from serve.runtime.errors import EngineError, PipelineError, one_line
 from serve.runtime.execution import Execution
@@ -371,27 +370,6 @@ class Bench:
         about = f"{artifact.card.model} on {self.context.data.name}: {key.kind}"
         stored = self.store.obtain(key.digest, build, about=about)
         return Kept(read(stored.folder), key.digest, stored.seconds, stored.cached, stored.created)
-
-
-def surroundings(*executions: Execution, makers: Sequence[Callable[..., Any]]) -> dict[str, Any]:
-    """The inputs that all keys of measurements have in common; ``makers`` are called to measure."""
-    return {**timing_here(*executions), "code": _code(frozenset(makers))}
-
-
-def timing_here(*executions: Execution) -> dict[str, Any]:
-    """What a time depends on beside what is timed and how: the machine, the processes' environment, libraries."""
-    device = next((e.device for e in executions if e.device_type == "cuda"), "cpu")
-    found = machine(torch.device(device))
-    return {
-        "environment": environment(),
-        "machine": {name: found[name] for name in ("cpu", "cores", "threads", "memory_bytes", "gpu")},
-        "libraries": versions(),
-    }
-
-
-@functools.cache
-def _code(makers: frozenset[Callable[..., Any]]) -> str:
-    return code_of(*makers)
 
 
 def eager_origin(artifact: Artifact) -> Artifact | None:

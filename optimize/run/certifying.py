@@ -17,7 +17,7 @@ from optimize.data.records import Split
 from optimize.data.splits import subset
 from optimize.listener import Listener
 from optimize.measure import processes
-from optimize.measure.bench import surroundings
+from optimize.measure.surroundings import surroundings
 from optimize.report.runs import report_of
 from optimize.run.certifiable import Subject
 from optimize.run.certificates import UNOPTIMIZED

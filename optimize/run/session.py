@@ -18,8 +18,8 @@ import torch
 from optimize.context import Context
 from optimize.data.augment import IN_WORDS
 from optimize.export.sparsity import sparsity
-from optimize.measure.bench import timing_here
 from optimize.measure.machine import installed_version, machine, versions
+from optimize.measure.surroundings import timing_here
 from optimize.memory import collect
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.preprocessing import ChosenPreprocessing
