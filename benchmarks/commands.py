@@ -11,19 +11,20 @@ from typing import Final
 _OF_THE_PLACE: Final = frozenset({"--store", "--records", "--write", "--limit", "--only"})
 
 
-def command(module: str, words: Sequence[str], without: Collection[str] = ()) -> str:
+def command(module: str, words: Sequence[str], without: Collection[str] = (), told: Collection[str] = ()) -> str:
     """A command as whoever reads its page would give it: folders as theirs, files by their names.
 
     Args:
         module: that was run.
         words: its arguments.
         without: flags that are not told, beside the options that say where things are kept.
+        told: those of these options that are told all the same: ``--only``, where a page has nothing else.
     """
     kept: list[str] = []
     skipping = False
     for word in words:
         if word.startswith("--"):
-            skipping = word in _OF_THE_PLACE
+            skipping = word in _OF_THE_PLACE and word not in told
         if skipping or word in without:
             continue
         kind, _, folder = word.partition(":")

@@ -23,6 +23,7 @@ import torchvision
 from torch import nn
 
 import optimize as opt
+from benchmarks import commands
 from benchmarks.here import here
 from benchmarks.peers import Nncf, OrtStatic
 from optimize.measure.rows import Pair, Reference, Row
@@ -236,9 +237,9 @@ def main() -> int:
         results[name] = lines(compare(name, options))
         print("\n".join(table(name, results[name])), flush=True)
     if options.write is not None:
-        command = " ".join(["python -m benchmarks.cpu", *sys.argv[1:]])
         plot(results, options.write.with_suffix(".svg"))
-        options.write.write_text(page(results, options, command, load) + "\n", encoding="utf-8")
+        made = commands.command("benchmarks.cpu", sys.argv[1:])
+        options.write.write_text(page(results, options, made, load) + "\n", encoding="utf-8")
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 import platform
 
 import torch
@@ -20,3 +22,8 @@ def here(*libraries: str, isa: bool = True) -> str:
     sets = f" ({', '.join(found['isa'])})" if isa else ""
     installed = ", ".join(f"{name} {known[name]}" for name in libraries if name in known)
     return f"{found['cpu']}{sets}, {found['cores']} cores, Python {platform.python_version()}, {installed}"
+
+
+def begun() -> str:
+    """The day, and how busy the machine is before anything is begun on it, in words."""
+    return f"{datetime.date.today().isoformat()}, with {os.getloadavg()[0]:.1f} processes running when it began"

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks import commands
 from optimize.measure.rows import Report, Row
 from optimize.report.words import percent, points
 
@@ -195,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             done.append(take(case, options.store, options.remeasure))
         except subprocess.CalledProcessError as error:  # whose reason it has written itself
             return int(error.returncode)
-        text = page(done, " ".join(["python -m benchmarks.models", *words]))
+        text = page(done, commands.command("benchmarks.models", words, told=("--only",)))
         if options.write is not None:
             options.write.write_text(text, encoding="utf-8")
     if options.write is None:

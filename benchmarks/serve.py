@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import io
 import json
 import math
-import os
-import shlex
 import sys
 import tempfile
 import time
@@ -27,7 +24,8 @@ from pathlib import Path
 from PIL import Image
 
 from benchmarks import serve_page as page
-from benchmarks.here import here
+from benchmarks.commands import command
+from benchmarks.here import begun, here
 from benchmarks.serve_subjects import Shot, Stage, Subject
 from serve import layout, runs
 from serve.load import known
@@ -188,10 +186,11 @@ def document(
     sent = list(dict.fromkeys(workload for _, workload, _ in shots))
     measured = list(dict.fromkeys(key for key, _, _ in shots))
     photos = "pictures that the bench made" if options.photos is None else "photographs"
+    made = command("benchmarks.serve", sys.argv[1:], told=("--only",))
     body = [
         "# What serving costs",
         "",
-        f"Made by `{_command()}` on {began}: {here('torch', 'onnxruntime-gpu', 'openvino')}.",
+        f"Made by `{made}` on {began}: {here('torch', 'onnxruntime-gpu', 'openvino')}.",
         "",
         f"{options.artifact} of {options.run}, an image as JPEG in, its best 5 classes as JSON out, served as "
         + "; ".join(f"{told(way)}{f' ({name})' if name else ''}" for name, way in used.items())
@@ -239,12 +238,6 @@ def _alone(options: argparse.Namespace, alone: page.Shots) -> str:
     )
 
 
-def _command() -> str:
-    """The command line, with folders of this machine by their names."""
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    return shlex.join(["python", "-m", "benchmarks.serve", *words])
-
-
 def main() -> int:
     """Start, measure, write the page and its plot; the exit code is 1 where an answer was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -262,7 +255,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.short:
         options.rounds, options.seconds, options.large, options.turns = 1, 1.0, min(options.large, 1), 2
-    began = f"{datetime.date.today().isoformat()}, with {os.getloadavg()[0]:.1f} processes running when it began"
+    began = begun()
     try:
         options.artifact = options.artifact or runs.recommended(options.store, options.run)
         artifact = layout.artifact_folder(options.store, options.run, options.artifact)

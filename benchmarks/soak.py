@@ -9,16 +9,14 @@ Needs a run, such as that of ``make bench-serve``.
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
-import os
-import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.here import here
+from benchmarks.commands import command
+from benchmarks.here import begun, here
 from benchmarks.hostile.mutations import mutated
 from benchmarks.soak_faults import ANSWERED, DURING_A_KILL
 from benchmarks.soak_phases import KILLED_S, LEAK_MB_A_MINUTE, SHARE, Phases, Soaked, course, slope
@@ -216,11 +214,10 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
 def head(options: argparse.Namespace, began: str, photos: Workload, mixed: Workload) -> list[str]:
     """The page's beginning."""
     alike = len(mixed.confusable())
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return [
         "# Reliability",
         "",
-        f"Made by `{shlex.join(['python', '-m', 'benchmarks.soak', *words])}` on {began}: "
+        f"Made by `{command('benchmarks.soak', sys.argv[1:])}` on {began}: "
         f"{here('torch', 'openvino', isa=False)}; {options.artifact} of {options.run}, "
         f"{options.minutes:g} minutes a server, at most {options.queue} requests waiting.",
         "",
@@ -250,7 +247,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.short:
         options.minutes = 3.0
-    began = f"{datetime.date.today().isoformat()}, with {os.getloadavg()[0]:.1f} processes running when it began"
+    began = begun()
     try:
         if options.minutes < 0.5:
             raise UserError(f"--minutes must be at least 0.5, got {options.minutes:g}")
