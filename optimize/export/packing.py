@@ -94,7 +94,11 @@ def _at_opset(model: onnx.ModelProto, least: int) -> onnx.ModelProto:
     """A copy of the graph at that opset, if it has an older one."""
     own = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     if own < least:
-        return version_converter.convert_version(model, least)
+        converted: onnx.ModelProto = version_converter.convert_version(model, least)
+        # It writes down the shapes of all tensors between layers (onnx 1.23), which no engine needs.
+        del converted.graph.value_info[:]
+        converted.graph.value_info.extend(model.graph.value_info)
+        return converted
     copied = onnx.ModelProto()
     copied.CopyFrom(model)
     return copied
