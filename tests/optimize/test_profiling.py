@@ -289,9 +289,7 @@ def test_without_tensorboard_its_graph_is_refused_in_one_line(tmp_path: Path, mo
 
 def test_the_graph_for_tensorboard_has_layers_edges_and_times(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-not-found, unused-ignore]
-        EventAccumulator,
-    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     written = write_graphs(WHOLE, tmp_path)
     assert [path.name for path in written] == ["onnxruntime", "openvino"]
