@@ -30,7 +30,9 @@ from optimize.pruning.groups import group
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.widths import Costs, Rounding
 from optimize.run.recipe import Recipe, load_recipe
+from optimize.store.history import Epoch, History, Times
 from optimize.training.config import TrainingConfig
+from optimize.training.records import TrainingResult
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 from tests.optimize.workbench import noise_context, parent_of
@@ -261,6 +263,17 @@ def test_cells_survive_being_written_and_another_file_is_refused_in_a_line(tmp_p
     (tmp_path / "cells.json").write_text('{"cells": [{"key": 1}]}')
     with pytest.raises(UserError, match="is no table of cells"):
         read(tmp_path / "cells.json")
+
+
+def test_a_cell_says_that_a_training_left_what_it_began_with() -> None:
+    worse = History((Epoch(0.5, 0.9, Times()),), (), steps=1, best=None)
+    noted = {
+        row: TrainingResult(history, held_out_top1=0.9, held_out_images=5000).kept
+        for row, history in {"acnet": worse, "pruned": dataclasses.replace(worse, best=0)}.items()
+    }
+    text = page(Table(cells=tuple(cell(row).model_copy(update={"notes": (note,)}) for row, note in noted.items())))
+    said = [line.split("|")[1].strip() for line in text.splitlines() if "what it began with was kept" in line]
+    assert said == ["`acnet`"]
 
 
 def test_the_committed_page_is_that_of_the_committed_cells() -> None:
