@@ -13,7 +13,6 @@ import json
 import math
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.commands import command
 from benchmarks.gpu_jpeg import measure_jpeg
 from benchmarks.gpu_page import page
 from benchmarks.gpu_subjects import MODELS, Subject, make_subject
@@ -306,8 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 done = partial(state.has, "jpeg")
                 for key, row in measure_jpeg(subject, device, options.clients, options.seconds, done):
                     state.put("jpeg", key, row)
-    given = shlex.join(sys.argv[1:] if arguments is None else arguments)
-    document = page(state.body, f"python -m benchmarks.gpu {given}".strip(), whole=whole)
+    made = command("benchmarks.gpu", sys.argv[1:] if arguments is None else arguments)
+    document = page(state.body, made, whole=whole)
     print(document)
     if options.write:
         options.write.write_text(document, encoding="utf-8")
