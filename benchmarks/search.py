@@ -1,22 +1,27 @@
 """Which method of the search takes fewer trials to a target, on ResNet-20 and MobileNetV2 (CIFAR-10), as a table.
 
-``python -m benchmarks.search --data imagefolder:CIFAR10 --resnet FILE --mobilenet FILE --write docs/search.md``. Trials
-come from the store where they were made before, so that it can be stopped and goes on; their number stays the same.
+``python -m benchmarks.search --data imagefolder:CIFAR10 --resnet FILE --mobilenet FILE --write docs/search.md``. A
+network that int8 hardly hurts leaves nothing to search for, so the MobileNetV2 is searched once more with its channels
+pulled apart (`benchmarks.pulled`). Trials come from the store where they were made before, so that it can be stopped
+and goes on; their number stays the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.below import write_below
+from benchmarks.commands import command
+from benchmarks.here import begun, here
+from benchmarks.recovery import MODEL, RECIPE, pulled
 from optimize import noise
 from optimize.listener import SILENT
-from optimize.measure.machine import versions
 from optimize.measure.timing import Timing
 from optimize.passes.ptq import Ptq
 from optimize.precision.methods import METHODS, MethodName
@@ -25,13 +30,16 @@ from optimize.precision.search import Search, search
 from optimize.precision.table import markdown
 from optimize.report.words import NONE, number, points
 from optimize.run.job import Job, open_job
-from optimize.training.config import TrainingConfig
+from optimize.run.recipe import load_recipe
 
-MODELS = {
-    "ResNet-20": "examples/cifar_resnet.py:resnet20",
-    "MobileNetV2": "examples/cifar_mobilenet.py:mobilenet_v2",
+PULLED = "MobileNetV2, pulled"
+#: Each network's model, and the recipe that trains it where no checkpoint is given.
+NETWORKS = {
+    "ResNet-20": ("examples/cifar_resnet.py:resnet20", Path("examples/cifar.yaml")),
+    "MobileNetV2": (MODEL, RECIPE),
+    PULLED: (MODEL, RECIPE),
 }
-#: With scales per channel and with one a tensor: a network that int8 hardly hurts leaves nothing to search for.
+#: With scales per channel and with one a tensor.
 SETTINGS = {"per channel": Ptq(), "per tensor": Ptq(weights="per-tensor", observer="minmax")}
 HEADS = (
     "network, scales",
@@ -129,11 +137,11 @@ def _first(effort: Effort) -> float:
 
 def searches(options: argparse.Namespace, timing: Timing) -> Iterator[tuple[Case, MethodName, Found]]:
     """Every search, one after another."""
-    checkpoints = {"ResNet-20": options.resnet, "MobileNetV2": options.mobilenet}
     for network in options.networks:
+        model, recipe = NETWORKS[network]
         job = Job(
-            model=MODELS[network],
-            checkpoint=checkpoints[network],
+            model=model,
+            checkpoint=options.mobilenet if model == MODEL else options.resnet,
             data=options.data,
             val_images=options.val_images,
             store=options.store,
@@ -141,9 +149,11 @@ def searches(options: argparse.Namespace, timing: Timing) -> Iterator[tuple[Case
             measure="cpu",
             trust_checkpoint=options.trust_checkpoint,
         )
+        if network == PULLED:
+            job = job.model_copy(update={"checkpoint": pulled(job)})
         opened = open_job(job, SILENT)
         with contextlib.closing(opened.session) as session:
-            baseline = session.baseline(TrainingConfig(), opened.checkpoint, opened.origin)
+            baseline = session.baseline(load_recipe(recipe).baseline, opened.checkpoint, opened.origin)
             for setting, ptq in SETTINGS.items():
                 for target in options.targets:
                     for method in METHODS:
@@ -162,7 +172,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", required=True, help="CIFAR-10, such as imagefolder:DIR")
     parser.add_argument("--resnet", type=Path, help="a checkpoint of the ResNet-20; without it that is trained")
     parser.add_argument("--mobilenet", type=Path, help="a checkpoint of the MobileNetV2; without it that is trained")
-    parser.add_argument("--networks", nargs="+", choices=MODELS, default=list(MODELS), help="which to search")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS), help="which to search")
     parser.add_argument("--targets", type=_numbers, default=(1.0, 0.5, 0.1), help="percentage points: 1,0.5,0.1")
     parser.add_argument("--val-images", type=int, help="evaluate on so many images; by default on all")
     parser.add_argument("--max-trials", type=int, help="most trials of a search")
@@ -174,19 +184,18 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.write is not None and not options.write.parent.is_dir():
         parser.error(f"--write {options.write}: there is no folder {options.write.parent}")
     noise.silence()
-    rows, efforts, chose, cpu = [], dict[Case, dict[MethodName, Effort]](), 0, ""
+    began = begun()
+    rows, efforts, chose = [], dict[Case, dict[MethodName, Effort]](), 0
     for case, method, found in searches(options, Timing(batch_sizes=(1,), rounds=options.rounds)):
         rows.append(row(case, method, found))
         efforts.setdefault(case, {})[method] = Effort.of(found)
-        chose, cpu = found.chose, found.cpu
+        chose = found.chose
         sys.stderr.write(f"{rows[-1]}\n")
-    known = versions()
-    named = ("torch", "onnxruntime", "onnxruntime-gpu", "openvino")
-    libraries = ", ".join(f"{name} {known[name]}" for name in named if name in known)
-    most = f", at most {options.max_trials} trials a search" if options.max_trials else ""
+    told = command("benchmarks.search", words if words is not None else sys.argv[1:], without=("--trust-checkpoint",))
+    compiled = " `torch.compile` was switched off." if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else ""
     text = (
-        f"{markdown(HEADS, rows)}\n{sooner(efforts)} {chose:,} images chose and the others judged, "
-        f"{options.rounds} rounds timed{most}; {cpu}, {libraries}.\n"
+        f"Made by `{told}` on {began}: {here('torch', 'onnxruntime-gpu', 'openvino')}. {chose:,} images chose and the "
+        f"others judged, {options.rounds} rounds timed.{compiled}\n\n{markdown(HEADS, rows)}\n{sooner(efforts)}\n"
     )
     sys.stdout.write(text)
     if options.write is not None:

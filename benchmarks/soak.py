@@ -12,7 +12,10 @@ import argparse
 import math
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.commands import command
@@ -27,6 +30,7 @@ from serve.load.pictures import make_picture, make_pictures, read_pictures
 from serve.load.workload import Item, Workload, instances, tell_apart
 from serve.runtime.card import load_card
 from serve.runtime.errors import PipelineError, UserError
+from serve.runtime.predictor import Predictor
 from serve.runtime.serving import Serving
 from serve.torchserve.archive import serving_of
 from serve.torchserve.limits import MIB, Limits
@@ -52,9 +56,8 @@ class Verdict:
         return f"- {_WORDS[self.holds]}: {self.words}"
 
 
-def workloads(artifact: Path, way: Serving, photos: Path | None) -> tuple[Workload, Workload]:
+def workloads(predictor: Predictor, way: Serving, photos: Path | None) -> tuple[Workload, Workload]:
     """Good single images that answer differently from each other; and those with all else that is mixed in."""
-    predictor = known.opened(artifact, way)
     tolerance = known.tolerance(way.executions)
     pictures = make_pictures(40) if photos is None else read_pictures(photos)
     good = known.items(predictor, pictures)
@@ -74,6 +77,15 @@ def _bad(items: tuple[Item, ...]) -> Item:
     return next(item for item in items if item.known[0].status != 200)
 
 
+def pace(predictor: Predictor, images: Sequence[bytes], seconds: float) -> float:
+    """Images a second that an artifact answers in process, one after another, for about so long."""
+    began, done = time.perf_counter(), 0
+    while (spent := time.perf_counter() - began) < seconds:
+        predictor.predict([images[done % len(images)]], 1)
+        done += 1
+    return done / spent
+
+
 def verdicts(found: Soaked, queue: int) -> list[Verdict]:
     """What must hold, and whether it did."""
     assert found.mixed is not None
@@ -91,7 +103,7 @@ def verdicts(found: Soaked, queue: int) -> list[Verdict]:
         Verdict(f"{counts.get('wrong', 0)} wrong or swapped answers", not counts.get("wrong")),
         Verdict(f"{counts.get('lost', 0)} lost answers", not counts.get("lost")),
         Verdict(f"{counts.get('failed', 0)} 5xx caused by an item", not counts.get("failed")),
-        Verdict(f"{counts.get('rejected', 0)} requests told to try again, below capacity", not counts.get("rejected")),
+        _shed_verdict(found),
         Verdict(f"{caused} 5xx caused by a client that behaves badly", not caused),
         Verdict(
             f"{len(found.bad_client_faults)} wrong answers to clients that are slow or half-closed",
@@ -130,6 +142,16 @@ def verdicts(found: Soaked, queue: int) -> list[Verdict]:
 def _percent(share: float) -> str:
     """A share to a tenth, rounded down: what is just missed must not read as what it missed."""
     return f"{math.floor(share * 1000) / 10:.1f}%"
+
+
+def _shed_verdict(found: Soaked) -> Verdict:
+    assert found.mixed is not None
+    told = f"{found.mixed.counts.get('rejected', 0)} requests told to try again, below capacity"
+    if (sheds := found.sheds) is None:
+        slowest = min(entry.pace or 0.0 for entry in found.rejected)
+        told += f", while the machine did {slowest:.0f} images/s in process and not {found.usual_pace:.0f} as usual"
+        return Verdict(told, None)
+    return Verdict(told, not sheds)
 
 
 def _memory_verdict(found: Soaked) -> Verdict:
@@ -172,6 +194,14 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
     ]
     if mixed.faults or found.bad_client_faults:
         body += [*(f"- {fault}" for fault in (*mixed.faults, *found.bad_client_faults[:5])), ""]
+    if found.paces:
+        low, high = min(found.paces), max(found.paces)
+        body += [
+            f"This machine did {found.usual_pace:.0f} images/s in process, one after another (median of "
+            f"{len(found.paces)} looks between the chunks of that load, beside the clients that behave badly; "
+            f"{low:.0f} to {high:.0f}).",
+            "",
+        ]
     if found.rejected:
         body += [*(f"- {rejected.line}" for rejected in found.rejected), ""]
     if len(found.memory_by) > 1:
@@ -254,7 +284,9 @@ def main() -> int:
         options.artifact = options.artifact or runs.recommended(options.store, options.run)
         artifact = layout.artifact_folder(options.store, options.run, options.artifact)
         way = serving_of(artifact, load_card(artifact))
-        photos, mixed = workloads(artifact, way, options.photos)
+        predictor = known.opened(artifact, way)
+        photos, mixed = workloads(predictor, way, options.photos)
+        bodies = [item.body for item in photos.items]
         body = head(options, began, photos, mixed)
         held = True
         for kind in KINDS if options.server == "both" else (options.server,):
@@ -263,7 +295,7 @@ def main() -> int:
                 scratch = Path(folder)
                 archive = pack(artifact, way, scratch, "soaked")
                 with serving(kind, {"soaked": archive}, scratch, options.queue) as live:
-                    phases = Phases(kind, live, photos, mixed, scratch=scratch)
+                    phases = Phases(kind, live, photos, mixed, scratch=scratch, pace=partial(pace, predictor, bodies))
                     found = phases.run(course(options.minutes))
             judged = verdicts(found, options.queue)
             held = held and all(verdict.holds is not False for verdict in judged)

@@ -23,6 +23,10 @@ from serve.tune.servers import Live
 #: Of the mixed load's capacity, the part that is sent while faults are mixed in.
 SHARE = 0.6
 _CHUNK_S = 10.0
+#: How long the machine's own pace is measured after each chunk, and the share of its usual pace below which it is
+#: another machine for that while: what it was offered is then no share of what it could do.
+_PACE_S = 0.5
+_SLOW = 0.8
 _WORKER = "model_service_worker"
 #: Load goes on for so long when a worker is killed.
 KILLED_S = 30.0
@@ -57,6 +61,7 @@ class Rejected:
         count: how many.
         after_kill_s: seconds from the last kill of a worker in this phase to the chunk's beginning; None: none before.
         late_ms: the longest that the generator was kept from sending in it: what was due meanwhile came at once.
+        pace: images a second that this machine did in process right after it; None: not measured.
     """
 
     phase: str
@@ -64,14 +69,16 @@ class Rejected:
     count: int
     after_kill_s: float | None
     late_ms: float = 0.0
+    pace: float | None = None
 
     @property
     def line(self) -> str:
         """It, as the page says it."""
+        pace = "" if self.pace is None else f"; right after it the machine did {self.pace:.0f} images/s in process"
         after = "" if self.after_kill_s is None else f", {self.after_kill_s:.0f} s after a worker was killed"
         return (
             f"{self.count} told to try again in the {_CHUNK_S:.0f} s from second {self.at_s:.0f} of {self.phase}{after}"
-            f"; the generator was late by {self.late_ms:.0f} ms at most"
+            f"; the generator was late by {self.late_ms:.0f} ms at most{pace}"
         )
 
 
@@ -85,6 +92,7 @@ class Soaked:
     mixed: Result | None = None
     kills: list[Kill] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)  # images a second in process, after each chunk
     bad_clients: Counter[tuple[str, str]] = field(default_factory=Counter)
     bad_client_faults: list[str] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)  # seconds, MB
@@ -95,6 +103,23 @@ class Soaked:
     def share(self, over: Result) -> float:
         """What was answered under overload, as a share of capacity."""
         return over.throughput / self.capacity if self.capacity else 0.0
+
+    @property
+    def usual_pace(self) -> float:
+        """Images a second that the machine did in process, the median over the chunks; 0: not measured."""
+        return statistics.median(self.paces) if self.paces else 0.0
+
+    @property
+    def sheds(self) -> bool | None:
+        """Whether requests were told to try again below capacity; None: only where the machine was slower than usual.
+
+        Of a machine that is slower for a while, what it is offered is a larger share.
+        """
+        usual = [entry for entry in self.rejected if entry.pace is None or entry.pace >= _SLOW * self.usual_pace]
+        counted = 0 if self.mixed is None else self.mixed.counts.get("rejected", 0)
+        if sum(entry.count for entry in self.rejected) < counted:
+            return True
+        return True if usual else None if self.rejected else False
 
     @property
     def growth(self) -> float:
@@ -163,6 +188,8 @@ class Phases:
         photos: the workload of good single images.
         mixed: that with everything else among them.
         scratch: where workloads are kept for the generator.
+        pace: asked after each chunk of the mixed load for so many seconds: how many images this machine does in one, in
+            process, without the server.
         say: told where it is.
     """
 
@@ -174,9 +201,10 @@ class Phases:
         mixed: Workload,
         *,
         scratch: Path,
+        pace: Callable[[float], float],
         say: Callable[[str], None] = lambda line: print(f"  {line}", flush=True),
     ) -> None:
-        self._live, self._say, self._photos_items = live, say, photos
+        self._live, self._say, self._pace = live, say, pace
         self._photos = photos.save(scratch / "photos")
         self._mixed = mixed.save(scratch / "mixed")
         self._badly = Badly(live.target, photos.items, photos.tolerance)
@@ -235,9 +263,12 @@ class Phases:
                 continue
             began_s = time.monotonic()
             quiet.append(measure(plan, self._mixed))
+            self.found.paces.append(self._pace(_PACE_S))
             if count := quiet[-1].counts.get("rejected", 0):
                 since = began_s - last_kill if last_kill > began else None
-                self.found.rejected.append(Rejected(name, began_s - began, count, since, quiet[-1].late_ms))
+                self.found.rejected.append(
+                    Rejected(name, began_s - began, count, since, quiet[-1].late_ms, self.found.paces[-1])
+                )
             if kill_every_s is None:
                 self._sample_memory(time.monotonic() - began)
             if number % 6 == 1:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import section, verdicts, workloads
+from benchmarks.soak import pace, section, verdicts, workloads
 from benchmarks.soak_phases import Course, Kill, Phases, Rejected, Soaked, course
 from serve.load.histogram import Histogram
+from serve.load.known import opened
 from serve.load.plan import Result
 from serve.runtime.card import load_card
 from serve.runtime.execution import Execution
@@ -157,6 +159,42 @@ def test_requests_that_were_told_to_try_again_are_told_with_the_time() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("paces", "count", "sheds"),
+    [
+        ([70.0, 70.0], 44, True),  # a machine as fast as always
+        ([40.0, 40.0], 44, None),  # a slower one: the load was more of what it could do
+        ([40.0, 70.0], 44, True),
+        ([40.0, 40.0], 45, True),  # one more than the chunks that are told
+        ([], 0, False),
+    ],
+)
+def test_requests_told_to_try_again_count_where_the_machine_was_as_fast_as_usual(
+    paces: list[float], count: int, sheds: bool | None
+) -> None:
+    found = sound()
+    found.paces = [70.0, 72.0, 68.0, 71.0, 69.0, *paces]
+    assert found.usual_pace == pytest.approx(70, abs=1.5)
+    found.rejected = [Rejected("memory watched", 5.0, 22, None, pace=pace) for pace in paces]
+    found.mixed = result(answered=480, refused=20, rejected=count)
+    assert found.sheds is sheds
+    (verdict,) = [verdict for verdict in verdicts(found, queue=100) if "told to try again" in verdict.words]
+    assert verdict.holds is (None if sheds is None else not sheds)
+    assert ("while the machine did 40 images/s in process and not 69 as usual" in verdict.words) is (sheds is None)
+
+
+def test_the_machines_pace_is_told_with_the_load_and_with_what_was_told_to_try_again() -> None:
+    found = sound()
+    found.paces = [70.0, 40.0, 71.0]
+    found.rejected = [Rejected("memory watched", 5.0, 3, None, pace=40.0)]
+    page = section(found, verdicts(found, queue=100), Serving((Execution("openvino"),)))
+    (line,) = [line for line in page if "try again in the" in line]
+    assert line.endswith("late by 0 ms at most; right after it the machine did 40 images/s in process")
+    (line,) = [line for line in page if line.startswith("This machine did")]
+    assert line.startswith("This machine did 70 images/s in process")
+    assert line.endswith("40 to 71).")
+
+
 def test_a_campaign_takes_the_minutes_it_is_given() -> None:
     times = course(30)
     assert times.capacity_s * 2 + times.faults_s + times.steady_s + 3 * times.overload_s == pytest.approx(1800)
@@ -167,14 +205,16 @@ def test_a_campaign_takes_the_minutes_it_is_given() -> None:
 def test_a_campaign_against_a_real_server_compares_every_answer(tmp_path: Path) -> None:
     artifact = artifacts.onnx(tmp_path / "artifact")
     way = serving_of(artifact, load_card(artifact))
-    photos, mixed = workloads(artifact, way, None)
+    predictor = opened(artifact, way)
+    photos, mixed = workloads(predictor, way, None)
     assert not photos.confusable()
     assert {known.status for item in mixed.items for known in item.known} >= {200, 400, 415}
     scratch = tmp_path / "scratch"
     scratch.mkdir(mode=0o700)
     said: list[str] = []
     with serving("own", {"soaked": pack(artifact, way, scratch, "soaked")}, scratch, 64) as live:
-        phases = Phases("own", live, photos, mixed, scratch=scratch, say=said.append)
+        machine = partial(pace, predictor, [photos.items[0].body])
+        phases = Phases("own", live, photos, mixed, scratch=scratch, pace=machine, say=said.append)
         found = phases.run(Course(0.3, 2.5, 2.0, 0.3, 100, rest_s=0.0, afterwards_s=0.3))
     assert found.mixed is not None
     assert found.mixed.bad == 0, found.mixed.faults
@@ -191,3 +231,4 @@ def test_a_campaign_against_a_real_server_compares_every_answer(tmp_path: Path) 
     page = "\n".join(section(found, verdicts(found, 64), way))
     assert "pass: 0 wrong or swapped answers" in page
     assert found.capacity > 0
+    assert min(found.paces) > 0
