@@ -25,7 +25,7 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     alone, and neither module is called anywhere else. A norm after a linear layer is folded only on
     ``(N, features)`` inputs, where both speak of the same axis; `BatchNorm1d` on ``(N, L, C)`` does not.
     """
-    graph_module = trace(module)
+    graph_module = trace(module, example)
     note_shapes(graph_module, example)
     modules = dict(graph_module.named_modules(remove_duplicate=False))
     for node in list(graph_module.graph.nodes):

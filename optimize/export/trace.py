@@ -13,11 +13,15 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from optimize.errors import PassError
 from optimize.export.layers import LayerTracer, as_plain_layers
+from optimize.export.shaped import ShapedTracer
 from serve.runtime.errors import one_line
 
 
-def trace(module: nn.Module) -> fx.GraphModule:
+def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphModule:
     """Symbolically trace a module in eval mode.
+
+    ``example`` is an input ``(N, C, H, W)``: of a forward that branches on sizes, or counts with them, those beside the
+    batch are taken from it, see `optimize.export.shaped`; without it such a forward is refused.
 
     Eval matters: FX bakes ``self.training`` into calls such as ``F.dropout(x, training=…)`` and
     torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever.
@@ -28,11 +32,7 @@ def trace(module: nn.Module) -> fx.GraphModule:
     Raises:
         PassError: its forward cannot be traced, such as one that branches on tensor values.
     """
-    try:
-        tracer = LayerTracer()
-        graph = tracer.trace(module.eval())
-    except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
-        raise PassError(f"torch.fx cannot trace this model: {one_line(error)}") from None
+    tracer, graph = _traced(module.eval(), example)
     graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
     _take_defaults(graph_module.graph)
     as_plain_layers(graph_module)
@@ -51,7 +51,21 @@ def calls(graph_module: fx.GraphModule) -> Counter[int]:
     return Counter(id(graph_module.get_submodule(str(name))) for name in called)
 
 
-def graph_as_is(module: nn.Module, *, training: bool = False) -> fx.Graph:
+def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer, fx.Graph]:
+    """A module's graph and who traced it, with all sizes as calls where that is possible.
+
+    Raises:
+        PassError: its forward cannot be traced.
+    """
+    for tracer in (LayerTracer(), *([] if example is None else [ShapedTracer(example)])):
+        try:
+            return tracer, tracer.trace(module)
+        except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
+            last = error
+    raise PassError(f"torch.fx cannot trace this model: {one_line(last)}") from None
+
+
+def graph_as_is(module: nn.Module, example: torch.Tensor | None = None, *, training: bool = False) -> fx.Graph:
     """The graph of a module whose layers stay what they are, in the mode in which it is to be run.
 
     `trace` makes a module that computes the same in eval mode; this is of the module itself, to be trained in it. Of a
@@ -64,9 +78,7 @@ def graph_as_is(module: nn.Module, *, training: bool = False) -> fx.Graph:
         return copy.deepcopy(module.graph)
     before = [(layer, layer.training) for layer in module.modules()]
     try:
-        graph = LayerTracer().trace(module.train(training))
-    except Exception as error:  # noqa: BLE001 - as above
-        raise PassError(f"torch.fx cannot trace this model: {one_line(error)}") from None
+        _, graph = _traced(module.train(training), example)
     finally:
         for layer, mode in before:
             layer.training = mode

@@ -46,8 +46,7 @@ class Pass(Generic[C]):
             only computes on the device, it does not.
         rebuild: for passes that yield a module: from the parent's eager module and an example input to a
             module of this one's structure, into which its weights are then loaded.
-        resize: instead, where only the pass could find that structure out: from the parent's eager module and what
-            the product says of the structure.
+        resize: instead, where only the pass could find that structure out: from these and what the product says of it.
         timed: the executions that it times networks with, given its settings: its result then depends on the machine,
             which is in its key. What was measured is not, nor its noise: it is measured once, and the answer kept.
         leaves_zeros: whether zeros among the weights that it leaves are meant: whatever trains what descends from it
@@ -70,7 +69,7 @@ class Pass(Generic[C]):
     more_libraries: Callable[[C], tuple[str, ...]] = lambda config: ()
     reads_device: bool = False
     rebuild: Callable[[nn.Module, torch.Tensor], nn.Module] | None = None
-    resize: Callable[[nn.Module, Mapping[str, Any]], nn.Module] | None = None
+    resize: Callable[[nn.Module, torch.Tensor, Mapping[str, Any]], nn.Module] | None = None
     timed: Callable[[C], tuple[Execution, ...]] = lambda config: ()
     leaves_zeros: bool = False
     learner: Callable[[nn.Module, C, Callable[[], nn.Module], torch.Tensor], Learner] | None = None
@@ -86,7 +85,7 @@ class Pass(Generic[C]):
     def rebuilt(self, module: nn.Module, example: torch.Tensor, structure: Mapping[str, Any]) -> nn.Module:
         """A module of the structure that this pass gave to an artifact, from its parent's; with any weights."""
         if self.resize is not None:
-            return self.resize(module, structure)
+            return self.resize(module, example, structure)
         assert self.rebuild is not None
         return self.rebuild(module, example)
 

@@ -33,21 +33,21 @@ class Equalize(Config):
     )
 
 
-def _bounded(module: nn.Module) -> tuple[fx.GraphModule, list[Pair]]:
+def _bounded(module: nn.Module, example: torch.Tensor | None = None) -> tuple[fx.GraphModule, list[Pair]]:
     """The module traced, its pairs, and their ReLU6 with bounds of their own."""
-    traced = trace(module)
+    traced = trace(module, example)
     found = pairs(traced)
     bound_channels(traced, found)
     return traced.eval(), found
 
 
 def _rebuild(module: nn.Module, example: torch.Tensor) -> nn.Module:
-    return _bounded(module)[0]
+    return _bounded(module, example)[0]
 
 
 def _apply(parent: Artifact, config: Equalize, context: Context, folder: Path) -> Product:
     example = context.example(16)
-    module, found = _bounded(parent.module())
+    module, found = _bounded(parent.module(), example)
     if not found:
         raise NotApplicableError("equalize finds no two layers with only a ReLU between them; fuse folds norms first")
     effects = equalize(module, found)

@@ -51,14 +51,14 @@ class Expand(Config):
     )
 
 
-def expand_module(module: nn.Module, branches: Kind) -> tuple[fx.GraphModule, int]:
+def expand_module(module: nn.Module, branches: Kind, example: torch.Tensor | None = None) -> tuple[fx.GraphModule, int]:
     """The module traced, with branches beside its 3x3 convolutions; and how many convolutions have some.
 
     New layers are called as the convolution is, with ``_1x1``, ``_1x3`` or ``_3x1`` behind, their norms with ``_norm``
     behind that, and the norm alone ``_identity``. Convolutions that have branches already get none, nor do those that
     are called twice.
     """
-    traced = trace(module)
+    traced = trace(module, example)
     parallel = {branch.convolution for block in blocks(traced) for branch in block.branches}
     called = calls(traced)
     count = 0
@@ -142,7 +142,7 @@ def _silent_norm(layer: nn.Conv2d) -> nn.BatchNorm2d:
 
 def _apply(parent: Artifact, config: Expand, context: Context, folder: Path) -> Product:
     example = context.example(16)
-    module, count = expand_module(parent.module(), config.branches)
+    module, count = expand_module(parent.module(), config.branches, example)
     if not count:
         raise NotApplicableError("expand finds no plain 3x3 convolution with a border of one zero")
     with torch.no_grad():
@@ -162,8 +162,8 @@ def _apply(parent: Artifact, config: Expand, context: Context, folder: Path) -> 
     return Product(file, file_format, parent.card.precision, notes=notes, structure=structure, training=training)
 
 
-def _resize(module: nn.Module, structure: Mapping[str, Any]) -> nn.Module:
-    return expand_module(module, structure["branches"])[0]
+def _resize(module: nn.Module, example: torch.Tensor, structure: Mapping[str, Any]) -> nn.Module:
+    return expand_module(module, structure["branches"], example)[0]
 
 
 EXPAND = register(

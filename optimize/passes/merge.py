@@ -39,17 +39,19 @@ class Merge(Config):
 
 def merge_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     """The module traced, every block folded."""
-    return _merged(module)[0]
+    return _merged(module, example)[0]
 
 
-def _merged(module: nn.Module) -> tuple[fx.GraphModule, Sequence[tuple[Block, nn.Conv2d, nn.Conv2d]]]:
-    traced = trace(module)
+def _merged(
+    module: nn.Module, example: torch.Tensor
+) -> tuple[fx.GraphModule, Sequence[tuple[Block, nn.Conv2d, nn.Conv2d]]]:
+    traced = trace(module, example)
     return traced.eval(), merge_blocks(traced)
 
 
 def _apply(parent: Artifact, config: Merge, context: Context, folder: Path) -> Product:
     example = context.example(16)
-    module, merged = _merged(parent.module())
+    module, merged = _merged(parent.module(), example)
     if not merged:
         raise NotApplicableError(
             "merge finds no parallel convolutions of one tensor whose sum is one convolution: of the same stride, "

@@ -166,7 +166,7 @@ def _apply(parent: Artifact, config: PruneChannels, context: Context, folder: Pa
     # As the model's own code names them: a traced module keeps the names, and not all classes.
     kept = kept_by(next(parent.line()).module(), config) if config.keep else frozenset()
     keep_zeros = zeros_are_meant(parent)
-    module = trace(parent.module())
+    module = trace(parent.module(), example)
     first = _grouped(module, example, config, kept)
     if not first.groups:
         raise NotApplicableError(f"no channels of this model can be removed: {'; '.join(_left(first))}")
@@ -272,7 +272,7 @@ PRUNE_CHANNELS = register(
         apply=_apply,
         data="training",
         libraries=("torch", "torchvision", "onnx", "onnxscript"),
-        resize=resized,
+        resize=lambda module, example, structure: resized(module, structure, example),
         timed=lambda config: (config.latency.by,) if config.latency is not None else (),
         check=_check,
     )

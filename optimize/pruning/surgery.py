@@ -44,13 +44,15 @@ def remove(graph_module: fx.GraphModule, grouping: Grouping, units: Iterable[int
     return {"layers": {name: [len(part) for part in parts] for name, parts in places.items()}, "nodes": cuts}
 
 
-def resized(module: nn.Module, structure: Structure) -> fx.GraphModule:
+def resized(module: nn.Module, structure: Structure, example: torch.Tensor | None = None) -> fx.GraphModule:
     """``module`` traced anew, with the shapes of a structure that `remove` gave for it; its weights are any.
+
+    ``example`` is an input, see `trace`.
 
     Raises:
         PassError: the structure is not one of this module.
     """
-    graph_module = trace(module)
+    graph_module = trace(module, example)
     layers, nodes = structure.get("layers", {}), structure.get("nodes", {})
     places = {name: tuple(map(torch.arange, sizes)) for name, sizes in layers.items()}
     try:

@@ -70,7 +70,7 @@ def trace_calls(
         PassError: as `trace`.
         NotApplicableError: a norm has no running statistics.
     """
-    graph_module = trace(module)
+    graph_module = trace(module, example)
     store_weights(graph_module)
     with_factors(graph_module)
     write_out_attention(graph_module, example, in_float)

@@ -36,6 +36,7 @@ from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.forgetting import forgotten
 from optimize.quantization.targets import Target
+from optimize.quantization.writing import computed, constant_value
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
 
 #: The type range of each integer type that torch.ao produces here.
@@ -268,12 +269,14 @@ def _fold_weights(module: fx.GraphModule) -> None:
         assert callable(node.target)
         with torch.no_grad():
             _replace(module, node, f"weight_int8_{index}", node.target(*arguments))
-    # What torch quantizes per tensor although it is constant: the factors by which ConvNeXt scales its layers,
-    # the positions of a ViT. As rounded floats they are the same numbers without a quantizer.
+    # What torch quantizes per tensor although it is constant, perhaps computed from constants: the factors by which
+    # ConvNeXt scales its layers (timm's: a view of them), the positions of a ViT. As rounded floats they are the same
+    # numbers without a quantizer.
     for index, node in enumerate(_quantizers(module, "quantize_per_tensor")):
-        arguments = [_constant(module, argument) for argument in node.args]
-        if any(argument is None for argument in arguments):
+        if computed(node):
             continue
+        with torch.no_grad():
+            arguments = [constant_value(module, argument) for argument in node.args]
         assert callable(node.target)
         for number, user in enumerate(list(node.users)):
             assert callable(user.target)

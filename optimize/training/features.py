@@ -22,10 +22,10 @@ from serve.runtime.errors import UserError, did_you_mean, one_line
 Outputs = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 
 
-def _graph(module: nn.Module, whose: str, *, training: bool = False) -> fx.Graph:
+def _graph(module: nn.Module, whose: str, example: torch.Tensor, *, training: bool = False) -> fx.Graph:
     """The graph whose nodes features name."""
     try:
-        return graph_as_is(module, training=training)
+        return graph_as_is(module, example, training=training)
     except PassError as error:
         raise UserError(f"distil.features: {whose} has no nodes: {error}") from None
 
@@ -155,8 +155,8 @@ def match(
         UserError: there is no such node, or the shapes do not fit.
     """
     own, others = list(features), list(features.values())
-    ours = with_features(_graph(student, "the student", training=True), own, "the student", nodes)
-    theirs = with_features(_graph(teacher, "the teacher"), others, "the teacher")
+    ours = with_features(_graph(student, "the student", images, training=True), own, "the student", nodes)
+    theirs = with_features(_graph(teacher, "the teacher", images), others, "the teacher")
     sizes = _shapes(student, ours, own, images), _shapes(teacher, theirs, others, images)
     return Matched(ours, fx.GraphModule(teacher, theirs), nn.ModuleList(projections(features, *sizes)))
 

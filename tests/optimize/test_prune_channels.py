@@ -64,8 +64,8 @@ def test_at_most_as_much_arithmetic_is_left_as_was_asked_for(
     config = PruneChannels(macs=0.5, criterion=criterion, spread=spread, images=32, **HALF)
     product = PRUNE_CHANNELS.apply(trained, config, session.context, tmp_path)
     assert PRUNE_CHANNELS.resize is not None
-    smaller = PRUNE_CHANNELS.resize(trained.module(), product.structure)
     batch = session.context.example(2)
+    smaller = PRUNE_CHANNELS.resize(trained.module(), batch, product.structure)
     share = macs(smaller, batch) / macs(trained.module(), batch)
     assert 0.3 < share <= 0.5
     assert f"({share:.0%})" in product.notes[0]

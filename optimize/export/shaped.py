@@ -1,0 +1,200 @@
+"""Tracing a forward that computes with sizes, or branches on them: all but those of the batch are numbers.
+
+torch.fx gives a proxy for ``x.shape[-1]``, with which a forward can neither branch, nor count, nor call what wants an
+integer. An artifact takes images of one size, so what of a shape does not depend on how many images there are is known:
+a forward is run on two batches beside its tracing, and sizes that are equal in both are numbers in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.proxy import TraceError
+
+from optimize.export.layers import LayerTracer
+
+_BATCHES = (2, 3)
+#: What of a tensor is the same whatever is in it.
+_ASKED_OF_TENSORS = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "is_cuda")
+
+
+class Shape(tuple[Any, ...]):
+    """A tensor's shape: integers, and proxies of sizes that depend on the batch."""
+
+    __slots__ = ()
+
+    def __getitem__(self, which: Any) -> Any:
+        """A size, or some of them."""
+        found = super().__getitem__(which)
+        return Shape(found) if isinstance(which, slice) else found
+
+    def numel(self) -> Any:
+        """How many numbers a tensor of this shape has."""
+        return math.prod(self)
+
+
+class ShapedProxy(fx.Proxy):
+    """A value in the graph, whose sizes are integers where they do not depend on the batch."""
+
+    tracer: ShapedTracer
+
+    @property
+    def device(self) -> fx.proxy.Attribute:
+        """As of a tensor; what runs the graph may be elsewhere, so that only its kind is known."""
+        return Device(self, "device")
+
+    @property
+    def shape(self) -> Any:
+        """As of a tensor."""
+        found = self.tracer.found(self.node)
+        if not isinstance(found[0], torch.Tensor):
+            return super().__getattr__("shape")
+        first, second = (tuple(value.shape) for value in found)
+        return Shape(
+            size if size == other else self.tracer.create_proxy("call_method", "size", (self, axis), {})
+            for axis, (size, other) in enumerate(zip(first, second, strict=True))
+        )
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def ndim(self) -> Any:
+        """As of a tensor."""
+        return len(self.shape)
+
+    def dim(self) -> Any:
+        """As of a tensor."""
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        """As of a tensor, where it does not depend on the batch."""
+        found = self.tracer.found(self.node)
+        if isinstance(found[0], torch.Tensor | tuple | list) and len(found[0]) == len(found[1]):
+            return len(found[0])
+        return int(super().__len__())
+
+    def __iter__(self) -> Iterator[Any]:
+        """Over what a call gave that gives a tuple, or over a tensor's rows."""
+        found = self.tracer.found(self.node)
+        if isinstance(found[0], torch.Tensor | tuple | list) and len(found[0]) == len(found[1]):
+            return iter(
+                [
+                    self.tracer.create_proxy("call_function", operator.getitem, (self, index), {})
+                    for index in range(len(found[0]))
+                ]
+            )
+        return super().__iter__()
+
+
+class Device(fx.proxy.Attribute):
+    """A tensor's device in the graph; a forward that asks for its kind goes as it does on a CPU."""
+
+    @property
+    def type(self) -> str:
+        """As of a device."""
+        return "cpu"
+
+
+class ShapedTracer(LayerTracer):
+    """See the module.
+
+    Args:
+        example: an input ``(N, C, H, W)``; only its shape and type matter.
+    """
+
+    def __init__(self, example: torch.Tensor) -> None:
+        super().__init__()
+        self._batches = tuple(example[:1].repeat(count, *[1] * (example.dim() - 1)) for count in _BATCHES)
+        self._found: dict[fx.Node, tuple[Any, ...]] = {}
+        self._twin: nn.Module | None = None
+        self._running = False
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """See `fx.Tracer`."""
+        self._twin = copy.deepcopy(root).eval()  # in training, norms would take note of the examples
+        return super().trace(root, concrete_args)
+
+    def found(self, node: fx.Node) -> tuple[Any, ...]:
+        """What a node gives of either batch."""
+        if node not in self._found and node.op == "get_attr":
+            owner, _, leaf = str(node.target).rpartition(".")
+            assert isinstance(self.root, nn.Module)
+            with self._aside():
+                value = getattr(self.root.get_submodule(owner), leaf)
+            self._found[node] = (value,) * len(_BATCHES)
+        return self._found[node]
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """See `fx.Tracer`."""
+        return ShapedProxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """See `fx.Tracer`."""
+        return super().create_arg(tuple(a) if isinstance(a, Shape) else a)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
+        """See `fx.Tracer`."""
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
+        node = proxy.node
+        if node.op == "placeholder":
+            if node.args:
+                return node.args[0]  # what a forward may be given beside the images is its default
+            self._found[node] = tuple(batch.clone() for batch in self._batches)
+        elif node.op != "get_attr":
+            with self._aside(), torch.no_grad():
+                self._found[node] = tuple(self._computed(node, which) for which in range(len(_BATCHES)))
+        return proxy
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """For what is run beside the tracing: it goes through modules that report to this tracer."""
+        before, self._running = self._running, True
+        try:
+            yield
+        finally:
+            self._running = before
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """See `fx.Tracer`."""
+        return forward(*args, **kwargs) if self._running else super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """See `fx.Tracer`."""
+        return attr_val if self._running else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """See `fx.Tracer`: which way a forward goes, where that depends on sizes, and not on what is in a tensor."""
+        values = self.found(obj.node)
+        if isinstance(values[0], bool | int | float) and values[0] == values[1] and self._known(obj.node):
+            return bool(values[0])
+        raise TraceError("symbolically traced variables cannot be used as inputs to control flow")
+
+    def _computed(self, node: fx.Node, which: int) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: self.found(used)[which])
+        if node.op == "output":
+            return None
+        if node.op == "call_module":
+            assert self._twin is not None
+            return self._twin.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        called: Callable[..., Any] = node.target  # type: ignore[assignment]
+        return called(*args, **kwargs)
+
+    def _known(self, node: fx.Node) -> bool:
+        """Whether a value depends on no more of any tensor than what is the same for all images."""
+        if isinstance(self.found(node)[0], torch.Tensor):
+            return False
+        asked = node.args[1] if node.target is getattr else node.target
+        if asked in _ASKED_OF_TENSORS:
+            return True
+        return all(self._known(used) for used in node.all_input_nodes)

@@ -1,0 +1,166 @@
+"""Forwards that compute with sizes, or branch on them: traced where the images' size settles it, else refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from optimize.errors import PassError
+from optimize.export.folding import fuse_module
+from optimize.export.shaped import ShapedTracer
+from optimize.export.trace import graph_as_is, trace
+
+EXAMPLE = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+class Padded(nn.Module):
+    """As MobileViT does: padded or resized where the patches do not fill the map."""
+
+    def __init__(self, patch: int) -> None:
+        super().__init__()
+        self.convolution, self.norm, self.patch = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), patch
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.convolution(images))
+        batch, channels, height, width = x.shape
+        rows, columns = math.ceil(height / self.patch), math.ceil(width / self.patch)
+        if rows * self.patch != height or columns * self.patch != width:
+            x = functional.interpolate(x, size=(rows * self.patch, columns * self.patch), mode="bilinear")
+        x = x.reshape(batch * channels, rows, self.patch, columns, self.patch).transpose(2, 3)
+        x = x.reshape(batch, channels, rows * columns, self.patch**2).mean(-1)
+        return x.flatten(1)
+
+
+class Counting(nn.Module):
+    """Loops, unpacks and asserts by sizes, kinds and ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(images)
+        assert x.dim() == x.ndim == 4
+        assert len(x.shape) == 4
+        assert x.device.type != "meta"
+        assert x.shape == images[:, :1].expand(-1, 4, -1, -1)[..., 2:, 2:].shape
+        total = x.new_zeros(x.size(0), int(math.sqrt(x.shape[1])))
+        for row in range(x.size(-2)):
+            total = total + x[:, :2, row].mean(-1)
+        left, right = x.chunk(2, dim=1)
+        return total + (left * right).sum((2, 3)) / x.shape[2:].numel()
+
+
+class OfTheBatch(nn.Module):
+    """Another way for lone images."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3)) if images.shape[0] % 2 else images.amax((2, 3))
+
+
+class OfTheContent(nn.Module):
+    """Another way for bright images."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3)) if images.sum() > 1e9 else images.amax((2, 3))
+
+
+class OfOneNumber(nn.Module):
+    """The same by a number that has left the tensor."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3)) if images.sum().item() > 1e9 else images.amax((2, 3))
+
+
+class Row(nn.Module):
+    """Adds a row for each place, as many as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.arange(12.0).reshape(12, 1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.rows
+        if rows.shape[0] != images.shape[-2]:
+            rows = rows[: images.shape[-2]]
+        return (images + rows).flatten(1)
+
+
+def refused(module: nn.Module) -> None:
+    with pytest.raises(Exception, match=r"control flow|cannot be interpreted|real number"):
+        fx.Tracer().trace(module.eval())
+
+
+@pytest.mark.parametrize(
+    "module", [Padded(4), Padded(5), Counting(), Row()], ids=["filled", "resized", "counting", "row"]
+)
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_forward_that_goes_by_sizes_is_traced_and_takes_batches_of_any_size(module: nn.Module, count: int) -> None:
+    refused(copy.deepcopy(module))
+    traced = trace(copy.deepcopy(module), EXAMPLE)
+    images = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(count))
+    with torch.no_grad():
+        torch.testing.assert_close(traced(images), module.eval()(images))
+
+
+def test_it_folds_and_is_traced_again_as_any_other() -> None:
+    module = Padded(5).eval()
+    assert isinstance(module.norm.running_var, torch.Tensor)
+    module.norm.running_var.copy_(torch.tensor([0.5, 1.0, 2.0, 4.0]))
+    folded = fuse_module(copy.deepcopy(module), EXAMPLE)
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in folded.modules())
+    again = trace(folded)
+    images = torch.randn(5, 3, 12, 12, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        torch.testing.assert_close(again(images), module(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [OfTheBatch(), OfTheContent(), OfOneNumber()], ids=["batch", "content", "number"])
+def test_a_forward_that_goes_by_the_batch_or_by_what_is_in_a_tensor_is_refused(module: nn.Module) -> None:
+    with pytest.raises(PassError, match=r"torch\.fx cannot trace this model: TraceError"):
+        trace(module, EXAMPLE)
+
+
+def test_without_an_example_a_forward_that_goes_by_sizes_is_refused() -> None:
+    with pytest.raises(PassError, match=r"torch\.fx cannot trace this model: TraceError"):
+        trace(Padded(5))
+
+
+def test_a_network_in_training_keeps_its_mode_and_its_statistics() -> None:
+    module = Padded(5).train()
+    before: dict[str, Any] = copy.deepcopy(module.state_dict())
+    graph = graph_as_is(module, EXAMPLE, training=True)
+    assert module.training
+    assert module.norm.training
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert [str(node.target) for node in graph.nodes if node.op == "call_module"] == ["convolution", "norm"]
+
+
+def test_what_depends_on_the_batch_stays_a_call_and_all_else_is_a_number() -> None:
+    graph = ShapedTracer(EXAMPLE).trace(Padded(4).eval())
+    sizes = [node for node in graph.nodes if node.target == "size"]
+    assert {node.args[1] for node in sizes} == {0}
+    first = next(node for node in graph.nodes if node.target == "reshape")
+    assert first.args[2:] == (3, 4, 3, 4)
+
+
+class Masked(nn.Module):
+    """With an input beside the images that is asked for, as timm's masks and positions are."""
+
+    def forward(self, images: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 2.0) -> torch.Tensor:
+        if mask is not None:
+            images = images * mask.view(-1, 1, 1, 1)
+        rows = images.shape[-1] // 2
+        return (images[..., : max(rows, 2)] * scale).flatten(1)
+
+
+def test_inputs_beside_the_images_have_their_defaults() -> None:
+    traced = trace(Masked(), EXAMPLE)
+    assert [node.name for node in traced.graph.nodes if node.op == "placeholder"] == ["images"]
+    assert torch.equal(traced(EXAMPLE), Masked()(EXAMPLE))
