@@ -35,6 +35,7 @@ from optimize.lint.base import Finding, LintTarget, lint
 from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.forgetting import forgotten
+from optimize.quantization.reductions import keep_reductions
 from optimize.quantization.targets import Target
 from optimize.quantization.writing import computed, constant_value
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
@@ -144,6 +145,8 @@ def lower(
     expected = Counter(quantizing(node) for node in module.graph.nodes if quantizing(node))
     clamps = _clamp_narrow_ranges(module)
     raise_floors(module)
+    if target.packed:  # what CPUs run
+        keep_reductions(module)
     export_onnx(entered(module), example, path, target.opset)
     return verify(
         onnx.load(path),

@@ -258,6 +258,19 @@ def half_a_step(graph: Written) -> None:
     graph.tensors["floor"] = np.float32(0.05)
 
 
+def reduced(operator: str, *axes: int, kept: bool = False) -> Edit:
+    """Sums or means over axes of what is dequantized, or of its maximum with the lowest float."""
+
+    def edit(graph: Written) -> None:
+        graph.tensors |= {"axes": np.asarray(axes, np.int64), "lowest": np.finfo(np.float32).min}
+        if kept:
+            graph.before("second", "Max", ["y", "lowest"], "same")
+        graph.before("second", operator, ["same" if kept else "y", "axes"], "reduced")
+        graph.before("second", "Mul", ["y", "reduced"], "weighted")
+
+    return edit
+
+
 EVERYWHERE = ("cpu", "x86", "tensorrt")
 
 # The rule, the targets that it fires for, the node that it names, and what is done to the graph.
@@ -270,6 +283,13 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("zero-point", EVERYWHERE, "DequantizeLinear_second_wf", fewer_zero_points),
     ("norm-floor", ("cpu", "x86"), "Clip_kept", low_floor),
     ("norm-floor", (), "Clip_kept", half_a_step),
+    *[
+        ("integer-reduction", ("cpu", "x86"), "ReduceSum_reduced", reduced("ReduceSum", *axes))
+        for axes in [(1,), (2, 3)]
+    ],
+    ("integer-reduction", ("cpu", "x86"), "ReduceMean_reduced", reduced("ReduceMean", 1)),
+    ("integer-reduction", (), "ReduceMean_reduced", reduced("ReduceMean", 2, 3)),
+    ("integer-reduction", (), "ReduceSum_reduced", reduced("ReduceSum", 1, kept=True)),
     ("per-channel-activation", ("tensorrt",), "QuantizeLinear_y_q", per_channel_activation),
     ("unfolded-weight", EVERYWHERE, "QuantizeLinear_first_wq", unfolded),
     ("half-quantized-layer", EVERYWHERE, "Conv_first", float_weight),

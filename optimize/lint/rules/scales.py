@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
-from optimize.lint.graph import Graph, label
+from optimize.lint.graph import Graph, attribute, label
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 
@@ -126,6 +126,29 @@ def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
                 f"it keeps the norm of integers from zero by {least:.2g}, and a step of theirs is {2 * half:.2g}",
                 f"keep it from zero by half a step, {half:.2g}",
             )
+
+
+@rule("integer-reduction", "warning", CPUS)
+def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Sums and means over axes do not read what is dequantized: OpenVINO reduces the integers, and wrongly.
+
+    OpenVINO (2026.4.1) moves the DequantizeLinear behind them. Means over the two last of four axes are right (see
+    `optimize.quantization.reductions`).
+    """
+    for node in graph.of("ReduceSum", "ReduceMean"):
+        if not graph.dequantized(node):
+            continue
+        axes = graph.values(node, 1)
+        if axes is None:
+            listed = attribute(node, "axes", None)
+            axes = None if listed is None else np.asarray(listed)
+        if node.op_type == "ReduceMean" and axes is not None and set(axes.tolist()) in ({2, 3}, {-2, -1}):
+            continue
+        yield Fault(
+            label(node),
+            "it reduces what is dequantized, and OpenVINO gives other numbers for that",
+            "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
+        )
 
 
 def _smallest_normal(dtype: np.dtype[Any]) -> float:

@@ -1,0 +1,50 @@
+"""Sums and means over axes: kept in float where OpenVINO would compute them from integers, and wrongly.
+
+OpenVINO (2026.4.1, on CPUs with and without AMX) moves a dequantizer behind a ReduceSum or ReduceMean and reduces the
+integers. Of 16 values along the second of three axes nothing that is right comes out (the error is as large as the
+sums), and a sum of integers with a zero-point that is quantized again has that zero-point left in it once for each
+number: up to 110 times the largest sum, over whichever axes. Means over a map, axes 2 and 3 of four, are right.
+
+Behind the larger of its input and the lowest float, which is the input, no dequantizer is moved: the numbers are those
+that the graph means, in every engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_ATEN = torch.ops.aten
+_SUMS = (_ATEN.sum.dim_IntList, _ATEN.sum.default)
+_MEANS = (_ATEN.mean.dim, _ATEN.mean.default)
+#: The two last axes, which of a map are its rows and columns.
+_MAP = ({2, 3}, {-2, -1})
+_LOWEST = "lowest_float"
+
+
+def keep_reductions(module: fx.GraphModule) -> int:
+    """Put the maximum with the lowest float in front of each sum, and each mean over anything but a map, in place.
+
+    Args:
+        module: a program's, of ``aten`` operators.
+
+    Returns:
+        How many there are.
+    """
+    found = [node for node in module.graph.nodes if node.target in (*_SUMS, *_MEANS) and not _of_a_map(node)]
+    for node in found:
+        with module.graph.inserting_before(node):
+            if not hasattr(module, _LOWEST):
+                module.register_buffer(_LOWEST, torch.tensor(torch.finfo(torch.float32).min))
+            kept = module.graph.call_function(_ATEN.maximum.default, (node.args[0], module.graph.get_attr(_LOWEST)))
+        node.args = (kept, *node.args[1:])
+    module.recompile()
+    return len(found)
+
+
+def _of_a_map(node: fx.Node) -> bool:
+    """Whether it is a mean over the two last axes."""
+    axes: Any = node.args[1] if node.target is _ATEN.mean.dim else None
+    return axes is not None and set(axes) in _MAP
