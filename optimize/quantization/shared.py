@@ -3,8 +3,8 @@
 Two faults of torch.ao (2.11 to 2.14) in preparing for its packed kernels:
 
 - A layer norm has no range of its own in the x86 backend; each of its readers that takes integers has. When it is
-  packed, with one of their quantizers, the others are given integers and quantize them again, which fails (Swin's
-  second version, where a sum and a view read one norm).
+  packed, with one of their quantizers, the others are given integers and quantize them again, or normalise them, which
+  fails (Swin's second version, where a sum and a view read one norm; timm's MambaOut, where a sum and a norm do).
 - What is concatenated shares one range, and so does what a view gives with what it is given; where a view is
   concatenated (the patches of a ViT behind its class token), or the maxima of a pool (Inception), the first takes it
   away from the second. The packed program then concatenates integers of different scales, and warns of it.
@@ -32,7 +32,7 @@ def share_watchers(prepared: fx.GraphModule) -> None:
         prepared: with observers or fake-quantize modules.
     """
     for node in list(prepared.graph.nodes):
-        if node.op == "call_module" and type(prepared.get_submodule(str(node.target))) is nn.LayerNorm:
+        if _is_norm(prepared, node):
             _read_alike(prepared, node)
     for node in prepared.graph.nodes:
         if not is_watcher(prepared, node) or not _is_view(prepared, node.args[0]):
@@ -41,6 +41,12 @@ def share_watchers(prepared: fx.GraphModule) -> None:
         if is_watcher(prepared, before):
             _replace(prepared, _watcher(prepared, before), _watcher(prepared, node))
     prepared.recompile()
+
+
+def _is_norm(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return type(prepared.get_submodule(str(node.target))) is nn.LayerNorm
+    return node.target is functional.layer_norm  # as timm's norms are
 
 
 def _read_alike(prepared: fx.GraphModule, norm: fx.Node) -> None:

@@ -1,0 +1,67 @@
+"""A norm whose answer has several readers gives all of them the same integers, in torch's kernels and in the graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optimize.export.onnx import run_onnx
+from optimize.quantization.gate import sqnr
+
+from .test_plain import int8_graph
+
+
+class Called(nn.Module):
+    """A layer norm as timm's are: a function of its own weights."""
+
+    def __init__(self, channels: int, *, by_name: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(channels)
+        self.weight = nn.Parameter(0.5 + torch.rand(channels, generator=generator))
+        self.bias = nn.Parameter(torch.randn(channels, generator=generator))
+        self.by_name = by_name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = self.weight.shape
+        if self.by_name:
+            return functional.layer_norm(x, shape, weight=self.weight, bias=self.bias, eps=1e-6)
+        return functional.layer_norm(x, shape, self.weight, self.bias, 1e-6)
+
+
+class Block(nn.Module):
+    """MambaOut's beginning: a norm that another norm and a sum read."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.first, self.second = nn.Conv2d(3, 8, 3, stride=2), first, second
+        self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.stem(images).permute(0, 2, 3, 1))
+        x = x + self.inner(self.second(x))
+        return self.head(x.mean((1, 2)))
+
+
+NORMS = {
+    "modules": lambda: nn.LayerNorm(8),
+    "functions": lambda: Called(8, by_name=False),
+    "functions, by name": lambda: Called(8, by_name=True),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_that_a_norm_and_a_sum_read_runs_in_integers_and_means_what_the_float_network_does(
+    kind: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    module = Block(NORMS[kind](), NORMS[kind]()).eval()
+    path, context = int8_graph(module, tmp_path)
+    packed = torch.jit.load(tmp_path / "ptq" / "model.pt")
+    with torch.no_grad():
+        expected = module(context.example(8))
+        assert sqnr(expected, packed(context.example(8))) > 25
+    assert sqnr(expected, run_onnx(path, context.pixels(8), literal=True)) > 25
