@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from torch import fx, nn
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
-from optimize.quantization.explicit import quantizing
+from optimize.quantization.explicit import MOVES, quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.forgetting import forgotten
 from optimize.quantization.reductions import keep_reductions
@@ -48,6 +49,10 @@ LINTED: dict[str, LintTarget] = {VNNI_X86: "cpu", ANY_X86: "x86", TENSORRT: "ten
 
 _ATEN = torch.ops.aten
 
+#: Operators that read their input and are not asked for anything else, beside those that only move numbers.
+_READING = frozenset(
+    {_ATEN.expand.default, _ATEN.repeat.default, _ATEN.select.int, _ATEN.slice.Tensor, _ATEN.sym_size.int}
+)
 #: Operators that give what they are given, in eval mode.
 _AS_IT_IS = (_ATEN.dropout.default, _ATEN.alias.default, _ATEN.clone.default)
 
@@ -107,10 +112,13 @@ def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     Returns:
         Its program, with weights folded to int8, and without pairs that change no integer.
     """
-    module = _export(module, example).module()
+    program = _export(module, example)
+    _drop_whole_slices(program.graph_module)
+    module = program.module()
     assert isinstance(module, fx.GraphModule)
     _fold_weights(module)
     _drop_doubled(module)
+    _merge_alike(module)
     return module
 
 
@@ -297,6 +305,24 @@ def quantized_weights(program: torch.export.ExportedProgram) -> int:
     return sum(quantizing(node) == "dequantize_per_channel" for node in program.graph.nodes)
 
 
+def _drop_whole_slices(module: fx.GraphModule) -> None:
+    """Take away slices that take everything, as GhostNet's ``x[:, :width]``, between which quantizers stand twice.
+
+    The exporter leaves them out later, and OpenVINO (2026.4.1) crashes (SIGSEGV) when it compiles a concatenation that
+    is quantized, dequantized and quantized again with a zero-point.
+    """
+    for node in list(module.graph.nodes):
+        if node.target is _ATEN.slice.Tensor:
+            given: Any = node.args[0]
+            dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+            sizes = node.meta["val"].shape[dim], given.meta["val"].shape[dim]
+            same = all(isinstance(size, int) for size in sizes) and sizes[0] == sizes[1]
+            if same or (not start and (end is None or end == sys.maxsize) and step == 1):
+                node.replace_all_uses_with(given)
+                module.graph.erase_node(node)
+    module.recompile()
+
+
 def _drop_doubled(module: fx.GraphModule) -> None:
     """Take away pairs that dequantize and quantize again by the same scale, which changes no integer."""
     for node in _quantizers(module, "quantize_per_tensor"):
@@ -325,6 +351,21 @@ def _replace(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tens
     with module.graph.inserting_before(node):
         node.replace_all_uses_with(module.graph.get_attr(name))
     module.graph.erase_node(node)
+
+
+def _merge_alike(module: fx.GraphModule) -> None:
+    """Quantize once what is moved alike and quantized alike several times, as the exporter does.
+
+    GCViT's blocks all read one query, and each moves it for itself.
+    """
+    known: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(module.graph.nodes):
+        if node.target in MOVES or node.target in _READING or quantizing(node):
+            key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
+            if (first := known.setdefault(key, node)) is not node:
+                node.replace_all_uses_with(first)
+                module.graph.erase_node(node)
+    module.recompile()
 
 
 def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch import nn
 
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx
+from optimize.lint.base import lint, read_graph
 from optimize.passes import onnx_int8
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
@@ -320,6 +323,48 @@ class Scaled(nn.Module):
         return torch.flatten(x + self.scale * self.second(x), 1)
 
 
+class ScaledByView(nn.Module):
+    """timm's: a view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.scale = nn.Parameter(torch.tensor([0.1, -0.2, 0.3, 1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        return torch.flatten(x + self.second(x) * self.scale.reshape(1, -1, 1, 1), 1)
+
+
+class Ghost(nn.Module):
+    """GhostNet's: half of the channels are made of the others, and of what there is then as many as are wanted: all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cheap = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=4)
+        self.next = nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = torch.cat([x, self.cheap(x)], dim=1)
+        return torch.flatten(self.next(x[:, :8, :, :]), 1)
+
+
+class Queried(nn.Module):
+    """GCViT's: products of one query, which each layer moves for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Conv2d(1, 4, 4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.first(x)
+        tokens = query.flatten(2).transpose(1, 2)
+        left = query.flatten(2) @ self.left(tokens)
+        right = query.flatten(2) @ self.right(tokens)
+        return torch.flatten(left + right, 1)
+
+
 class Upsampling(nn.Module):
     """A transposed convolution, which torch's x86 kernels get wrong (2.14), so that it stays in float."""
 
@@ -342,7 +387,7 @@ class Twice(nn.Module):
         return torch.flatten(self.shared(torch.relu(self.shared(torch.relu(self.first(x))))), 1)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Upsampling, Twice])
+@pytest.mark.parametrize("kind", [Scaled, ScaledByView, Ghost, Queried, Upsampling, Twice])
 def test_unusual_constants_are_lowered_too(kind, tmp_path):
     torch.manual_seed(0)
     module = kind().eval()
@@ -357,6 +402,17 @@ def test_unusual_constants_are_lowered_too(kind, tmp_path):
     assert difference.max() <= 2.01
     assert difference.mean() < 0.2
     assert ((expected - in_float) / step).abs().max() < 4, "what is served has lost the network's numbers"
+
+
+@pytest.mark.parametrize("kind", [ScaledByView, Ghost])
+def test_no_constant_and_no_slice_of_everything_keeps_a_quantizer_of_its_own(kind, tmp_path):
+    torch.manual_seed(0)
+    _, path = lowered(kind().eval(), tmp_path)
+    for target in ("cpu", "x86"):
+        assert not {finding.rule for finding in lint(read_graph(path), target)} & {"doubled-pair", "unfolded-weight"}
+    # In a process of its own: it was a crash.
+    opening = f"import openvino; openvino.compile_model({str(path)!r}, 'CPU')"
+    subprocess.run([sys.executable, "-c", opening], check=True)
 
 
 @pytest.mark.skipif(x86_target().activation_max < 255, reason="needs 8-bit activations")
