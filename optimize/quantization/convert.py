@@ -40,6 +40,7 @@ from optimize.quantization.ranges import Observer
 from optimize.quantization.scalars import free_scalars
 from optimize.quantization.scores import free_scores
 from optimize.quantization.shared import share_watchers
+from optimize.quantization.slices import drop_whole_slices
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -76,6 +77,7 @@ def trace_calls(
     write_out_attention(graph_module, example, in_float)
     note_shapes(graph_module, example)  # of what attention has become, too
     flatten_places(graph_module)
+    drop_whole_slices(graph_module)
     free_scalars(graph_module)
     called: set[int] = set()
     for number, node in enumerate(graph_module.graph.nodes):

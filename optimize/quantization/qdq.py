@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,9 +111,7 @@ def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     Returns:
         Its program, with weights folded to int8, and without pairs that change no integer.
     """
-    program = _export(module, example)
-    _drop_whole_slices(program.graph_module)
-    module = program.module()
+    module = _export(module, example).module()
     assert isinstance(module, fx.GraphModule)
     _fold_weights(module)
     _drop_doubled(module)
@@ -303,24 +300,6 @@ def _fold_weights(module: fx.GraphModule) -> None:
 def quantized_weights(program: torch.export.ExportedProgram) -> int:
     """How many weights a reference program dequantizes."""
     return sum(quantizing(node) == "dequantize_per_channel" for node in program.graph.nodes)
-
-
-def _drop_whole_slices(module: fx.GraphModule) -> None:
-    """Take away slices that take everything, as GhostNet's ``x[:, :width]``, between which quantizers stand twice.
-
-    The exporter leaves them out later, and OpenVINO (2026.4.1) crashes (SIGSEGV) when it compiles a concatenation that
-    is quantized, dequantized and quantized again with a zero-point.
-    """
-    for node in list(module.graph.nodes):
-        if node.target is _ATEN.slice.Tensor:
-            given: Any = node.args[0]
-            dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
-            sizes = node.meta["val"].shape[dim], given.meta["val"].shape[dim]
-            same = all(isinstance(size, int) for size in sizes) and sizes[0] == sizes[1]
-            if same or (not start and (end is None or end == sys.maxsize) and step == 1):
-                node.replace_all_uses_with(given)
-                module.graph.erase_node(node)
-    module.recompile()
 
 
 def _drop_doubled(module: fx.GraphModule) -> None:

@@ -14,15 +14,17 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from torch import nn
+from torch import fx, nn
 
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx
+from optimize.export.trace import note_shapes
 from optimize.lint.base import lint, read_graph
 from optimize.passes import onnx_int8
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.qdq import NarrowRange, verify
+from optimize.quantization.slices import drop_whole_slices
 from optimize.quantization.targets import TargetName, x86_target
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -413,6 +415,20 @@ def test_no_constant_and_no_slice_of_everything_keeps_a_quantizer_of_its_own(kin
     # In a process of its own: it was a crash.
     opening = f"import openvino; openvino.compile_model({str(path)!r}, 'CPU')"
     subprocess.run([sys.executable, "-c", opening], check=True)
+
+
+def test_only_a_slice_that_takes_everything_of_any_batch_is_left_out():
+    class Sliced(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            whole = x[:, :3] + x[..., 0:4] + x[:] + x[:, :, :, :9]
+            return whole + x[:2] + x[:, :, ::1][:, :1] + x[:, [0, 1, 2]]
+
+    module = fx.symbolic_trace(Sliced())
+    batch = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    note_shapes(module, batch)
+    expected = module(batch)
+    assert drop_whole_slices(module) == 5  # and not the first images, a part, or a list
+    assert torch.equal(module(batch), expected)
 
 
 @pytest.mark.skipif(x86_target().activation_max < 255, reason="needs 8-bit activations")
