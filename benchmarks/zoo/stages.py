@@ -281,6 +281,8 @@ class Model:
         data = dataclasses.replace(context.data, train=subset(context.data.train, images))
         few = dataclasses.replace(context, data=data)
         config, epochs = TrainingConfig(epochs=2, batch_size=16, learning_rate=0.01, augment="none"), 0
+        if any(isinstance(layer, nn.LayerNorm) for layer in module.modules()):  # SGD makes NaNs of XCiT
+            config = TrainingConfig(epochs=2, batch_size=16, optimizer="adamw", augment="none")
         while signal.rounding_db < CLEAR_DB and epochs < _MOST_EPOCHS:
             for layer in module.modules():
                 if isinstance(layer, _BatchNorm):
