@@ -121,7 +121,11 @@ class ShapedTracer(LayerTracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """See `fx.Tracer`."""
         self._twin = copy.deepcopy(root).eval()  # in training, norms would take note of the examples
-        return super().trace(root, concrete_args)
+        traced = super().trace(root, concrete_args)
+        # A graph module that is pickled is traced again by its graph's tracer, which has no example then, nor needs one.
+        graph = fx.Graph(tracer_cls=LayerTracer)
+        graph.output(graph.graph_copy(traced, {}))
+        return graph
 
     def found(self, node: fx.Node) -> tuple[Any, ...]:
         """What a node gives of either batch."""

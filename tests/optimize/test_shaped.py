@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -119,6 +120,14 @@ def test_it_folds_and_is_traced_again_as_any_other() -> None:
     images = torch.randn(5, 3, 12, 12, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         torch.testing.assert_close(again(images), module(images), rtol=1e-5, atol=1e-5)
+
+
+def test_it_goes_to_another_process_as_any_other() -> None:
+    traced = trace(Padded(5).eval(), EXAMPLE)
+    again = pickle.loads(pickle.dumps(traced))
+    assert [node.name for node in again.graph.nodes] == [node.name for node in traced.graph.nodes]
+    with torch.no_grad():
+        assert torch.equal(again(EXAMPLE), traced(EXAMPLE))
 
 
 @pytest.mark.parametrize("module", [OfTheBatch(), OfTheContent(), OfOneNumber()], ids=["batch", "content", "number"])
