@@ -122,7 +122,7 @@ class ShapedTracer(LayerTracer):
         """See `fx.Tracer`."""
         self._twin = copy.deepcopy(root).eval()  # in training, norms would take note of the examples
         traced = super().trace(root, concrete_args)
-        # A graph module that is pickled is traced again by its graph's tracer, which has no example then, nor needs one.
+        # A pickled graph module is traced again by its graph's tracer, which has no example then, nor needs one.
         graph = fx.Graph(tracer_cls=LayerTracer)
         graph.output(graph.graph_copy(traced, {}))
         return graph
