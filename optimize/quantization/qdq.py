@@ -18,6 +18,7 @@ has. A pair that only dequantizes and quantizes again by the same scale (around 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -335,16 +336,27 @@ def _replace(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tens
 def _merge_alike(module: fx.GraphModule) -> None:
     """Quantize once what is moved alike and quantized alike several times, as the exporter does.
 
-    GCViT's blocks all read one query, and each moves it for itself.
+    GCViT's blocks all read one query, and each moves it for itself; ConViT's have the same places each, as constants.
     """
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(module.graph.nodes):
-        if node.target in MOVES or node.target in _READING or quantizing(node):
+        if node.op == "get_attr":
+            key = _content(_constant(module, node))
+        elif node.target in MOVES or node.target in _READING or quantizing(node):
             key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
-            if (first := known.setdefault(key, node)) is not node:
-                node.replace_all_uses_with(first)
-                module.graph.erase_node(node)
+        else:
+            continue
+        if (first := known.setdefault(key, node)) is not node:
+            node.replace_all_uses_with(first)
+            module.graph.erase_node(node)
     module.recompile()
+    _drop_unused_tensors(module)
+
+
+def _content(constant: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors that are the same have in common."""
+    numbers = constant.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return (constant.dtype, tuple(constant.shape), hashlib.sha256(numbers).digest())
 
 
 def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:

@@ -367,6 +367,20 @@ class Queried(nn.Module):
         return torch.flatten(left + right, 1)
 
 
+class Placed(nn.Module):
+    """ConViT's: each layer has the same places, as a constant of its own that it repeats for each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Conv2d(1, 4, 4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.places, self.again = (nn.Parameter(torch.linspace(-1, 1, 64).view(1, 16, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.first(x).flatten(2)
+        left = query @ self.left(self.places.expand(x.shape[0], -1, -1))
+        return torch.flatten(left + query @ self.right(self.again.expand(x.shape[0], -1, -1)), 1)
+
+
 class Upsampling(nn.Module):
     """A transposed convolution, which torch's x86 kernels get wrong (2.14), so that it stays in float."""
 
@@ -389,7 +403,7 @@ class Twice(nn.Module):
         return torch.flatten(self.shared(torch.relu(self.shared(torch.relu(self.first(x))))), 1)
 
 
-@pytest.mark.parametrize("kind", [Scaled, ScaledByView, Ghost, Queried, Upsampling, Twice])
+@pytest.mark.parametrize("kind", [Scaled, ScaledByView, Ghost, Queried, Placed, Upsampling, Twice])
 def test_unusual_constants_are_lowered_too(kind, tmp_path):
     torch.manual_seed(0)
     module = kind().eval()
