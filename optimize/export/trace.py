@@ -35,6 +35,7 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     tracer, graph = _traced(module.eval(), example)
     graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
     _take_defaults(graph_module.graph)
+    _ask_the_images(graph_module)
     as_plain_layers(graph_module)
     return graph_module
 
@@ -100,6 +101,22 @@ def _take_defaults(graph: fx.Graph) -> None:
             user.args = fx.node.map_arg(user.args, taken)
             user.kwargs = fx.node.map_arg(user.kwargs, taken)
         graph.erase_node(node)
+
+
+def _ask_the_images(graph_module: fx.GraphModule) -> None:
+    """Ask the images, and no weight, for the device and the type that a forward makes tensors of.
+
+    XCiT's positions are made on the device of a layer's weight; in integers that is a method of the layer's.
+    """
+    graph = graph_module.graph
+    images = next(node for node in graph.nodes if node.op == "placeholder")
+    for node in list(graph.nodes):
+        if node.target is not getattr or node.args[1] not in ("device", "dtype") or node.args[0].op != "get_attr":
+            continue
+        weight, asked = node.args
+        node.args = (images, asked)
+        if not weight.users:
+            graph.erase_node(weight)
 
 
 def _taken(input_: fx.Node, read: fx.Node) -> object:

@@ -51,7 +51,8 @@ _ATEN = torch.ops.aten
 
 #: Operators that read their input and are not asked for anything else, beside those that only move numbers.
 _READING = frozenset(
-    {_ATEN.expand.default, _ATEN.repeat.default, _ATEN.select.int, _ATEN.slice.Tensor, _ATEN.sym_size.int}
+    {_ATEN.expand.default, _ATEN.repeat.default, _ATEN.repeat_interleave.self_int}
+    | {_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.sym_size.int}
 )
 #: Operators that give what they are given, in eval mode.
 _AS_IT_IS = (_ATEN.dropout.default, _ATEN.alias.default, _ATEN.clone.default)

@@ -362,8 +362,8 @@ class Queried(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query = self.first(x)
         tokens = query.flatten(2).transpose(1, 2)
-        left = query.flatten(2) @ self.left(tokens)
-        right = query.flatten(2) @ self.right(tokens)
+        left = query.flatten(2).repeat_interleave(2, dim=1) @ self.left(tokens)
+        right = query.flatten(2).repeat_interleave(2, dim=1) @ self.right(tokens)
         return torch.flatten(left + right, 1)
 
 
@@ -379,6 +379,20 @@ class Placed(nn.Module):
         query = self.first(x).flatten(2)
         left = query @ self.left(self.places.expand(x.shape[0], -1, -1))
         return torch.flatten(left + query @ self.right(self.again.expand(x.shape[0], -1, -1)), 1)
+
+
+class OnItsDevice(nn.Module):
+    """XCiT's: positions are made where a layer's weight is, and of its type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.places = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(2, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.places.weight
+        steps = torch.arange(16, device=weight.device, dtype=weight.dtype) / 16
+        grid = torch.stack([steps.expand(16, 16), steps.unsqueeze(1).expand(16, 16)])
+        return torch.flatten(self.first(x) + self.places(grid.unsqueeze(0)), 1)
 
 
 class Upsampling(nn.Module):
@@ -403,7 +417,7 @@ class Twice(nn.Module):
         return torch.flatten(self.shared(torch.relu(self.shared(torch.relu(self.first(x))))), 1)
 
 
-@pytest.mark.parametrize("kind", [Scaled, ScaledByView, Ghost, Queried, Placed, Upsampling, Twice])
+@pytest.mark.parametrize("kind", [Scaled, ScaledByView, Ghost, Queried, Placed, OnItsDevice, Upsampling, Twice])
 def test_unusual_constants_are_lowered_too(kind, tmp_path):
     torch.manual_seed(0)
     module = kind().eval()
