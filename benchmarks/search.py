@@ -19,7 +19,6 @@ from pathlib import Path
 from benchmarks.below import write_below
 from benchmarks.commands import command
 from benchmarks.here import begun, here
-from benchmarks.recovery import MODEL, RECIPE, pulled
 from optimize import noise
 from optimize.listener import SILENT
 from optimize.measure.timing import Timing
@@ -33,11 +32,12 @@ from optimize.run.job import Job, open_job
 from optimize.run.recipe import load_recipe
 
 PULLED = "MobileNetV2, pulled"
+_MOBILENET = ("examples/cifar_mobilenet.py:mobilenet_v2", Path("examples/recovery.yaml"))
 #: Each network's model, and the recipe that trains it where no checkpoint is given.
 NETWORKS = {
     "ResNet-20": ("examples/cifar_resnet.py:resnet20", Path("examples/cifar.yaml")),
-    "MobileNetV2": (MODEL, RECIPE),
-    PULLED: (MODEL, RECIPE),
+    "MobileNetV2": _MOBILENET,
+    PULLED: _MOBILENET,
 }
 #: With scales per channel and with one a tensor.
 SETTINGS = {"per channel": Ptq(), "per tensor": Ptq(weights="per-tensor", observer="minmax")}
@@ -141,7 +141,7 @@ def searches(options: argparse.Namespace, timing: Timing) -> Iterator[tuple[Case
         model, recipe = NETWORKS[network]
         job = Job(
             model=model,
-            checkpoint=options.mobilenet if model == MODEL else options.resnet,
+            checkpoint=options.resnet if network == "ResNet-20" else options.mobilenet,
             data=options.data,
             val_images=options.val_images,
             store=options.store,
@@ -150,6 +150,8 @@ def searches(options: argparse.Namespace, timing: Timing) -> Iterator[tuple[Case
             trust_checkpoint=options.trust_checkpoint,
         )
         if network == PULLED:
+            from benchmarks.recovery import pulled  # which registers a pass, for who asks for it alone
+
             job = job.model_copy(update={"checkpoint": pulled(job)})
         opened = open_job(job, SILENT)
         with contextlib.closing(opened.session) as session:

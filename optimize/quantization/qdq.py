@@ -341,23 +341,32 @@ def _merge_alike(module: fx.GraphModule) -> None:
     """
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(module.graph.nodes):
-        if node.op == "get_attr":
+        if node.op == "get_attr" and node.users and all(_only_moves(user) for user in node.users):
             key = _content(_constant(module, node))
-        elif node.target in MOVES or node.target in _READING or quantizing(node):
+        elif _only_moves(node) or quantizing(node):
             key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
         else:
             continue
         if (first := known.setdefault(key, node)) is not node:
             node.replace_all_uses_with(first)
             module.graph.erase_node(node)
+    for node in reversed(module.graph.nodes):
+        if not node.users and _only_moves(
+            node
+        ):  # a dropout gives what it is given, and would be exported as its reader
+            module.graph.erase_node(node)
     module.recompile()
     _drop_unused_tensors(module)
+
+
+def _only_moves(node: fx.Node) -> bool:
+    return node.target in MOVES or node.target in _READING
 
 
 def _content(constant: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors that are the same have in common."""
     numbers = constant.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return (constant.dtype, tuple(constant.shape), hashlib.sha256(numbers).digest())
+    return (type(constant), constant.dtype, tuple(constant.shape), hashlib.sha256(numbers).digest())
 
 
 def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:
