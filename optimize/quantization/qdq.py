@@ -351,9 +351,8 @@ def _merge_alike(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(first)
             module.graph.erase_node(node)
     for node in reversed(module.graph.nodes):
-        if not node.users and _only_moves(
-            node
-        ):  # a dropout gives what it is given, and would be exported as its reader
+        # A dropout gives the very tensor that it is given: exported again, who reads that one would read the dropout.
+        if not node.users and _only_moves(node):
             module.graph.erase_node(node)
     module.recompile()
     _drop_unused_tensors(module)
