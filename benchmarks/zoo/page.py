@@ -57,7 +57,7 @@ def _counted(own: Sequence[ModelRecord], other: Sequence[ModelRecord], missing: 
     timed = sum(record.speed is not None for record in own)
     yield (
         f"**{_passing(own)} of {every} torchvision classifiers pass every stage**"
-        + (f", and {_passing(other)} of the {len(other)} of timm's families that were tried." if other else ".")
+        + (f", and {_passing(other)} of {len(other)} of timm's families, of those tried." if other else ".")
         + (f" {done} of {every} were taken through all of them, the rest not yet." if done < every else "")
         + (f" {timed or 'None'} of {every} {'was' if timed < 2 else 'were'} timed." if timed < every else "")
     )
