@@ -1,9 +1,9 @@
 """Sums and means over axes: kept in float where OpenVINO would compute them from integers, and wrongly.
 
-OpenVINO (2026.4.1, on CPUs with and without AMX) moves a dequantizer behind a ReduceSum or ReduceMean and reduces the
-integers. Of 16 values along the second of three axes nothing that is right comes out (the error is as large as the
-sums), and a sum of integers with a zero-point that is quantized again has that zero-point left in it once for each
-number: up to 110 times the largest sum, over whichever axes. Means over a map, axes 2 and 3 of four, are right.
+OpenVINO (2026.4.1, measured on a CPU with AVX-512 VNNI and without AMX) moves a dequantizer behind a ReduceSum or
+ReduceMean and reduces the integers. Of 16 values along the second of three axes nothing that is right comes out (the
+error is as large as the sums), and a sum of integers with a zero-point that is quantized again is off by 6 to 110 times
+the largest sum, over whichever axes. Means over a map, axes 2 and 3 of four, are right.
 
 Behind the larger of its input and the lowest float, which is the input, no dequantizer is moved: the numbers are those
 that the graph means, in every engine.
