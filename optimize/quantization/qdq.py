@@ -18,7 +18,6 @@ has. A pair that only dequantizes and quantizes again by the same scale (around 
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,8 @@ from torch import fx, nn
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
-from optimize.quantization.explicit import MOVES, quantizing
+from optimize.quantization.duplicates import merge_alike
+from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.forgetting import forgotten
 from optimize.quantization.reductions import keep_reductions
@@ -49,11 +49,6 @@ LINTED: dict[str, LintTarget] = {VNNI_X86: "cpu", ANY_X86: "x86", TENSORRT: "ten
 
 _ATEN = torch.ops.aten
 
-#: Operators that read their input and are not asked for anything else, beside those that only move numbers.
-_READING = frozenset(
-    {_ATEN.expand.default, _ATEN.repeat.default, _ATEN.repeat_interleave.self_int}
-    | {_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.sym_size.int}
-)
 #: Operators that give what they are given, in eval mode.
 _AS_IT_IS = (_ATEN.dropout.default, _ATEN.alias.default, _ATEN.clone.default)
 
@@ -117,7 +112,8 @@ def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     assert isinstance(module, fx.GraphModule)
     _fold_weights(module)
     _drop_doubled(module)
-    _merge_alike(module)
+    merge_alike(module)
+    _drop_unused_tensors(module)
     return module
 
 
@@ -332,40 +328,6 @@ def _replace(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tens
     with module.graph.inserting_before(node):
         node.replace_all_uses_with(module.graph.get_attr(name))
     module.graph.erase_node(node)
-
-
-def _merge_alike(module: fx.GraphModule) -> None:
-    """Quantize once what is moved alike and quantized alike several times, as the exporter does.
-
-    GCViT's blocks all read one query, and each moves it for itself; ConViT's have the same places each, as constants.
-    """
-    known: dict[tuple[Any, ...], fx.Node] = {}
-    for node in list(module.graph.nodes):
-        if node.op == "get_attr" and node.users and all(_only_moves(user) for user in node.users):
-            key = _content(_constant(module, node))
-        elif _only_moves(node) or quantizing(node):
-            key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
-        else:
-            continue
-        if (first := known.setdefault(key, node)) is not node:
-            node.replace_all_uses_with(first)
-            module.graph.erase_node(node)
-    for node in reversed(module.graph.nodes):
-        # A dropout gives the very tensor that it is given: exported again, who reads that one would read the dropout.
-        if not node.users and _only_moves(node):
-            module.graph.erase_node(node)
-    module.recompile()
-    _drop_unused_tensors(module)
-
-
-def _only_moves(node: fx.Node) -> bool:
-    return node.target in MOVES or node.target in _READING
-
-
-def _content(constant: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors that are the same have in common."""
-    numbers = constant.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return (type(constant), constant.dtype, tuple(constant.shape), hashlib.sha256(numbers).digest())
 
 
 def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:
