@@ -144,6 +144,17 @@ class Instructions:
     known: KnownAnswer | None
 
 
+def serving_in(archive: Path) -> Serving:
+    """How an archive says that it is served; the known answer beside it is not read, for it holds an image.
+
+    Raises:
+        UserError: there is no such file.
+        CardError: it is not an archive of this project.
+    """
+    with _opened(archive) as opened:
+        return _serving_of(archive, opened)
+
+
 def instructions_in(archive: Path) -> Instructions:
     """What an archive tells a server.
 
@@ -152,7 +163,7 @@ def instructions_in(archive: Path) -> Instructions:
         CardError: it is not an archive of this project.
     """
     with _opened(archive) as opened:
-        serving = parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
+        serving = _serving_of(archive, opened)
         if KNOWN_FILE not in opened.namelist():
             return Instructions(serving, None)
         return Instructions(serving, parse_known(opened.read(KNOWN_FILE).decode(), archive / KNOWN_FILE))
@@ -179,6 +190,10 @@ def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
 
 def _card_of(archive: Path, opened: zipfile.ZipFile) -> Card:
     return parse_card(opened.read(CARD_FILE).decode(), archive / CARD_FILE)
+
+
+def _serving_of(archive: Path, opened: zipfile.ZipFile) -> Serving:
+    return parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
 
 
 def card_bytes(card: Card) -> bytes:

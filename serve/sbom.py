@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from serve.archive_file import check_archive, instructions_in
+from serve.archive_file import check_archive, serving_in
 from serve.jars import torchserve_jars
 from serve.layout import SBOM_ENDING
 from serve.runtime.card import CARD_FILE, Card, sha256_file
@@ -212,7 +212,7 @@ def _java() -> Component:
 
 def _libraries(archive: Path, card: Card) -> Iterable[str]:
     """The distributions of the engines that may run the archive, and of the decoder that it names."""
-    serving = instructions_in(archive).serving
+    serving = serving_in(archive)
     known = engines()
     for execution in serving.executions:
         if execution.engine in known and card.format in known[execution.engine].formats:

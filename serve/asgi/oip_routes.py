@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _BINARY = "application/octet-stream"
 
-# Of JSON, above which reading it may take longer than changing to a thread: the loop answers others then.
-
 
 def add_routes(application: Application) -> None:
     """Answer the protocol's paths: health, which needs no token, metadata and inference."""

@@ -18,8 +18,6 @@ from serve.runtime.serving import Serving
 
 _K_HEADER = "x-top-k"
 
-# Where parsing a body (JSON, base64, a form) may take longer than switching to a thread: the loop answers others then.
-
 
 def add_routes(application: Application) -> None:
     """Answer TorchServe's paths, and the health of the server."""

@@ -20,8 +20,8 @@ from serve.archive_file import (
     archived_name,
     card_bytes,
     check_model_name,
-    instructions_in,
     json_bytes,
+    serving_in,
     write_zip,
 )
 from serve.options import ServingOptions
@@ -110,9 +110,9 @@ def foreign_parts(archive: Path, card: Card) -> list[str]:
         card: its card.
 
     Raises:
-        CardError: its ``serving.json`` or ``known.json`` is no such file.
+        CardError: its ``serving.json`` is no such file.
     """
-    serving = instructions_in(archive).serving
+    serving = serving_in(archive)
     own = {
         **_runtime(card),
         CONFIG_FILE: model_config(serving).encode(),
