@@ -9,6 +9,7 @@ import json
 import random
 import re
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from tests.programs import Programs
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
 from tests.serve.conftest import by, free_ports
+from tests.serve.test_operating import PREDICTIONS, grpc_message
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +68,9 @@ class Served:
 
     def log(self, name: str) -> str:
         return (state_folder(self.store) / "logs" / name).read_text(encoding="utf-8")
+
+    def log_lines(self, name: str) -> list[str]:
+        return self.log(name).splitlines(keepends=True)
 
     def kill_a_worker(self, model: str) -> None:
         with self.running.client(self.store) as client:
@@ -142,16 +147,39 @@ def test_each_request_that_a_worker_answers_has_one_line_of_json_with_where_its_
     assert "serve.requests" not in served.log("model_log.log")
 
 
-def test_what_no_worker_answers_is_in_the_frontends_log(served: Served) -> None:
+def test_the_frontends_log_says_of_each_request_what_its_client_was_told_whoever_answered_it(served: Served) -> None:
     before = served.log("access_log.log").count("\n")
-    assert served.post("absent").status_code == 404
-    assert served.post(PAIR, headers={"Authorization": "Bearer none"}).status_code == 400
-    assert served.post(PAIR, content=b"\0" * (served.running.limits.body_mb * MIB + 1)).status_code == 413
-    assert served.post(PAIR).status_code == 200
-    told = [re.findall(r'"(\w+) (\S+) HTTP/1.1" (\d+) ', line) for line in served.log("access_log.log").splitlines()]
-    path = f"/predictions/{PAIR}"
-    expected = [("/predictions/absent", "404"), (path, "400"), (path, "413"), (path, "200")]
-    assert told[before:] == [[("POST", where, status)] for where, status in expected]
+    path, form = f"/predictions/{PAIR}", {"Content-Type": "application/x-www-form-urlencoded"}
+    answers = [
+        ("/predictions/absent", 404, served.post("absent", headers={"x-request-id": "nobody"})),
+        (path, 400, served.post(PAIR, headers={"Authorization": "Bearer none", "x-request-id": "stranger"})),
+        (path, 413, served.post(PAIR, content=b"\0" * (served.running.limits.body_mb * MIB + 1))),
+        (path, 400, served.post(PAIR, headers=form, content=b"%zz=" + jpeg(1))),  # TorchServe itself says 500
+        (path, 415, served.post(PAIR, headers={"x-request-id": "one-${java:version}-{}"}, content=b"no image")),
+        (path, 200, served.post(PAIR)),
+    ]
+    assert [answer.status_code for _, _, answer in answers] == [status for _, status, _ in answers]
+    told = re.findall(r'"POST (\S+) HTTP/1.1" (\d+) \d+ (\S+)\n', "".join(served.log_lines("access_log.log")[before:]))
+    assert told == [(where, str(status), answer.headers["x-request-id"]) for where, status, answer in answers]
+
+
+def test_the_frontends_log_has_who_went_before_an_answer_and_calls_of_grpc(served: Served) -> None:
+    grpc = pytest.importorskip("grpc")
+    name, _, token = served.header.partition(": ")
+    with socket.create_connection((HOST, served.running.ports.inference)) as gone:
+        head = f"POST /predictions/{ALONE} HTTP/1.1\r\nHost: {HOST}\r\n{served.header}\r\nX-Request-Id: gone\r\n"
+        gone.sendall(f"{head}Content-Type: image/jpeg\r\nContent-Length: {len(jpeg(1))}\r\n\r\n".encode() + jpeg(1))
+        time.sleep(0.5)  # it is waiting for others
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets the connection
+    with grpc.insecure_channel(f"{HOST}:{served.running.ports.grpc_inference}") as channel:
+        channel.unary_unary(PREDICTIONS)(grpc_message(jpeg(1), PAIR), metadata=((name.lower(), token),), timeout=20)
+    expected = (rf'"POST /predictions/{ALONE} HTTP/1.1" 499 \d+ gone\n', r'"gRPC \S+/Predictions HTTP/2.0" 0 \d+\n')
+    until = time.monotonic() + PATIENCE_S
+    while not all(re.search(line, served.log("access_log.log")) for line in expected):
+        assert time.monotonic() < until, served.log("access_log.log")[-2000:]
+        time.sleep(0.1)
+    time.sleep(4)  # by then its answer would have been there
+    assert served.log("access_log.log").count(" gone\n") == 1
 
 
 def test_a_request_for_which_others_are_awaited_is_answered_at_once_when_its_worker_dies(served: Served) -> None:
@@ -232,7 +260,8 @@ def test_a_model_is_replaced_and_removed_with_hundreds_of_requests_in_flight(ser
             resumed.join()
 
         def all_wait() -> bool:
-            return int(client.registered(extra)["jobQueueStatus"]["pendingRequests"]) >= IN_FLIGHT - 8
+            # A batch is with the worker: one of the network's, or two where the requests came before it was taken.
+            return int(client.registered(extra)["jobQueueStatus"]["pendingRequests"]) >= IN_FLIGHT - 2 * 8
 
         worker.suspend()
         found = in_flight_while(served, extra, unregister, all_wait)

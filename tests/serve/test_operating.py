@@ -152,7 +152,7 @@ def test_logs_are_put_aside_when_they_are_large_and_forgotten_when_they_are_many
     script = tmp_path / "Write.groovy"
     script.write_text(
         "def log = org.slf4j.LoggerFactory.getLogger('org.pytorch.serve.Test')\n"
-        "def access = org.slf4j.LoggerFactory.getLogger('ACCESS_LOG')\n"
+        "def access = org.slf4j.LoggerFactory.getLogger('serve.access')\n"
         "def workers = org.slf4j.LoggerFactory.getLogger('MODEL_LOG')\n"
         f"def request = '{REQUEST_LINE}'\n"
         "2000.times { log.info('x' * 100); access.info('y' * 100); workers.info('z' * 100); workers.info(request) }\n"
@@ -250,7 +250,7 @@ def test_bodies_are_bounded_together_and_given_back_when_their_clients_are_gone(
     assert answers == [200, 200]
 
 
-def grpc_message(image: bytes) -> bytes:
+def grpc_message(image: bytes, model: str = QUICK) -> bytes:
     """PredictionsRequest of TorchServe's inference.proto."""
 
     def field(number: int, content: bytes) -> bytes:
@@ -259,7 +259,7 @@ def grpc_message(image: bytes) -> bytes:
             length, size = length + bytes([size & 127 | 128]), size >> 7
         return bytes([number << 3 | 2]) + length + bytes([size]) + content
 
-    return field(1, QUICK.encode()) + field(3, field(1, b"data") + field(2, image))
+    return field(1, model.encode()) + field(3, field(1, b"data") + field(2, image))
 
 
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"

@@ -62,7 +62,7 @@ class Gate extends ChannelDuplexHandler {
         if (held != null) {
             receiving = receiving && !(message instanceof LastHttpContent)
             if (message instanceof HttpRequest) {
-                ids.come((HttpRequest) message)
+                ids.come(context.channel(), (HttpRequest) message)
                 ids.owe()
             }
             held.add(message)
@@ -130,7 +130,7 @@ class Gate extends ChannelDuplexHandler {
         receiving = true
         since = System.nanoTime()
         this.request = request
-        ids.come(request)
+        ids.come(context.channel(), request)
         int query = request.uri().indexOf('?')
         path = query < 0 ? request.uri() : request.uri().substring(0, query)
         contentType = request.headers().get(HttpHeaderNames.CONTENT_TYPE) ?: ''
@@ -152,10 +152,10 @@ class Gate extends ChannelDuplexHandler {
         }
         // Not before an answer that the connection still owes.
         FullHttpResponse full = inference && body && waiting == 0
-                ? Overload.answer(context.channel(), request, path) : null
+                ? Overload.answer(request, path) : null
         if (full != null) {
             refusing = true
-            send(context, full, !HttpUtil.isKeepAlive(request))
+            send(context, full, !HttpUtil.isKeepAlive(request), true)
             return false
         }
         if (!admission.take(length)) {
@@ -178,7 +178,7 @@ class Gate extends ChannelDuplexHandler {
     private boolean health(ChannelHandlerContext context) {
         String word = Models.health()
         ByteBuf body = Unpooled.copiedBuffer("{\"status\": \"$word\"}\n".toString(), StandardCharsets.UTF_8)
-        return reply(context, word == 'Unhealthy' ? 503 : 200, body, false)
+        return reply(context, word == 'Unhealthy' ? 503 : 200, body, false, false)
     }
 
     private static boolean authorized(HttpRequest request, TokenAuthorization.TokenType kind) {
@@ -209,18 +209,17 @@ class Gate extends ChannelDuplexHandler {
     }
 
     private boolean refuse(ChannelHandlerContext context, int status, String type, String message, boolean close) {
-        Overload.log(context.channel(), request, status)
-        return reply(context, status, Answers.error(status, type, message), close)
+        return reply(context, status, Answers.error(status, type, message), close, true)
     }
 
-    private boolean reply(ChannelHandlerContext context, int status, ByteBuf body, boolean close) {
+    private boolean reply(ChannelHandlerContext context, int status, ByteBuf body, boolean close, boolean logged) {
         refusing = true
-        send(context, Answers.of(status, body), close)
+        send(context, Answers.of(status, body), close, logged)
         return false
     }
 
-    private void send(ChannelHandlerContext context, FullHttpResponse answer, boolean close) {
-        ids.refuse(answer)
+    private void send(ChannelHandlerContext context, FullHttpResponse answer, boolean close, boolean logged) {
+        ids.refuse(answer, logged)
         HttpUtil.setContentLength(answer, answer.content().readableBytes())
         if (close) {
             answer.headers().set(HttpHeaderNames.CONNECTION, HttpHeaderValues.CLOSE)
@@ -304,6 +303,7 @@ class Gate extends ChannelDuplexHandler {
     @Override
     void channelInactive(ChannelHandlerContext context) {
         receiving = false
+        ids.end()
         for (; waiting > 0; waiting--) {
             admission.end()
         }
