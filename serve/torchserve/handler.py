@@ -48,7 +48,7 @@ _PHRASES = {
 _K_HEADER = "x-top-k"
 _ID_HEADER = "x-request-id"
 
-# As ``Batches.groovy`` writes it: what no client can send, for no header's name may hold a colon.
+# As ``Batches.groovy`` writes it: what no client can send as a header, for no header's name may hold a colon.
 _WAITED_HEADER = "serve:frontend-ms"
 
 #: Of TorchServe's environment: "1" has each worker write a line of JSON for each request. Our starter sets it.
@@ -230,8 +230,9 @@ def _observed(
 
     headers = context.get_all_request_header(index)
     given = next((str(value) for name, value in headers.items() if name.lower() == _ID_HEADER), "")
-    # Our frontend says it; a stock TorchServe does not.
-    waited = float(headers[_WAITED_HEADER]) if _WAITED_HEADER in headers else None
+    # Our frontend says it; a stock TorchServe does not, but puts a form's parts among the headers, by their names.
+    told = headers.get(_WAITED_HEADER)
+    waited = float(told) if isinstance(told, str) else None
     observation = Observation(
         request_id(given, lambda: str(context.get_request_id(index))),
         next((route for route in ("describe", "explain") if headers.get(route) == "True"), "predict"),

@@ -24,6 +24,7 @@ from benchmarks.hostile.pictures import encoded
 from serve.options import ServingOptions
 from serve.runtime.errors import CardError, EngineError
 from serve.runtime.faults import is_lost, lacks_memory
+from serve.runtime.observing import Observation
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
 from tests.programs import Programs
@@ -239,6 +240,22 @@ def test_refused_requests_are_counted_in_a_batch_without_a_single_image(
     stages = ("WaitTime", "DecodeTime", "PreprocessTime", "InferenceTime", "PostprocessTime")
     assert set(values) == {"Images", "Refused", "BatchSize", *stages}
     assert all(values[stage] > 0 for stage in stages[1:])
+
+
+def test_a_part_of_a_form_that_is_named_as_what_the_frontend_says_costs_nobody_an_answer(
+    handler_and_context: tuple[ImageClassifierHandler, Context], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler, context = handler_and_context
+    ask(handler, context, "{")  # which sets the context up
+    lines: list[Observation] = []
+    monkeypatch.setattr(handler, "_log", lines.append)
+    part, form = {"content-type": "image/jpeg"}, {"content-type": None}
+    # A stock TorchServe puts parts among a request's headers; ours says the milliseconds there, as a text.
+    given: list[dict[str, Any]] = [{}, {"serve:frontend-ms": form}, {"serve:frontend-ms": "12.5"}]
+    context.request_processor = [RequestProcessor({"data": part, "x-request-id": "mine", **more}) for more in given]
+    handler.handle([{"data": artifacts.jpeg(1), "serve:frontend-ms": b"x"} for _ in given], context)
+    assert [context.get_response_status(index)[0] for index in range(3)] == [200] * 3
+    assert [line.frontend_ms for line in lines] == [None, None, 12.5]
 
 
 KINDS = {"item-415": 1, "request-400": 1}
