@@ -82,18 +82,19 @@ def volumes(found: Mapping[str, Mount]) -> list[dict[str, Any]]:
     return [{"name": name, **mount.volume} for name, mount in found.items()]
 
 
-def container(subject: Subject, found: Mapping[str, Mount], *, name: str) -> dict[str, Any]:
+def container(subject: Subject, found: Mapping[str, Mount], *, name: str, model: str | None = None) -> dict[str, Any]:
     """A container of the server: not root, nothing to write but its mounts, asked whether it lives and is ready.
 
     Args:
         subject: what is served.
         found: its mounts.
         name: the container's.
+        model: what requests call the model; None: as its archive is called.
     """
     settings = subject.settings
     limits = {"memory": f"{settings.memory_mb}Mi", **({"nvidia.com/gpu": str(settings.gpus)} if settings.gpus else {})}
     arguments = [
-        f"{_MODELS}/{subject.name}.mar",
+        f"{'' if model is None else f'{model}='}{_MODELS}/{subject.name}.mar",
         *("--host", "0.0.0.0", "--expose", "--port", str(PORT)),
         *("--token-file", f"{found[TOKENS].path}/tokens"),
         *("--device", "cuda" if settings.gpus else "cpu"),

@@ -40,7 +40,8 @@ def manifests(subject: Subject, name: str) -> list[dict[str, Any]]:
             "supportedModelFormats": [{"name": FORMAT, "version": "1", "autoSelect": False}],
             "protocolVersions": ["v1", "v2"],
             "multiModel": False,
-            "containers": [image.container(subject, found, name="kserve-container")],
+            # KServe asks for a model by the name of its InferenceService: no capitals, dots or underscores.
+            "containers": [image.container(subject, found, name="kserve-container", model=name)],
             "volumes": image.volumes(found),
         },
     }

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from benchmarks.hostile.pictures import encoded, picture
 from serve.archive_file import check_archive
+from serve.asgi.plan import Plan
 from serve.cli import app
 from serve.export.base import dns_name, targets
 from serve.export.pbtxt import text
@@ -343,6 +344,20 @@ def test_the_pod_that_kserve_makes_of_them_is_what_kubernetes_says(kserve: dict[
     assert predictor["model"]["modelFormat"] == {name: model_format[name] for name in ("name", "version")}
     assert predictor["model"]["runtime"] == kserve["ServingRuntime"]["metadata"]["name"]
     assert predictor["model"]["protocolVersion"] in runtime["protocolVersions"]
+
+
+def test_kserve_asks_for_a_model_by_the_name_of_its_inference_service(tmp_path: Path) -> None:
+    artifacts.onnx(tmp_path / "Net_2.x" / "artifacts" / "onnx")
+    out = tmp_path / "out"
+    words = ["export", "Net_2.x", "--store", str(tmp_path), "--out", str(out), "--to", "kserve"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    found = {entry["kind"]: entry for entry in yaml.safe_load_all((out / "inferenceservice.yaml").read_text())}
+    (container,) = found["ServingRuntime"]["spec"]["containers"]
+    word = container["args"][0].replace("/models/", f"{out}/image/models/")
+    (wanted,) = Plan((word,), None, tmp_path).read()
+    assert wanted.name == found["InferenceService"]["metadata"]["name"] == "net-2-x-onnx"
+    assert wanted.archive == out / "image" / "models" / "Net_2.x-onnx.mar"
 
 
 @pytest.fixture(scope="module")
