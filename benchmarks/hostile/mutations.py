@@ -30,6 +30,9 @@ MODES = (
     "I",
     "F",
     "I;16",
+    "I;16B",  # as a TIFF the only one whose numbers are big-endian
+    "I;16L",
+    "I;16N",
     "La",
     "RGBa",
     "RGBX",
@@ -44,7 +47,7 @@ def seeds() -> tuple[bytes, ...]:
     for mode in MODES:
         image = (
             Image.new(mode, (12, 9), 1)
-            if mode in ("La", "RGBa", "RGBX", "PA", "LAB", "I;16")
+            if mode in ("La", "RGBa", "RGBX", "PA", "LAB") or mode.startswith("I;16")
             else picture(1, (12, 9)).convert(mode)
         )
         for kind in sorted(Image.SAVE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import struct
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -59,6 +60,37 @@ def test_a_bomb_of_any_kind_is_413_within_milliseconds(name: str) -> None:
     assert caught.value.status == 413
     assert "\n" not in str(caught.value)
     assert min(taken) < 0.03
+
+
+def rewritten(tiff: bytes, *, big: bool) -> bytes:
+    """A TIFF of `bombs` as one whose numbers are big-endian, or as a BigTIFF; what follows its directory stays."""
+    (tags,) = struct.unpack_from("<H", tiff, 8)
+    end = 10 + 12 * tags
+    entries = list(struct.iter_unpack("<HHII", tiff[10:end]))
+    if big:
+        head = b"II+\0" + struct.pack("<HHQQ", 8, 0, 16, tags)
+        return head + b"".join(struct.pack("<HHQQ", *entry) for entry in entries) + bytes(8) + tiff[end:]
+    directory = b"".join(
+        struct.pack(">HHI", kind, number, count) + struct.pack(">HH" if number == 3 else ">I", *value)
+        for kind, number, count, told in entries
+        for value in [(told, 0) if number == 3 else (told,)]
+    )
+    return b"MM\0*" + struct.pack(">IH", 8, tags) + directory + tiff[end:]
+
+
+@pytest.mark.parametrize("name", [name for name in bombs.BOMBS if name.startswith("tiff")])
+@pytest.mark.parametrize("big", [False, True])
+def test_a_tiff_is_bounded_however_its_numbers_are_written(name: str, big: bool) -> None:
+    image = picture(1) if big else picture(1).convert("I;16B")
+    honest = encoded(image, "TIFF", big_tiff=big)
+    assert honest[:4] == (b"II+\0" if big else b"MM\0*")
+    assert read_header(honest, SERVING).mode == image.mode
+    bomb = rewritten(bombs.bomb(name), big=big)
+    started = time.thread_time()
+    with pytest.raises(ImageError) as caught:
+        read_header(bomb, SERVING)
+    assert caught.value.status == 413
+    assert time.thread_time() - started < 0.03
 
 
 @pytest.mark.parametrize("scans", [10, 40, 100])

@@ -145,6 +145,10 @@ def test_16_bit_greys_keep_their_range(kind: str) -> None:
     ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
     got = decode(encoded(Image.fromarray(ramp), kind))[0].numpy()
     assert np.abs(got.astype(int) - np.rint(ramp / 257.0).astype(int)).max() <= 1
+    if kind == "TIFF":
+        other = encoded(Image.frombytes("I;16B", (8, 8), ramp.astype(">u2").tobytes()), kind)
+        assert other.startswith(b"MM"), "its numbers are big-endian"
+        assert np.array_equal(decode(other)[0].numpy(), got)
     dark = np.full((8, 8), 200, dtype=np.uint16)  # nearly black in 16 bits
     assert decode(encoded(Image.fromarray(dark), kind)).max() <= 1
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from PIL import Image
 
 from benchmarks.hostile import mutations
 from serve.runtime.budget import SERVING
@@ -122,5 +123,7 @@ def test_the_damage_is_of_every_supported_format_and_the_same_each_time() -> Non
         for start in starts:
             starts[start] += data.startswith(start)
     assert min(count for start, count in starts.items() if start != b"MM") > 20
+    assert starts[b"MM"] > 0, "one seed of some two hundred"
     assert mutations.mutated(77) == mutations.mutated(77)
     assert len(mutations.seeds()) > 100
+    assert set(mutations.MODES) == set(Image.MODES)
