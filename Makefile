@@ -97,7 +97,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@# Its models say what KServe's resources look like. Without what it runs with, which is older than ours.
+	@# Its models say what KServe's resources look like, and its client asks our server. Without what its own server runs with,
+	@# which is older than ours.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps kserve==0.21.0
 	@touch $@
 

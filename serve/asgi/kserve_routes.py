@@ -16,10 +16,16 @@ if TYPE_CHECKING:
 
 
 def add_routes(application: Application) -> None:
-    """Answer the protocol's paths."""
+    """Answer the protocol's paths; that the server lives needs no token."""
+    application.router.add("GET", "/", live, public=True)
     application.router.add("GET", "/v1/models", models)
     application.router.add("GET", "/v1/models/{name}", model)
     application.router.add("POST", "/v1/models/{name}", predict)
+
+
+async def live(_: Call) -> Response:
+    """What KServe's servers say at their root, where its client asks whether they live."""
+    return json_response(200, kserve_v1.live())
 
 
 async def models(call: Call) -> Response:

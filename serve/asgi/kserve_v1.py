@@ -35,6 +35,11 @@ def read(body: bytes, query: Mapping[str, str], *, default_k: int, instance_limi
     )
 
 
+def live() -> dict[str, Any]:
+    """The body of ``GET /``, which the documentation leaves out and KServe's own client reads (SDK 0.21)."""
+    return {"status": "alive"}
+
+
 def models(names: Sequence[str]) -> dict[str, Any]:
     """The body of ``GET /v1/models``."""
     return {"models": list(names)}

@@ -27,8 +27,8 @@ GONE: Final = "serve.gone"
 RETRY_AFTER_S: Final = 1
 #: What tells them.
 RETRY: Final = (("retry-after", str(RETRY_AFTER_S)),)
-#: Bytes of a body above which parsing it (JSON, base64, a form) may take longer than changing to a thread, to which it is
-#: left then: the event loop answers others meanwhile.
+#: Bytes of a body above which parsing it (JSON, base64, a form) may take longer than changing to a thread. It is left
+#: to one then, so that the event loop answers others meanwhile.
 LONG_BODY: Final = 32 * 1024
 
 

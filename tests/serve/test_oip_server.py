@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import io
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +32,8 @@ from serve.asgi.grpc_server import GrpcServer
 from serve.asgi.oip_messages import SERVICE, message
 from serve.runtime.errors import UserError
 from serve.runtime.observing import Observation
-from tests.serve import artifacts
-from tests.serve.own_server import BODY_LIMIT, BODY_SECONDS, Running, bearer
+from tests.serve import artifacts, kserve_client
+from tests.serve.own_server import BODY_LIMIT, BODY_SECONDS, TOKEN, Running, bearer
 
 JPEGS = [artifacts.jpeg(seed) for seed in range(3)]
 
@@ -213,6 +217,50 @@ def test_version_1_answers_instances(plain: httpx.Client, own_server: Running) -
     assert plain.post("/v1/models/small:predict", content=b"{").status_code == 400
     assert plain.post("/v1/models/other:predict", content=b"{").status_code == 404
     assert httpx.post(f"http://{own_server.http}/v1/models/small:predict", json={}).status_code == 401
+
+
+@pytest.fixture(scope="module")
+def told_kserve(own_server: Running, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What KServe's own clients were told."""
+    if missing := [name for name in kserve_client.NEEDED if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"of what KServe's client needs is not installed: {', '.join(missing)}")
+    folder = tmp_path_factory.mktemp("kserve")
+    paths = [folder / f"{number}.jpg" for number in range(len(JPEGS))]
+    for path, image in zip(paths, JPEGS, strict=True):
+        path.write_bytes(image)
+    words = (f"http://{own_server.http}", own_server.grpc, TOKEN, *map(str, paths))
+    command = [sys.executable, "-m", "tests.serve.kserve_client", *words]
+    asked = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert asked.returncode == 0, asked.stderr
+    told: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
+    return told
+
+
+def test_kserves_own_client_is_answered_in_version_1(told_kserve: dict[str, Any], own_server: Running) -> None:
+    told = told_kserve["v1"]
+    assert told["live"] is told["ready"] is True
+    *predictions, refusal = told["answer"]["predictions"]
+    expected = own_server.probabilities(JPEGS)
+    assert [prediction[0]["index"] for prediction in predictions] == expected.argmax(axis=1).tolist()
+    found = [prediction[0]["probability"] for prediction in predictions]
+    np.testing.assert_allclose(found, expected.max(axis=1), rtol=1e-5, atol=1e-6)
+    assert "not an image" in refusal["error"]
+    assert "'Authorization: Bearer TOKEN', '401 Unauthorized'" in told["no token"]
+    assert "did you mean small?" in told["no model"]
+    assert "explanations are not offered" in told["explain"]
+
+
+@pytest.mark.parametrize(("by", "how"), [("v2", "binary"), ("v2", "json"), ("grpc", "answer")])
+def test_kserves_own_client_is_answered_in_version_2(
+    by: str, how: str, told_kserve: dict[str, Any], own_server: Running
+) -> None:
+    told = told_kserve[by]
+    assert told["live"] is told["server"] is told["ready"] is True
+    expected = own_server.probabilities(JPEGS)
+    assert told[how]["id"] == "mine"
+    np.testing.assert_allclose(told[how]["probabilities"], expected, rtol=1e-5, atol=1e-6)
+    assert [row[0] for row in told[how]["index"]] == expected.argmax(axis=1).tolist()
+    assert "image 3: not an image" in told_kserve["v2"]["no image"]
 
 
 def test_every_wrong_request_over_http_is_a_400(plain: httpx.Client) -> None:
