@@ -1,4 +1,4 @@
-"""What is moved and quantized alike several times, made one: the exporter does it behind the count of quantizers."""
+"""What is moved, scaled and quantized alike several times, made one: the exporter does it and the count is off."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ _READING = frozenset(
     {_ATEN.expand.default, _ATEN.repeat.default, _ATEN.repeat_interleave.self_int}
     | {_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.sym_size.int}
 )
+_SCALING = frozenset({_ATEN.mul.Tensor, _ATEN.div.Tensor})
 
 
 def merge_alike(module: fx.GraphModule) -> None:
-    """Quantize once what is moved alike and quantized alike several times, as the exporter does.
+    """Quantize once what is moved, scaled and quantized alike several times, as the exporter does.
 
-    GCViT's blocks all read one query, and each moves it for itself; ConViT's have the same places each, as constants.
+    GCViT's blocks all read one query, and each moves and scales it for itself; ConViT's have the same places each, as
+    constants.
     """
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and node.users and all(_only_moves(user) for user in node.users):
             key = _content(constant_value(module, node))
-        elif _only_moves(node) or quantizing(node):
+        elif _only_moves(node) or _scales(node) or quantizing(node):
             key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
         else:
             continue
@@ -45,6 +47,11 @@ def merge_alike(module: fx.GraphModule) -> None:
 
 def _only_moves(node: fx.Node) -> bool:
     return node.target in MOVES or node.target in _READING
+
+
+def _scales(node: fx.Node) -> bool:
+    """Whether it multiplies or divides by a number that stands in the graph."""
+    return node.target in _SCALING and len(node.args) == 2 and isinstance(node.args[1], int | float)
 
 
 def _content(constant: torch.Tensor) -> tuple[Any, ...]:

@@ -367,6 +367,19 @@ class Queried(nn.Module):
         return torch.flatten(left + right, 1)
 
 
+class QueriedToScale(nn.Module):
+    """GCViT's too: each layer scales the one query for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Conv2d(1, 4, 4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.first(x).flatten(2)
+        tokens = query.transpose(1, 2)
+        return torch.flatten((query * 0.5) @ self.left(tokens) + (query * 0.5) @ self.right(tokens), 1)
+
+
 class Placed(nn.Module):
     """ConViT's: each layer has the same places, as a constant of its own that it repeats for each image."""
 
@@ -417,7 +430,9 @@ class Twice(nn.Module):
         return torch.flatten(self.shared(torch.relu(self.shared(torch.relu(self.first(x))))), 1)
 
 
-@pytest.mark.parametrize("kind", [Scaled, ScaledByView, Ghost, Queried, Placed, OnItsDevice, Upsampling, Twice])
+@pytest.mark.parametrize(
+    "kind", [Scaled, ScaledByView, Ghost, Queried, QueriedToScale, Placed, OnItsDevice, Upsampling, Twice]
+)
 def test_unusual_constants_are_lowered_too(kind, tmp_path):
     torch.manual_seed(0)
     module = kind().eval()
