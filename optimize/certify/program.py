@@ -16,6 +16,7 @@ from torch import fx
 
 from optimize.quantization.biases import dequantizers
 from optimize.quantization.explicit import MOVES, moved, quantizing
+from optimize.quantization.writing import constant_value
 from serve.runtime.card import Preprocessing
 from serve.runtime.images import normalise
 
@@ -141,16 +142,15 @@ class ReferenceLayers:
                 if node.target is _ATEN.sym_size.int:
                     values[node] = len(batch.images)
                 elif node.op == "get_attr":
-                    values[node] = self._constant(str(node.target))
+                    values[node] = self._constant(node)
                 else:
                     values[node] = _computed(node, values, activations=activations, whole_biases=whole_biases)
             value: torch.Tensor = values[_only(layer.node.args[0])] / quantizer.scale + quantizer.zero_point
         ends = (quantizer.low, quantizer.high) if range_ else quantizer.whole_range
         return value.clamp(*ends)
 
-    def _constant(self, target: str) -> Any:
-        owner, _, name = target.rpartition(".")
-        found = getattr(self._module.get_submodule(owner), name)
+    def _constant(self, node: fx.Node) -> Any:
+        found = constant_value(self._module, node)
         return found.double() if isinstance(found, torch.Tensor) and found.is_floating_point() else found
 
     def _layer(self, node: fx.Node) -> Layer:

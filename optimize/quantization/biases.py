@@ -23,6 +23,7 @@ import torch.ao.quantization.fx._decomposed  # registers torch.ops.quantized_dec
 from torch import fx
 
 from optimize.export.sparsity import packed_kind, unpacked
+from optimize.quantization.writing import constant_value
 
 _ATEN = torch.ops.aten
 _OPS = torch.ops.quantized
@@ -86,8 +87,8 @@ def round_biases(module: fx.GraphModule) -> Layers:
         if not isinstance(bias, fx.Node) or bias.op != "get_attr":
             continue
         assert isinstance(scale, float)
-        weight, scales = (_tensor(module, argument) for argument in dequantized.args[:2])
-        now = whole(weight, scales, _tensor(module, bias), scale)
+        weight, scales = (constant_value(module, argument) for argument in dequantized.args[:2])
+        now = whole(weight, scales, constant_value(module, bias), scale)
         layers[_digest(weight, scales)].append(now)
         with module.graph.inserting_before(node):
             # Constants of this layer alone: another may add the same bias to products of another scale.
@@ -191,12 +192,6 @@ def _constant(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node
 def _packet(node: Any) -> Any:
     target = node.target if isinstance(node, fx.Node) else None
     return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
-
-
-def _tensor(module: fx.GraphModule, node: Any) -> torch.Tensor:
-    owner, _, name = str(node.target).rpartition(".")
-    found: torch.Tensor = getattr(module.get_submodule(owner), name)
-    return found
 
 
 def _digest(integers: torch.Tensor, scales: torch.Tensor) -> bytes:

@@ -269,26 +269,19 @@ def _quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:
 def _fold_weights(module: fx.GraphModule) -> None:
     """Replace quantize(weight) by the int8 tensor that torch computes, and other quantized constants by floats."""
     for index, node in enumerate(_quantizers(module, "quantize_per_channel")):
-        arguments = [_constant(module, argument) for argument in node.args]
-        if any(argument is None for argument in arguments):
+        if computed(node):
             raise PassError(f"cannot fold the weight behind {node.name}: its value or scale is not a constant")
-        assert callable(node.target)
         with torch.no_grad():
-            _replace(module, node, f"weight_int8_{index}", node.target(*arguments))
+            _replace(module, node, f"weight_int8_{index}", constant_value(module, node))
     # What torch quantizes per tensor although it is constant, perhaps computed from constants: the factors by which
     # ConvNeXt scales its layers (timm's: a view of them), the positions of a ViT. As rounded floats they are the same
     # numbers without a quantizer.
     for index, node in enumerate(_quantizers(module, "quantize_per_tensor")):
         if computed(node):
             continue
-        with torch.no_grad():
-            arguments = [constant_value(module, argument) for argument in node.args]
-        assert callable(node.target)
         for number, user in enumerate(list(node.users)):
-            assert callable(user.target)
-            parameters = [_constant(module, argument) for argument in user.args[1:]]
             with torch.no_grad():
-                _replace(module, user, f"rounded_{index}_{number}", user.target(node.target(*arguments), *parameters))
+                _replace(module, user, f"rounded_{index}_{number}", constant_value(module, user))
     module.graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
     module.recompile()
@@ -317,7 +310,7 @@ def _distinct_weights(module: fx.GraphModule) -> set[bytes]:
     """Integers and scales of each int8 weight; those of a layer that is called twice are one."""
     found = set()
     for node in _quantizers(module, "dequantize_per_channel"):
-        values = [_constant(module, argument) for argument in node.args[:2]]
+        values = [constant_value(module, argument) for argument in node.args[:2]]
         found.add(b"".join(value.detach().numpy().tobytes() for value in values))
     return found
 
@@ -361,16 +354,6 @@ def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:
         clamps.append(NarrowRange(scale, zero_point, low, high))
     module.recompile()
     return clamps
-
-
-def _constant(module: nn.Module, argument: Any) -> Any:
-    """The value of a node's argument where it is a literal or an attribute of ``module``; else None."""
-    if not isinstance(argument, fx.Node):
-        return argument
-    if argument.op != "get_attr":
-        return None
-    owner, _, name = str(argument.target).rpartition(".")
-    return getattr(module.get_submodule(owner), name)
 
 
 def _drop_unused_tensors(module: fx.GraphModule) -> None:
