@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class Graph:
         self.outputs = {value.name for value in graph.output}
         self.inputs = {value.name: value.type.tensor_type.elem_type for value in graph.input}
         self._tensors = {tensor.name: tensor for tensor in graph.initializer}
+        self._types = {value.name: value.type.tensor_type for value in (*graph.input, *graph.value_info)}
         self._producers = {output: node for node in graph.node for output in node.output if output}
         self._takers: defaultdict[str, list[NodeProto]] = defaultdict(list)
         for node in graph.node:
@@ -79,6 +80,11 @@ class Graph:
     def constant(self, name: str) -> bool:
         """Whether a tensor depends on nothing that the graph is given."""
         return name not in self._varying
+
+    def rank(self, name: str) -> int | None:
+        """How many axes a tensor has; None where the file does not say."""
+        kind = self._types.get(name)
+        return len(kind.shape.dim) if kind is not None and kind.HasField("shape") else None
 
     def integers(self, node: NodeProto) -> int:
         """The element type (of ``TensorProto``) that a QuantizeLinear makes, or a DequantizeLinear takes."""
@@ -149,6 +155,11 @@ class Graph:
                 seen.add(taker.output[0])
                 waiting += self.takers(taker)
         return False
+
+
+def of_a_map(axes: Iterable[int], rank: int | None) -> bool:
+    """Whether axes are the rows and columns of a map: the two last of four, which an unknown rank is taken for."""
+    return rank in (4, None) and {axis % 4 for axis in axes} == {2, 3}
 
 
 def label(node: NodeProto) -> str:

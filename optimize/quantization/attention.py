@@ -33,8 +33,8 @@ def write_out_attention(
 ) -> int:
     """Replace attention by linear layers, products and a softmax that compute the same, in place.
 
-    Left as they are: attention with a mask that is computed from images, causal attention, and one whose weights are an
-    answer of their own.
+    Left as they are: `nn.MultiheadAttention` with a mask, ``scaled_dot_product_attention`` with one of truth values,
+    causal attention, and attention whose weights are an answer of their own.
 
     Args:
         module: traced in eval mode.

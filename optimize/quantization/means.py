@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimize.lint.graph import of_a_map
 from optimize.quantization.writing import replace, shape_of
 
 
@@ -29,9 +30,9 @@ def flatten_places(module: fx.GraphModule) -> int:
         given: Any = node.args[0] if node.args else node.kwargs.get("input")
         axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         shape, after = shape_of(given), shape_of(node)
-        if shape is None or after is None or len(shape) != 4 or len(after) != 2 or not isinstance(axes, tuple | list):
+        if shape is None or after is None or len(after) != 2 or not isinstance(axes, tuple | list):
             continue
-        if {axis % 4 for axis in axes} == {2, 3} and shape[2:] == (1, 1):
+        if of_a_map(axes, len(shape)) and shape[2:] == (1, 1):
             with module.graph.inserting_before(node):
                 replace(node, module.graph.call_function(torch.flatten, (given, 1)))
             written += 1

@@ -76,16 +76,17 @@ class TimesFirst(nn.Module):
 
 
 class Fused(nn.Module):
-    """As timm calls it."""
+    """As timm calls it, with scores of places or without."""
 
-    def __init__(self, scale: float | None = None) -> None:
+    def __init__(self, scale: float | None = None, *, places: bool = False) -> None:
         super().__init__()
         self.qkv, self.scale = nn.Linear(24, 72), scale
+        self.places = nn.Parameter(torch.randn(4, 16, 16)) if places else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         n, length, _ = x.shape
         query, key, value = self.qkv(x).reshape(n, length, 3, 4, 6).permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = functional.scaled_dot_product_attention(query, key, value, scale=self.scale)
+        mixed = functional.scaled_dot_product_attention(query, key, value, self.places, scale=self.scale)
         return mixed.transpose(1, 2).reshape(n, length, 24)
 
 
@@ -110,6 +111,7 @@ CASES = {
     "times first": lambda: Grid(TimesFirst()),
     "fused": lambda: Grid(Fused()),
     "fused, scaled": lambda: Grid(Fused(0.3)),
+    "fused, with places": lambda: Grid(Fused(places=True)),
     "by hand": lambda: Grid(ByHand()),
 }
 #: How many attentions each has.
@@ -203,7 +205,7 @@ def test_other_einsums_are_left(equation: str) -> None:
 
 
 class Masked(nn.Module):
-    """Attention with a mask from the images, and one whose weights are the answer."""
+    """Attention with a mask, or with two kinds of one in one call, and one whose weights are the answer."""
 
     def __init__(self, asked: str) -> None:
         super().__init__()
@@ -212,10 +214,13 @@ class Masked(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.asked == "weights":
             return self.inner(x, x, x)[1]
+        if self.asked in ("causal", "truths"):
+            mask = torch.ones(16, 16, dtype=torch.bool).tril() if self.asked == "truths" else None
+            return functional.scaled_dot_product_attention(x, x, x, mask, is_causal=mask is None)
         return self.inner(x, x, x, key_padding_mask=x[:, :, 0] > 0, need_weights=False)[0]
 
 
-@pytest.mark.parametrize("asked", ["weights", "mask"])
+@pytest.mark.parametrize("asked", ["weights", "mask", "causal", "truths"])
 def test_attention_of_other_kinds_is_left_as_it_is(asked: str) -> None:
     class Tokens(nn.Module):
         def __init__(self) -> None:

@@ -30,6 +30,7 @@ class Written:
     def __init__(self, signed: bool) -> None:
         self.nodes: list[NodeProto] = []
         self.tensors: dict[str, Any] = {}
+        self.ranks: dict[str, int] = {}
         self.kind: Any = np.int8 if signed else np.uint8
         self.opset = 20
         self.rng = np.random.default_rng(0)
@@ -78,6 +79,10 @@ class Written:
                 [helper.make_tensor_value_info("input", kind, ["batch", 4, 8, 8])],
                 [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 4, 1, 1])],
                 [numpy_helper.from_array(np.asarray(value), name) for name, value in self.tensors.items()],
+                value_info=[
+                    helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * rank)
+                    for name, rank in self.ranks.items()
+                ],
             ),
             opset_imports=[helper.make_opsetid("", self.opset), helper.make_opsetid("com.microsoft", 1)],
             ir_version=10,
@@ -132,6 +137,11 @@ def computed(graph: Written) -> None:
     graph.node("y_q").input[1] = graph.node("y").input[1] = "computed"
 
 
+def computed_zero_point(graph: Written) -> None:
+    graph.before("y_q", "Identity", ["y_zero"], "computed")
+    graph.node("y_q").input[2] = graph.node("y").input[2] = "computed"
+
+
 def zero_point(graph: Written) -> None:
     graph.tensors["y_zero"] = graph.kind(3)
 
@@ -175,6 +185,20 @@ def int32_bias(graph: Written) -> None:
     graph.node("first").input[2] = "first_bf"
 
 
+def transposed(axis: int) -> Edit:
+    """The second layer is a transposed convolution, whose output channels lie along its weight's axis 1."""
+
+    def edit(graph: Written) -> None:
+        graph.node("second").op_type = "ConvTranspose"
+        graph.node("second_wf").attribute[0].i = axis
+
+    return edit
+
+
+def unsigned_weight(graph: Written) -> None:
+    graph.tensors |= {"first_w": np.ones((4, 4, 1, 1), np.uint8), "first_wz": np.zeros(4, np.uint8)}
+
+
 def least(graph: Written) -> None:
     graph.tensors["first_w"][0, 0, 0, 0] = -128
 
@@ -213,6 +237,18 @@ def float_shortcut(graph: Written) -> None:
     graph.node("sum").input[1] = "first_relu"
 
 
+def float_addends(graph: Written) -> None:
+    graph.node("sum").op_type = "Sum"
+    float_shortcut(graph)
+
+
+def float_mean(graph: Written) -> None:
+    float_pool(graph)
+    graph.tensors["axes"] = np.array([2, 3])
+    graph.node("pooled").op_type = "ReduceMean"
+    graph.node("pooled").input.append("axes")
+
+
 def float_pool(graph: Written) -> None:
     graph.nodes = [node for node in graph.nodes if node.output[0] not in ("z_q", "z")]
     graph.node("pooled").input[0] = "sum_relu"
@@ -222,6 +258,14 @@ def norm(graph: Written) -> None:
     graph.tensors |= {name: np.ones(4, np.float32) for name in ("gamma", "beta", "mean", "var")}
     graph.before("first_relu", "BatchNormalization", ["first", "gamma", "beta", "mean", "var"], "normed")
     graph.node("first_relu").input[0] = "normed"
+
+
+def norm_behind_a_pair(graph: Written) -> None:
+    graph.tensors |= {"between_scale": np.float32(0.1), "between_zero": graph.kind(0)}
+    graph.before("first_relu", "QuantizeLinear", ["first", "between_scale", "between_zero"], "between_q")
+    graph.before("first_relu", "DequantizeLinear", ["between_q", "between_scale", "between_zero"], "between")
+    norm(graph)
+    graph.node("normed").input[0] = "between"
 
 
 def old(graph: Written) -> None:
@@ -242,6 +286,17 @@ def dilated_pool(graph: Written) -> None:
     graph.node("z_q").input[0] = "dilated"
 
 
+def long_pool(graph: Written) -> None:
+    graph.before("z_q", "AveragePool", ["sum_relu"], "long", kernel_shape=[2])
+    graph.node("z_q").input[0] = "long"
+
+
+def pool_with_indices(graph: Written) -> None:
+    graph.before("z_q", "MaxPool", ["sum_relu"], "places", kernel_shape=[2, 2])
+    graph.node("places").output.append("indices")
+    graph.node("z_q").input[0] = "places"
+
+
 def low_floor(graph: Written) -> None:
     graph.tensors |= {"y_zero": graph.kind(118), "floor": np.float32(1e-12)}
     for operator, taken, gives in (
@@ -253,16 +308,23 @@ def low_floor(graph: Written) -> None:
         graph.before("second", operator, taken, gives)
 
 
+def low_maximum(graph: Written) -> None:
+    low_floor(graph)
+    graph.node("length").op_type, graph.node("kept").op_type = "ReduceL1", "Max"
+
+
 def half_a_step(graph: Written) -> None:
     low_floor(graph)
     graph.tensors["floor"] = np.float32(0.05)
 
 
-def reduced(operator: str, *axes: int, kept: bool = False) -> Edit:
-    """Sums or means over axes of what is dequantized, or of its maximum with the lowest float."""
+def reduced(operator: str, *axes: int, kept: bool = False, rank: int | None = None) -> Edit:
+    """Sums or means over axes of what is dequantized, of a rank that the file tells or not, or of its maximum with the
+    lowest float."""
 
     def edit(graph: Written) -> None:
         graph.tensors |= {"axes": np.asarray(axes, np.int64), "lowest": np.finfo(np.float32).min}
+        graph.ranks |= {"y": rank} if rank is not None else {}
         if kept:
             graph.before("second", "Max", ["y", "lowest"], "same")
         graph.before("second", operator, ["same" if kept else "y", "axes"], "reduced")
@@ -278,40 +340,58 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     *[("scale", EVERYWHERE, "QuantizeLinear_y_q", scale(value)) for value in (0, -0.1, np.inf, np.nan, 1e-40)],
     ("scale", EVERYWHERE, "DequantizeLinear_first_wf", channel_scale),
     ("computed-scale", EVERYWHERE, "QuantizeLinear_y_q", computed),
+    ("computed-scale", EVERYWHERE, "QuantizeLinear_y_q", computed_zero_point),
     ("zero-point", ("tensorrt",), "QuantizeLinear_y_q", zero_point),
     ("zero-point", EVERYWHERE, "DequantizeLinear_second_wf", weight_zero_point),
     ("zero-point", EVERYWHERE, "DequantizeLinear_second_wf", fewer_zero_points),
     ("norm-floor", ("cpu", "x86"), "Clip_kept", low_floor),
+    ("norm-floor", ("cpu", "x86"), "Clip_kept", low_maximum),
     ("norm-floor", (), "Clip_kept", half_a_step),
     *[
         ("integer-reduction", ("cpu", "x86"), "ReduceSum_reduced", reduced("ReduceSum", *axes))
         for axes in [(1,), (2, 3)]
     ],
     ("integer-reduction", ("cpu", "x86"), "ReduceMean_reduced", reduced("ReduceMean", 1)),
-    ("integer-reduction", (), "ReduceMean_reduced", reduced("ReduceMean", 2, 3)),
+    *[
+        ("integer-reduction", ("cpu", "x86"), "ReduceMean_reduced", reduced("ReduceMean", *axes, rank=rank))
+        for axes, rank in [((-2, -1), 3), ((2, 3), 5), ((1, 2), 4)]
+    ],
+    *[
+        ("integer-reduction", (), "ReduceMean_reduced", reduced("ReduceMean", *axes, rank=rank))
+        for axes, rank in [((2, 3), None), ((-1, -2), None), ((2, -1), 4)]
+    ],
     ("integer-reduction", (), "ReduceSum_reduced", reduced("ReduceSum", 1, kept=True)),
     ("per-channel-activation", ("tensorrt",), "QuantizeLinear_y_q", per_channel_activation),
     ("unfolded-weight", EVERYWHERE, "QuantizeLinear_first_wq", unfolded),
     ("half-quantized-layer", EVERYWHERE, "Conv_first", float_weight),
     ("half-quantized-layer", EVERYWHERE, "Conv_first", float_input),
     ("axis", EVERYWHERE, "DequantizeLinear_first_wf", axis),
+    ("axis", EVERYWHERE, "DequantizeLinear_second_wf", transposed(0)),
+    ("axis", (), "DequantizeLinear_second_wf", transposed(1)),
     ("int32-bias", ("tensorrt",), "DequantizeLinear_first_bf", int32_bias),
+    ("integer-type", (), "DequantizeLinear_first_bf", int32_bias),
     ("weight-128", ("cpu", "x86"), "DequantizeLinear_first_wf", least),
     ("nothing-quantized", EVERYWHERE, "the graph", floats_alone),
     ("integer-type", ("tensorrt",), "QuantizeLinear_y_q", other_sign),
     ("integer-type", ("tensorrt",), "QuantizeLinear_y_q", wide),
     ("slow-integers", ("cpu", "x86"), "Conv_second", other_sign),
     ("slow-integers", ("cpu", "x86"), "Conv_second", wide),
+    ("slow-integers", ("cpu", "x86"), "Conv_first", unsigned_weight),
     ("lost-clamp", ("cpu",), "QuantizeLinear_y_q", one_clamp),
     ("lost-clamp", ("cpu",), "QuantizeLinear_y_q", relu6_instead),
     ("doubled-pair", EVERYWHERE, "QuantizeLinear_again_q", doubled),
     ("residual-in-float", EVERYWHERE, "Add_sum", float_shortcut),
+    ("residual-in-float", EVERYWHERE, "Add_sum", float_addends),
     ("pool-in-float", EVERYWHERE, "GlobalAveragePool_pooled", float_pool),
+    ("pool-in-float", EVERYWHERE, "GlobalAveragePool_pooled", float_mean),
     ("unfused-batchnorm", EVERYWHERE, "BatchNormalization_normed", norm),
+    ("unfused-batchnorm", EVERYWHERE, "BatchNormalization_normed", norm_behind_a_pair),
     ("opset", ("tensorrt",), "the graph", old),
     ("operator", ("tensorrt",), "Gelu_gelu", foreign),
     ("operator", ("tensorrt",), "Det_unread", unsupported),
     ("pool-shape", ("tensorrt",), "MaxPool_dilated", dilated_pool),
+    ("pool-shape", ("tensorrt",), "AveragePool_long", long_pool),
+    ("pool-shape", ("tensorrt",), "MaxPool_places", pool_with_indices),
 ]
 
 
@@ -356,6 +436,18 @@ def test_on_any_x86_cpu_every_layers_input_needs_a_clamp_of_7_bits(high: float |
         assert found == []
     else:
         assert found == [("QuantizeLinear_y_q", f"a layer's input reaches {reach[high]}, where 7 bits end at 127")]
+
+
+@pytest.mark.parametrize(("high", "fires"), [(127, False), (126, False), (128, True), (255, True)])
+def test_a_clamp_of_the_integers_themselves_is_one_too(high: int, fires: bool) -> None:
+    graph = whole("x86")
+    graph.node("y_q").input[0] = "first_relu"
+    graph.nodes.remove(graph.node("y_clipped"))
+    graph.tensors |= {"y_low": np.uint8(0), "y_high": np.uint8(high)}
+    graph.before("y", "Clip", ["y_q", "y_low", "y_high"], "y_kept")
+    graph.node("y").input[0] = "y_kept"
+    found = [(finding.rule, finding.node) for finding in lint(graph.model(), "x86")]
+    assert found == [("lost-clamp", "QuantizeLinear_y_q")] * fires
 
 
 def test_pixels_are_cast_before_anything_else_for_tensorrt() -> None:

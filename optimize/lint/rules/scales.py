@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
-from optimize.lint.graph import Graph, attribute, label
+from optimize.lint.graph import Graph, attribute, label, of_a_map
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 
@@ -139,10 +139,8 @@ def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         if not graph.dequantized(node):
             continue
         axes = graph.values(node, 1)
-        if axes is None:
-            listed = attribute(node, "axes", None)
-            axes = None if listed is None else np.asarray(listed)
-        if node.op_type == "ReduceMean" and axes is not None and set(axes.tolist()) in ({2, 3}, {-2, -1}):
+        listed = attribute(node, "axes", ()) if axes is None else axes.ravel().tolist()
+        if node.op_type == "ReduceMean" and of_a_map(listed, graph.rank(node.input[0])):
             continue
         yield Fault(
             label(node),
