@@ -30,9 +30,7 @@ from optimize.pruning.groups import group
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.widths import Costs, Rounding
 from optimize.run.recipe import Recipe, load_recipe
-from optimize.store.history import Epoch, History, Times
 from optimize.training.config import TrainingConfig
-from optimize.training.records import TrainingResult
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 from tests.optimize.workbench import noise_context, parent_of
@@ -266,12 +264,7 @@ def test_cells_survive_being_written_and_another_file_is_refused_in_a_line(tmp_p
 
 
 def test_a_cell_says_that_a_training_left_what_it_began_with() -> None:
-    worse = History((Epoch(0.5, 0.9, Times()),), (), steps=1, best=None)
-    noted = {
-        row: TrainingResult(history, held_out_top1=0.9, held_out_images=5000).kept
-        for row, history in {"acnet": worse, "pruned": dataclasses.replace(worse, best=0)}.items()
-    }
-    text = page(Table(cells=tuple(cell(row).model_copy(update={"notes": (note,)}) for row, note in noted.items())))
+    text = page(Table(cells=(cell("acnet", unimproved=True), cell("pruned"))))
     said = [line.split("|")[1].strip() for line in text.splitlines() if "what it began with was kept" in line]
     assert said == ["`acnet`"]
 
@@ -308,6 +301,7 @@ def test_a_short_run_makes_a_cell_through_the_store_and_another_makes_nothing(
     assert made.judged is not None
     assert made.judged.images == 32
     assert made.command == "python -m benchmarks.cifar --short"
+    assert made.unimproved == any(note.startswith("no better after any of 1 epochs") for note in made.notes)
     text = written.read_text()
     assert "the figures mean nothing" in text
     assert lines(text)["W8A8, trained"][4:6] == [f"{100 * made.judged.control:.2f}", f"{100 * made.judged.top1:.2f}"]

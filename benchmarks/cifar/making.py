@@ -232,6 +232,7 @@ class Workshop:
                 "bytes": tuple(made[-1].artifact.path.stat().st_size for made in (wanted, beside)),
                 "macs": _macs(last),
                 "faster": faster,
+                "unimproved": any(each.best is None for variant in wanted[1:] for each in variant.training),
                 "notes": tuple(notes),
                 "seconds": round(sum(step.seconds for step in steps), 1),
             }

@@ -12,9 +12,6 @@ from benchmarks.cifar.record import Cell, Faster, Judged, Table
 from benchmarks.cifar.rows import ROWS, Row
 from optimize.report.words import NONE, percent, points, size, times
 
-# As `TrainingResult.kept` begins where no epoch was better.
-_NO_BETTER = "no better after any of"
-
 #: Says of a cell whether its recipe or the code that made it has changed since; nothing where that is not known.
 Changed = Callable[[Cell], Iterable[str]]
 
@@ -185,14 +182,14 @@ def _cells(table: Table, changed: Changed) -> Iterator[str]:
             _paired(cell.judged),
             str(cell.precision),
             f"{cell.seconds / 60:.0f} min",
-            "; ".join((*fewer, *_kept(cell.notes), *_timed(cell.faster), *changed(cell))),
+            "; ".join((*fewer, *_kept(cell), *_timed(cell.faster), *changed(cell))),
         ]
         yield f"| {' | '.join(words)} |"
 
 
-def _kept(notes: Sequence[str]) -> Iterator[str]:
-    """That a training left what it began with, as `optimize.training` notes it: the row shows nothing of it."""
-    if any(note.startswith(_NO_BETTER) for note in notes):
+def _kept(cell: Cell) -> Iterator[str]:
+    """That a training left what it began with: the row shows nothing of it."""
+    if cell.unimproved:
         yield "a training was no better on the held-out images after any epoch: what it began with was kept"
 
 

@@ -84,6 +84,7 @@ class Cell(Record):
         bytes: size of the cell's model file, and of its control's.
         macs: how many times fewer multiply-accumulates; None where none were removed.
         faster: None where it was not timed.
+        unimproved: whether a training of it left what it began with: no epoch was better on the held-out images.
         notes: what the artifact says of itself.
         seconds: that its stages, and those of its control, took when they were made.
         command: that made it.
@@ -115,6 +116,7 @@ class Cell(Record):
     bytes: tuple[int, int] | None = None
     macs: float | None = None
     faster: Faster | None = None
+    unimproved: bool = False
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     command: str
