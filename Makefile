@@ -164,7 +164,7 @@ bench-attacks: $(VENV)/.installed ## what hostile requests cost the own server; 
 	$(BIN)/python -m benchmarks.attacks --write docs/security.md
 
 bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/bench-data.md
-	$(BIN)/python benchmarks/imagenet_scale.py --write docs/bench-data.md
+	$(BIN)/python -m benchmarks.imagenet_scale --write docs/bench-data.md
 
 package: $(VENV)/.installed ## pack the archives of a run again
 	@$(BIN)/python -m serve package $(THE_RUN) --store '$(STORE)'

@@ -8,32 +8,25 @@ speak of, and five minutes.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import command
+from benchmarks.here import begun, here
+
 CLASSES = 1000
 PICTURES = 300
-BATCH = 64
-MIB = 1 << 20
 
 #: What has to be kept: seconds, and MiB resident beyond what importing the libraries takes.
 FIRST_SECONDS, AGAIN_SECONDS, DRAW_SECONDS, RESIDENT_MIB = 30.0, 3.0, 0.3, 300.0
 STEP_MICROSECONDS = 100.0
-
-
-# --- the folder --------------------------------------------------------------------------------------------------
 
 
 def build(root: Path, train: int, val: int, pictures: int) -> None:
@@ -63,182 +56,12 @@ def link_tree(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=os.link)
 
 
-# --- the stages, each in a process of its own --------------------------------------------------------------------
-
-
-def resident(pid: int | None = None) -> dict[str, float]:
-    """MiB that a process has in memory, and of these what is its own alone."""
-    import psutil
-
-    memory = psutil.Process(pid).memory_full_info()
-    return {"rss": memory.rss / MIB, "uss": memory.uss / MIB}
-
-
-def stage_open(reference: str) -> dict[str, Any]:
-    """Open a data set: seconds, and MiB beyond the imports."""
-    import optimize.data.formats.base as formats
-    import optimize.data.loading
-
-    formats.formats()
-    import optimize.data.index  # noqa: F401 - imported when something is opened; counted as a library here
-
-    before = resident()
-    started, used = time.perf_counter(), time.process_time()
-    data = formats.open_data(reference)
-    return {
-        "seconds": time.perf_counter() - started,
-        "cpu": time.process_time() - used,
-        "libraries": before["rss"],
-        "beyond": resident()["rss"] - before["rss"],
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before["rss"],
-        "train": len(data.train),
-        "val": len(data.val),
-        "kind": data.train.identity.kind,
-        "train_fingerprint": data.train.fingerprint,
-        "val_fingerprint": data.val.fingerprint,
-    }
-
-
-def stage_draw(reference: str) -> dict[str, Any]:
-    """Draw 256 calibration images, 5,000 to evaluate with, and hold out a tenth: seconds without decoding."""
-    import torch
-
-    from optimize.data.formats.base import open_data
-    from optimize.data.loading import loader
-    from optimize.data.splits import hold_out, subset
-    from serve.runtime.card import Preprocessing
-
-    data = open_data(reference)
-    found = {}
-
-    @contextmanager
-    def timed(name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        found[name] = time.perf_counter() - started
-
-    with timed("calibration"):
-        drawn = loader(data.train, Preprocessing(72, (64, 64)), batch_size=32, device=torch.device("cpu"), limit=256)
-    assert len(drawn.split) == 256
-    with timed("val_images"):
-        assert len(subset(data.val, 5000)) == 5000
-    with timed("hold_out"):
-        hold_out(data.train, 0.1, 0)
-    with timed("decoding"):
-        list(drawn)
-    return found
-
-
-def stage_steps(reference: str) -> dict[str, Any]:
-    """What a step costs besides its images: asking for the number of batches, and cutting the next one's rows."""
-    import torch
-
-    from optimize.data.formats.base import open_data
-    from optimize.data.loading import _Batches, loader
-    from serve.runtime.card import Preprocessing
-
-    data = open_data(reference)
-    found = {}
-    for title, split in (("whole", data.train), ("small", data.val)):
-        batches = loader(split, Preprocessing(72, (64, 64)), batch_size=BATCH, device=torch.device("cpu"), shuffle=True)
-        started = time.perf_counter()
-        order = batches._order(1)
-        found[f"{title}_order_seconds"] = time.perf_counter() - started
-        started = time.perf_counter()
-        steps = 0
-        for _ in _Batches(order, BATCH, len(batches)):
-            len(batches)
-            steps += 1
-        found[f"{title}_step_microseconds"] = (time.perf_counter() - started) / steps * 1e6
-    return found
-
-
-def stage_epochs(reference: str, epochs: int, batches: int, whole: bool) -> dict[str, Any]:
-    """Read ``batches`` batches in each of some epochs, then perhaps one epoch whole; memory after each."""
-    import psutil
-    import torch
-
-    from optimize.data import loading, pixels
-    from optimize.data.formats.base import formats, open_data
-    from optimize.data.splits import hold_out
-    from serve.runtime.card import Preprocessing
-
-    formats()
-    libraries = resident()["rss"]
-    data = open_data(reference)
-    fit, _ = hold_out(data.train, 0.1, 0)
-    pixels.MEMORY_LIMIT = 0  # small pictures: the memory for all of them would do
-    stream = loading.loader(
-        fit, Preprocessing(36, (32, 32)), batch_size=BATCH, device=torch.device("cpu"), shuffle=True
-    )
-    after = []
-
-    def note(name: str, seconds: float, read: int) -> None:
-        workers = [resident(child.pid) for child in psutil.Process().children()]
-        workers = [worker for worker in workers if worker["rss"] > 50]  # not the resource tracker
-        main = resident()
-        after.append(
-            {
-                "epoch": name,
-                "seconds": seconds,
-                "images": read * BATCH,
-                "main": main["rss"] - libraries,
-                "worker": max(worker["rss"] for worker in workers),
-                "worker_own": max(worker["uss"] for worker in workers),
-                "workers": len(workers),
-            }
-        )
-
-    for number in range(epochs + whole):
-        limit = batches if number < epochs else len(stream)
-        started = time.perf_counter()
-        read = 0
-        running = stream.epoch(number)
-        for _ in running:
-            read += 1
-            if read == limit:
-                break
-        note(f"{number + 1}" if number < epochs else f"{number + 1}, whole", time.perf_counter() - started, read)
-        del running
-    return {"libraries": libraries, "after": after, "every_path": _of_a_fork(fit.sources)}
-
-
-def _of_a_fork(sources: Sequence[Any]) -> float:
-    """MiB that are a forked process's own when it has looked at every path, as a worker has after a whole epoch."""
-    import multiprocessing
-
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-
-    def look() -> None:
-        count = sum(1 for _ in sources)
-        theirs.send((count, resident()["uss"]))
-
-    process = context.Process(target=look)
-    process.start()
-    count, own = ours.recv()
-    process.join()
-    assert count == len(sources)
-    return float(own)
-
-
-STAGES: dict[str, Callable[..., dict[str, Any]]] = {
-    "open": stage_open,
-    "draw": stage_draw,
-    "steps": stage_steps,
-    "epochs": stage_epochs,
-}
-
-
-# --- the run -----------------------------------------------------------------------------------------------------
-
-
 def run_stage(name: str, cache: Path, **arguments: Any) -> dict[str, Any]:
     """Run a stage in a fresh interpreter with a user's cache folder of its own."""
-    command = [sys.executable, __file__, "--stage", name, "--arguments", json.dumps(arguments)]
+    words = [sys.executable, "-m", "benchmarks.imagenet_stages", name, json.dumps(arguments)]
     root = Path(__file__).parents[1]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     print(f"{name} {arguments}: {result}", file=sys.stderr, flush=True)
     return result
@@ -246,7 +69,7 @@ def run_stage(name: str, cache: Path, **arguments: Any) -> dict[str, Any]:
 
 def measure(root: Path, options: argparse.Namespace) -> tuple[list[tuple[str, str, str, bool]], dict[str, Any]]:
     """Every figure as (what, found, bound, kept), and the epochs' memory."""
-    load = os.getloadavg()[0]
+    began = begun()
     started = time.perf_counter()
     build(root, options.train, options.val, options.pictures)
     print(f"built in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
@@ -311,7 +134,7 @@ def measure(root: Path, options: argparse.Namespace) -> tuple[list[tuple[str, st
             more["val_fingerprint"] != first["val_fingerprint"],
         ),
     ]
-    facts = {"first": first, "epochs": epochs, "load": load}
+    facts = {"first": first, "epochs": epochs, "began": began, "pictures": options.pictures}
     return rows, facts
 
 
@@ -325,25 +148,16 @@ def _bounded(what: str, found: float, bound: float, unit: str, cpu: float | None
     return what, f"{found:.{digits}f} {unit}{beside}", f"at most {bound:g} {unit}", found <= bound
 
 
-def page(rows: list[tuple[str, str, str, bool]], facts: dict[str, Any], command: str) -> str:
-    """The figures as Markdown."""
-    import torch
-
-    from optimize.measure.machine import machine, versions
-
-    here = machine(torch.device("cpu"))
-    known = versions()
+def page(rows: list[tuple[str, str, str, bool]], facts: dict[str, Any], made: str) -> str:
+    """The figures as Markdown, with the command that made them."""
     first, epochs = facts["first"], facts["epochs"]
     lines = [
         "# Data of ImageNet's size",
         "",
-        f"Made by `{command}` on {datetime.date.today().isoformat()}: "
-        f"{here['cpu']}, {here['cores']} cores, {here['memory_bytes'] / (1 << 30):.0f} GiB, Python "
-        f"{platform.python_version()}, torch {known['torch']}, numpy {known['numpy']}. The folder has "
+        f"Made by `{made}` on {facts['began']}: {here('torch', 'numpy', isa=False)}. The folder has "
         f"{first['train']:,} training and {first['val']:,} validation images in {CLASSES:,} classes, hard links to "
-        f"{PICTURES} JPEGs of 160x120 that the script draws, on a local disk whose directories the system still has in "
-        f"memory. The training images' fingerprint is of the kind `{first['kind']}`.",
-        f"The machine had {facts['load']:.1f} processes running on its {here['cores']} cores when it began.",
+        f"{facts['pictures']} JPEGs of 160x120 that the script draws, on a local disk whose directories the system "
+        f"still has in memory. The training images' fingerprint is of the kind `{first['kind']}`.",
         "",
         "| | found | bound | |",
         "|---|---:|---:|---|",
@@ -380,16 +194,10 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="read one epoch whole at the end, which takes long")
     parser.add_argument("--folder", type=Path, default=None, help="where to build; the system's temporary folder")
     parser.add_argument("--write", type=Path, default=None, help="the Markdown file to write; else it is printed")
-    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
-    parser.add_argument("--arguments", default="{}", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.stage is not None:
-        print(json.dumps(STAGES[options.stage](**json.loads(options.arguments))))
-        return 0
     with tempfile.TemporaryDirectory(prefix="imagenet-scale-", dir=options.folder) as folder:
         rows, facts = measure(Path(folder), options)
-        command = " ".join(["python benchmarks/imagenet_scale.py", *sys.argv[1:]])
-        text = page(rows, facts, command)
+        text = page(rows, facts, command("benchmarks.imagenet_scale", sys.argv[1:]))
     if options.write is not None:
         options.write.write_text(text, encoding="utf-8")
     else:
