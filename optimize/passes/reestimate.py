@@ -32,13 +32,16 @@ class Reestimate(Config):
     images: int = Field(default=1024, ge=2, description="training images that are looked at, stratified by class")
 
 
-def reestimate(module: nn.Module, context: Context, images: int) -> list[Effect]:
-    """Give each norm the mean over batches of their means and variances, in place; returns what changed.
+def reestimate(module: nn.Module, context: Context, images: int) -> tuple[list[Effect], int]:
+    """Give each norm the mean over batches of their means and variances, in place.
 
     Args:
         module: in eval mode; only its norms are put into training mode, and back.
         context: data, preprocessing, device.
-        images: how many to look at.
+        images: how many to look at, if there are as many.
+
+    Returns:
+        What changed, and how many images were looked at.
     """
     norms = {name: layer for name, layer in module.named_modules() if _counts(layer)}
     before = {name: _figures(norm) for name, norm in norms.items()}
@@ -48,21 +51,23 @@ def reestimate(module: nn.Module, context: Context, images: int) -> list[Effect]
         norm.reset_running_stats()
         norm.momentum = None  # torch's word for the mean over all batches
         norm.train()
-    batches = context.calibration(images, batch_size=64)
+    batches, seen = context.calibration(images, batch_size=64), 0
     with torch.no_grad():
         for done, (batch, _) in enumerate(batches, start=1):
-            if len(batch) > 1:
+            if len(batch) > 1:  # one image has no deviation
                 module(normalise(batch, context.preprocessing, context.device, torch.float32))
+                seen += len(batch)
             context.listener.progressed(done / len(batches), "measuring norms")
     for name, norm in norms.items():
         norm.momentum = momenta[name]
         norm.eval()
     module.cpu()
-    return [
+    effects = [
         Effect(name, figure, was, now)
         for name, norm in norms.items()
         for figure, was, now in zip((MEAN, DEVIATION), before[name], _figures(norm), strict=True)
     ]
+    return effects, seen
 
 
 def _counts(layer: nn.Module) -> bool:
@@ -78,12 +83,12 @@ def _apply(parent: Artifact, config: Reestimate, context: Context, folder: Path)
     module = parent.module()
     if not any(_counts(layer) for layer in module.modules()):
         raise NotApplicableError("this model has no batch norm with statistics; reestimate comes before fuse")
-    effects = reestimate(module, context, config.images)
+    effects, seen = reestimate(module, context, config.images)
     write_weights(module, folder)
     write_effects(effects, folder)
     file, file_format = write_program(module, context.example(), folder)
     norms = len(effects) // 2
-    note = f"statistics of {norms} batch norms measured anew on {config.images} training images"
+    note = f"statistics of {norms} batch norms measured anew on {seen} training images"
     return Product(file, file_format, parent.card.precision, notes=(note,))
 
 

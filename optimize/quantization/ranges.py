@@ -39,6 +39,9 @@ MEANING = (
 
 #: Bins on each side of 0. The largest value seen lies in the upper half of them.
 _BINS = 8192
+#: Values that are counted at once. torch.histc counts in the type of the values (2.11 to 2.14): float32 has no odd
+#: number beyond, and a ReLU's zeros are more than that where images are large.
+_EXACT = 1 << 24
 #: Percent of the values that `PercentileObserver` keeps below the upper end, and above the lower.
 PERCENTILE = 99.99
 #: Ranges that `MseObserver` tries in each of its searches.
@@ -80,13 +83,16 @@ class CountingObserver(UniformQuantizationObserverBase):
         self.max_val.copy_(torch.maximum(self.max_val, high))
         self._reach(max(-low.item(), high.item()))
         assert self.exponent is not None
-        end = 2.0**self.exponent
+        for part in torch.split(values.flatten(), _EXACT):
+            self._count(part, 2.0**self.exponent)
+        return seen
+
+    def _count(self, values: torch.Tensor, end: float) -> None:
         # Each side for itself: over both, the smallest would be rounded to the other side. What is out of reach is left
         # out by `histc`; 0 is on both sides.
         below, above = (torch.histc(side, _BINS, 0, end).to(self.counts) for side in (-values, values))
         below[0] -= (values == 0).sum()
         self.counts += torch.cat([below.flip(0), above])
-        return seen
 
     def range(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the largest value that keep their place; beyond is clipped."""

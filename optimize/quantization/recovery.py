@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import fx, nn
 from torch.ao.nn.intrinsic.modules.fused import _FusedModule
 from torch.ao.quantization import QConfig
@@ -52,6 +52,13 @@ class Recovery(Config):
         default=False,
         description="shift each layer's bias so that its mean output on the calibration images is the float layer's",
     )
+
+    @model_validator(mode="after")
+    def _steps_are_taken(self) -> Recovery:
+        # A card's settings are all of them: only another number than the usual one was asked for.
+        if self.rounding == "nearest" and self.rounding_steps != Recovery.model_fields["rounding_steps"].default:
+            raise ValueError(f"rounding_steps is {self.rounding_steps}, of rounding: adaround; rounding is nearest")
+        return self
 
 
 def choose_weights(prepared: fx.GraphModule, config: Recovery, chosen: Chosen) -> None:

@@ -148,6 +148,14 @@ def test_counts_do_not_depend_on_order_and_none_is_lost(seen: list[float], chanc
     assert float(observers[0].max_val) == max(seen)
 
 
+def test_more_zeros_are_counted_than_float32_has_whole_numbers_for() -> None:
+    """VGG's first layer gives 32 images a hundred million values; torch counts those of a thread in float32."""
+    zeros = (1 << 24) * torch.get_num_threads() + 1000
+    observer = seeing(PercentileObserver, np.append(np.zeros(zeros, np.float32), np.float32(1)), batches=1)
+    assert int(observer.counts.sum()) == zeros + 1
+    assert observer.counts.min() >= 0
+
+
 @pytest.mark.parametrize("name", list(OBSERVERS))
 @pytest.mark.parametrize("constant", [0.0, 3.0, -3.0])
 def test_a_constant_tensor_has_a_scale_all_the_same(name: str, constant: float) -> None:

@@ -18,6 +18,7 @@ from optimize.passes.reestimate import REESTIMATE, Reestimate
 from optimize.quantization.adaround import Rounding, learn_rounding
 from optimize.quantization.ranges import weight_observer
 from optimize.store.effects import read_effects
+from serve.runtime.errors import UserError
 from serve.runtime.program_file import load_program
 from tests.narrow import layer
 
@@ -150,6 +151,20 @@ def test_a_clipped_weight_has_the_least_squared_error(whole: bool) -> None:
         assert error(float(found)) <= error(float(row.abs().max()) / 127) * (1 + 1e-4)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_percentile_of_weights_leaves_one_of_ten_thousand_out(whole: bool) -> None:
+    weight = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)) ** 3
+    observer = weight_observer("percentile", "per-tensor" if whole else "per-channel")()
+    observer(weight)
+    scales, _ = observer.calculate_qparams()
+    rows = weight.flatten()[None] if whole else weight
+    beyond = [int((row.abs() > 127.01 * scale).sum()) for row, scale in zip(rows, scales, strict=False)]
+    assert beyond == [8] if whole else [2] * 4
+    few = weight[:, :9_999]
+    observer(few)
+    assert (float(observer.max_val.max()) == float(few.abs().max())) != whole, "of fewer it is all of them"
+
+
 def test_torchs_program_has_the_references_integers_where_weights_are_clipped(made) -> None:
     folder = made("channel-mse")
     clipped = 0
@@ -230,6 +245,12 @@ def test_adaround_beats_the_nearest_on_images_it_has_not_seen(groups: int) -> No
     assert torch.equal(convolution.weight, weight), "what it was given stays"
 
 
+def test_steps_that_nothing_takes_are_refused() -> None:
+    with pytest.raises(UserError, match=r"rounding_steps is 60, of rounding: adaround; rounding is nearest"):
+        Ptq(rounding_steps=60)
+    assert Ptq(rounding_steps=60, rounding="adaround").rounding_steps == 60
+
+
 def test_ptq_packs_the_rounding_that_was_learned(made) -> None:
     folder, plain = made("tensor-adaround"), made("tensor")
     changed = 0
@@ -253,10 +274,9 @@ def test_ptq_packs_the_rounding_that_was_learned(made) -> None:
 
 def test_norms_have_the_statistics_of_the_training_images(tmp_path: Path) -> None:
     module, context = with_running_statistics(tiny(4)), noise_context()
-    product = REESTIMATE.apply(
-        parent_of(module, context, tmp_path / "parent"), Reestimate(images=64), context, tmp_path
-    )
-    assert "4 batch norms" in product.notes[0]
+    product = REESTIMATE.apply(parent_of(module, context, tmp_path / "parent"), Reestimate(), context, tmp_path)
+    assert Reestimate().images > 64
+    assert product.notes == ("statistics of 4 batch norms measured anew on 64 training images",)
     state = load_file(tmp_path / "weights.safetensors")
     first, second = layer(module, "stem.1", nn.BatchNorm2d), layer(module, "depthwise.1", nn.BatchNorm2d)
     assert first.running_mean is not None
