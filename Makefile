@@ -97,9 +97,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@# Its models say what KServe's resources look like, and its client asks our server. Without what its own server runs with,
-	@# which is older than ours.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps kserve==0.21.0
+	@# KServe's models say what its resources look like, and its client asks our server; the others what those of Prometheus'
+	@# operator look like. Without what they run with, which is older than ours or not used.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps kserve==0.21.0 \
+		cloudcoil.models.prometheus_operator==0.80.1.0
 	@touch $@
 
 optimize: $(VENV)/.installed ## build, measure and pack MODEL's artifacts

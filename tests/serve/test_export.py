@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import importlib.util
 import re
 import shutil
 import types
+import typing
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ import yaml
 from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
@@ -249,6 +252,63 @@ def test_prometheus_scrapes_the_pods_with_a_token(kubernetes: Path, manifests: d
     assert endpoint["path"] == "/metrics"
     assert endpoint["authorization"]["type"] == "Bearer"
     assert endpoint["authorization"]["credentials"] == {"name": "small-onnx-scrape", "key": "token"}
+
+
+class _Exact(BaseModel):
+    """What takes no field that it does not know, and converts nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def pod_monitor_type() -> type[BaseModel]:
+    """What a PodMonitor may be, by the types that were generated of the schema that Prometheus' operator publishes.
+
+    Of their package only the fields are read: the rest builds them, and needs a library to ask clusters with.
+    """
+    try:
+        package = importlib.metadata.distribution("cloudcoil.models.prometheus_operator")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the types of Prometheus' operator are not installed")
+    source = Path(str(package.locate_file("cloudcoil/models/prometheus_operator/v1.py"))).read_text(encoding="utf-8")
+    texts = dict(re.findall(r"^class (\w+)(\(.*?)(?=^class |\Z)", source, re.MULTILINE | re.DOTALL))
+    classes: dict[str, ast.stmt] = {}  # each behind those that it names
+
+    def add(name: str) -> None:
+        (made,) = (node for node in ast.parse(f"class {name}{texts[name]}").body if isinstance(node, ast.ClassDef))
+        made.body = [node for node in made.body if isinstance(node, ast.AnnAssign)] or [ast.Pass()]
+        for node in ast.walk(made):
+            if isinstance(node, ast.Name) and node.id in texts and node.id not in classes:
+                add(node.id)
+        classes[name] = made
+
+    add("PodMonitor")
+    names: dict[str, Any] = {name: getattr(typing, name) for name in typing.__all__}
+    names |= {"BaseModel": _Exact, "Resource": _Exact, "RootModel": RootModel, "Field": Field}
+    names["apimachinery"] = types.SimpleNamespace(ObjectMeta=dict[str, Any])
+    module = ast.Module([*classes.values()], [])
+    exec(compile(module, "prometheus-operator", "exec", dont_inherit=True), names)  # annotations are not texts there
+    found: type[BaseModel] = names["PodMonitor"]
+    return found
+
+
+def test_the_pod_monitor_is_what_prometheus_operator_says(kubernetes: Path) -> None:
+    monitor = yaml.safe_load((kubernetes / "podmonitor.yaml").read_text())
+    kind = pod_monitor_type()
+    kind.model_validate(monitor)
+    bare = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": monitor["metadata"]}
+    kubernetes_validate.validate(bare, KUBERNETES, strict=True)
+    slips: list[tuple[dict[str, Any], str]] = [
+        ({"interval": "15 seconds"}, "interval"),
+        ({"intervall": "15s"}, "intervall"),
+        ({"authorization": {"credentials": {"name": "small-onnx-scrape"}}}, "key"),
+        ({"port": 8080}, "port"),
+    ]
+    for slip, where in slips:
+        wrong = yaml.safe_load(yaml.safe_dump(monitor))
+        wrong["spec"]["podMetricsEndpoints"][0].update(slip)
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate(wrong)
+        assert [error["loc"][-1] for error in caught.value.errors()] == [where]
 
 
 def test_the_steps_make_the_secrets_that_the_files_name(store: Path, tmp_path: Path) -> None:
