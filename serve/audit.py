@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -20,6 +21,7 @@ from serve.runtime.errors import PipelineError, UserError, first_line
 #: https://google.github.io/osv.dev/post-v1-querybatch/
 OSV = "https://api.osv.dev"
 _TIMEOUT_S = 30.0
+_MOST_PAGES = 50
 
 
 class AuditError(PipelineError):
@@ -50,17 +52,29 @@ def advisories(libraries: Sequence[JavaLibrary], *, osv: str = OSV) -> Iterator[
         AuditError: it cannot be reached, or answers otherwise than it documents.
     """
     asked = [library for library in libraries if library.version is not None]
-    queries = [
-        {"package": {"ecosystem": "Maven", "name": f"{library.group}:{library.name}"}, "version": library.version}
+    left: list[tuple[JavaLibrary, dict[str, Any]]] = [
+        (
+            library,
+            {"package": {"ecosystem": "Maven", "name": f"{library.group}:{library.name}"}, "version": library.version},
+        )
         for library in asked
     ]
     try:
-        answer = httpx.post(f"{osv}/v1/querybatch", json={"queries": queries}, timeout=_TIMEOUT_S)
-        answer.raise_for_status()
-        results = answer.json()["results"]
-        for library, result in zip(asked, results, strict=True):
-            for entry in result.get("vulns", ()):
-                yield Advisory(library, str(entry["id"]))
+        for _ in range(_MOST_PAGES):
+            queries = [query for _, query in left]
+            answer = httpx.post(f"{osv}/v1/querybatch", json={"queries": queries}, timeout=_TIMEOUT_S)
+            answer.raise_for_status()
+            further = []
+            for (library, query), result in zip(left, answer.json()["results"], strict=True):
+                for entry in result.get("vulns", ()):
+                    yield Advisory(library, str(entry["id"]))
+                # Of a query that takes it long OSV tells a part, which may be none, and where it goes on.
+                if token := result.get("next_page_token"):
+                    further.append((library, {**query, "page_token": str(token)}))
+            left = further
+            if not left:
+                return
+        raise AuditError(f"the jars were not checked whole: OSV has more than {_MOST_PAGES} pages of answers")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AuditError(
             f"the jars' {len(asked)} known versions were not checked: OSV cannot be reached "

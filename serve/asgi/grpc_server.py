@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from serve.asgi.oip_messages import SERVICE, message
 from serve.asgi.oip_routes import project_version, refusal, signature
 from serve.asgi.reading import Reading
 from serve.runtime.errors import RequestError, UserError
-from serve.runtime.observing import Observation
+from serve.runtime.observing import Observation, request_id
 
 if TYPE_CHECKING:
     from serve.asgi.application import Application
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _PUBLIC = ("ServerLive", "ServerReady")
 _METADATA_BYTES = 16 * 1024
-_LONGEST_ID = 128
 
 
 class GrpcServer:
@@ -261,9 +259,7 @@ class _Asked:
         self.method = method
         self.kept = 0  # bytes of its message
         self.metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
-        given = self.metadata.get("x-request-id", "")
-        request_id = given if 0 < len(given) <= _LONGEST_ID else secrets.token_hex(8)
-        self.observation = Observation(request_id, f"grpc/{method}")
+        self.observation = Observation(request_id(self.metadata.get("x-request-id", "")), f"grpc/{method}")
         self._left = context.time_remaining()
 
     def deadline(self, timeout_s: float | None) -> float | None:

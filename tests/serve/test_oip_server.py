@@ -7,6 +7,7 @@ import base64
 import importlib.util
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -270,6 +271,19 @@ def test_every_wrong_request_over_http_is_a_400(plain: httpx.Client) -> None:
         assert len(answer.json()["error"].splitlines()) == 1
     wrong = plain.post("/v2/models/small/infer", content=b"{}", headers={"inference-header-content-length": "3"})
     assert wrong.status_code == 400
+
+
+def test_an_answer_over_grpc_has_the_id_that_its_request_came_with_where_that_is_a_word(own_server: Running) -> None:
+    asked = message("ServerLiveRequest")().SerializeToString()
+    told = []
+    with grpc.insecure_channel(own_server.grpc) as channel:
+        for given in ("mine", "!~" * 64, "two words", "a" * 129, "", None):
+            metadata = () if given is None else (("x-request-id", given),)
+            _, call = channel.unary_unary(f"/{SERVICE}/ServerLive").with_call(asked, metadata=metadata)
+            told.append(dict(call.trailing_metadata())["x-request-id"])
+    assert told[:2] == ["mine", "!~" * 64]
+    assert len(set(told)) == len(told)
+    assert all(re.fullmatch("[0-9a-f]{16}", made) for made in told[2:])
 
 
 def test_what_is_no_message_is_refused_and_the_server_lives(own_server: Running, remote: Any) -> None:

@@ -116,7 +116,10 @@ NETTY = JavaLibrary("io.netty", "netty-codec-http", "4.1.53.Final")
 
 
 class Osv(BaseHTTPRequestHandler):
-    """As OSV documents ``POST /v1/querybatch``; it knows one advisory, and below ``/clean`` none."""
+    """As OSV documents ``POST /v1/querybatch``; it knows one advisory, and below ``/clean`` none.
+
+    Below ``/pages`` it tells it on the second page only, and below ``/endless`` there is always one more.
+    """
 
     def do_POST(self) -> None:
         queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
@@ -124,8 +127,14 @@ class Osv(BaseHTTPRequestHandler):
         vulns = {"vulns": [{"id": "GHSA-wm47-8v5p-wjpj", "modified": "2023-01-01T00:00:00Z"}]}
         if self.path == "/clean/v1/querybatch":
             known = {}
-        body = json.dumps({"results": [vulns if query == known else {} for query in queries]}).encode()
-        if self.path not in ("/v1/querybatch", "/clean/v1/querybatch"):
+        results: list[dict[str, Any]] = [vulns if query == known else {} for query in queries]
+        if self.path == "/pages/v1/querybatch":
+            first, second = {"next_page_token": "there"}, {**known, "page_token": "there"}
+            results = [first if query == known else vulns if query == second else {} for query in queries]
+        if self.path == "/endless/v1/querybatch":
+            results = [{"next_page_token": "there"} for _ in queries]
+        body = json.dumps({"results": results}).encode()
+        if not self.path.endswith("/v1/querybatch") or self.path.startswith("/elsewhere"):
             body = b'{"code": 5}'
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -148,6 +157,13 @@ def test_what_is_known_against_the_jar_is_asked_by_name_and_version(osv: str) ->
     (jar,) = torchserve_jars()
     assert NETTY in jar.bundled
     assert list(advisories(jar.bundled, osv=osv)) == [Advisory(NETTY, "GHSA-wm47-8v5p-wjpj")]
+
+
+def test_what_osv_tells_on_a_later_page_is_found_too(osv: str) -> None:
+    (jar,) = torchserve_jars()
+    assert list(advisories(jar.bundled, osv=f"{osv}/pages")) == [Advisory(NETTY, "GHSA-wm47-8v5p-wjpj")]
+    with pytest.raises(AuditError, match="not checked whole: OSV has more than 50 pages"):
+        list(advisories([NETTY], osv=f"{osv}/endless"))
 
 
 def test_an_audit_without_a_network_says_that_nothing_was_checked(osv: str) -> None:
