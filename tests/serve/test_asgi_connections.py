@@ -283,6 +283,25 @@ def test_wherever_the_bytes_of_requests_are_cut_each_gets_its_answer() -> None:
         runner.run(server.__aexit__(None, None, None))
 
 
+def test_a_connection_may_have_so_many_requests_waiting_for_each_other_and_ends_with_more() -> None:
+    async def answers(connect: Connect, count: int) -> int:
+        reader, writer = await connect()
+        writer.write(PING * (count - 1) + PING.replace(b"Host: x", b"Connection: close"))
+        found = (await read(reader)).count(b"HTTP/1.1 200 ")
+        writer.close()
+        return found
+
+    async def ask() -> None:
+        async with listening(settings(), stuck_model(Stuck())) as (connect, application):
+            assert await answers(connect, 30) == 30
+            # One of each read may be answered at once: nothing is before it.
+            assert await answers(connect, 5000) < 30
+            assert await answers(connect, 1) == 1
+            assert application.in_flight == 0
+
+    asyncio.run(ask())
+
+
 def refused_request(body: bytes, chunked: bool) -> bytes:
     head = b"POST /predictions/stuck HTTP/1.1\r\nHost: x\r\n"
     if not chunked:

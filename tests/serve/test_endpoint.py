@@ -303,6 +303,7 @@ def test_what_a_batch_has_too_little_for_is_told_to_try_again_and_its_neighbours
     assert sorted(answers[index].status_code for index in (0, 2)) == [200, 503]
     (refused,) = (answer for answer in answers if answer.status_code == 503)
     assert "try again later" in refused.json()["error"]
+    assert refused.headers["Retry-After"] == "1"
     assert [answers[index].status_code for index in (1, 3, 4)] == [200, 413, 200]
     assert post(served, "exported", content=large).status_code == 200, "alone, it is answered"
 

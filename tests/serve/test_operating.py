@@ -219,6 +219,25 @@ def test_without_a_token_no_byte_of_a_body_is_held(operated: Operated) -> None:
         assert "Token Authorization failed" in json.loads(answer.read())["message"]
 
 
+@pytest.mark.parametrize(
+    "length", ["-5", "-9223372036854775807", "-9223372036854775808", "+5", "five", "5 5", "9" * 30]
+)
+@pytest.mark.parametrize("port", ["inference", "management"])
+def test_a_length_that_is_none_is_refused_and_makes_no_room(operated: Operated, length: str, port: str) -> None:
+    # Netty takes one below zero for a body that ends with the connection.
+    head = f"POST /predictions/{QUICK} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+    with socket.create_connection((HOST, getattr(operated.running.ports, port)), timeout=10) as stream:
+        stream.sendall(head.encode())
+        answer = http.client.HTTPResponse(stream)
+        answer.begin()
+        assert (answer.status, answer.getheader("Connection")) == (400, "close")
+        assert json.loads(answer.read())["message"] == "the Content-Length is no number of bytes"
+        stream.sendall(b"x" * 100_000)
+        with contextlib.suppress(ConnectionError):
+            assert stream.recv(1) == b"", "the connection ends"
+    assert operated.post(QUICK, jpeg(1)).status_code == 200
+
+
 def test_bodies_are_bounded_together_and_given_back_when_their_clients_are_gone(operated: Operated) -> None:
     # Three of them announce 2.7 MiB, and 2 may be held; what is announced counts, sent or not.
     size = 900 * 1024
@@ -498,6 +517,22 @@ def test_clients_that_do_not_go_on_are_let_go(operated: Operated) -> None:
             stream.settimeout(LIMITS.receive_s + 10)
             assert stream.recv(1) == b""
             assert time.monotonic() - begun > LIMITS.receive_s - 1
+
+
+def test_a_client_that_asks_on_without_reading_its_answers_is_let_go(operated: Operated) -> None:
+    ping = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.socket() as stream:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stream.settimeout(30)
+        stream.connect((HOST, operated.running.ports.inference))
+        with pytest.raises(ConnectionError):
+            stream.sendall(ping * 500_000)  # whose answers are 50 MB and more
+    # One that reads may ask for as many at once.
+    with opened(operated) as stream:
+        stream.sendall(ping * 200)
+        reading, found = stream.makefile("rb"), 0
+        while found < 200:
+            found += reading.readline().startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_has_been_answered_and_asks_nothing_more_is_let_go(operated: Operated) -> None:

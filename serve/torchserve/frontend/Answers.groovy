@@ -65,7 +65,7 @@ class Answers {
                     + "'$contentType', announces: send an image with the header 'Content-Type: image/jpeg' "
                     + "(with curl, -T FILE instead of --data-binary), or multipart/form-data with a part named data")
         }
-        return answer
+        return later(answer)
     }
 
     private static FullHttpResponse instead(FullHttpResponse answer, int status, String type, String message) {

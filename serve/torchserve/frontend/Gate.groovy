@@ -18,6 +18,7 @@ import io.netty.handler.codec.http.LastHttpContent
 import io.netty.util.ReferenceCountUtil
 import java.nio.charset.StandardCharsets
 import java.util.concurrent.TimeUnit
+import java.util.regex.Pattern
 import org.pytorch.serve.util.TokenAuthorization
 
 /**
@@ -29,6 +30,7 @@ class Gate extends ChannelDuplexHandler {
     private static final String NO_TOKEN =
             'Token Authorization failed. Token either incorrect, expired, or not provided correctly'
     private static final String PING = '/ping'
+    private static final Pattern LENGTH = Pattern.compile('[0-9]{1,18}')
     private static final long SETTLING_MS = 10
 
     private final Admission admission
@@ -130,14 +132,23 @@ class Gate extends ChannelDuplexHandler {
         receiving = true
         since = System.nanoTime()
         this.request = request
+        if (!context.channel().isWritable()) {
+            // 64 kB of answers wait to be read (or it is closed already): who asks on would have them pile up without end.
+            refusing = true
+            context.close()
+            return false
+        }
         ids.come(context.channel(), request)
         int query = request.uri().indexOf('?')
         path = query < 0 ? request.uri() : request.uri().substring(0, query)
         contentType = request.headers().get(HttpHeaderNames.CONTENT_TYPE) ?: ''
-        long length = HttpUtil.getContentLength(request, 0L)
+        long length = lengthOf(request)
         boolean body = length > 0 || HttpUtil.isTransferEncodingChunked(request)
         if (admission.draining) {
             return refuse(context, 503, 'ServiceUnavailableException', 'the server is stopping', true)
+        }
+        if (length < 0) {
+            return refuse(context, 400, 'BadRequestException', 'the Content-Length is no number of bytes', true)
         }
         if (inference && path == PING && !body) {
             // Who watches the server needs no key.
@@ -169,6 +180,18 @@ class Gate extends ChannelDuplexHandler {
         removed = removedBy(request)
         removed?.close()
         return true
+    }
+
+    /**
+     * The bytes that a request announces; -1: that is none. Netty (4.1.53) takes a length below zero for a body that ends
+     * with the connection: it would need no token, and be counted as giving room back.
+     */
+    private static long lengthOf(HttpRequest request) {
+        String said = request.headers().get(HttpHeaderNames.CONTENT_LENGTH)
+        if (said == null) {
+            return 0L
+        }
+        return LENGTH.matcher(said).matches() ? Long.parseLong(said) : -1L
     }
 
     /**
