@@ -313,6 +313,8 @@ def test_a_message_that_does_not_come_is_not_waited_for_and_of_a_stranger_not_at
         with grpc.insecure_channel(own_server.grpc) as channel:
             infer = channel.stream_unary(f"/{SERVICE}/ModelInfer")
             started = time.monotonic()
+            for health in ("ServerLive", "ServerReady"):  # whose message says nothing
+                channel.stream_unary(f"/{SERVICE}/{health}")(never())
             with pytest.raises(grpc.RpcError) as caught:
                 infer(never())
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
