@@ -232,9 +232,10 @@ def test_a_length_that_is_none_is_refused_and_makes_no_room(operated: Operated, 
         answer.begin()
         assert (answer.status, answer.getheader("Connection")) == (400, "close")
         assert json.loads(answer.read())["message"] == "the Content-Length is no number of bytes"
-        stream.sendall(b"x" * 100_000)
-        with contextlib.suppress(ConnectionError):
-            assert stream.recv(1) == b"", "the connection ends"
+        with contextlib.suppress(ConnectionError):  # it ends
+            stream.sendall(b"x" * 100_000)
+            while stream.recv(65536):
+                pass
     assert operated.post(QUICK, jpeg(1)).status_code == 200
 
 
