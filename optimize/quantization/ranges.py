@@ -119,7 +119,9 @@ class CountingObserver(UniformQuantizationObserverBase):
 
     def _reach(self, most: float) -> None:
         """Widen the bins until the largest magnitude lies below their end."""
-        needed = max(math.frexp(most)[1], -100)  # most < 2**needed; the floor keeps widths from vanishing
+        # most < 2**needed; the floor keeps widths from vanishing. Zeros lie within any bins: a batch of nothing else is
+        # no reason for coarser ones.
+        needed = max(math.frexp(most)[1], -100) if most else -100
         if self.exponent is None:
             self.exponent = needed
         # After as many halvings as there are bins' bits, all lies in the two bins around 0.

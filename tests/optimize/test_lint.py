@@ -281,6 +281,11 @@ def unsupported(graph: Written) -> None:
     graph.before("first_relu", "Det", ["first"], "unread")
 
 
+def unlisted(graph: Written) -> None:
+    graph.opset = 24
+    graph.node("first_relu").op_type = "Swish"
+
+
 def dilated_pool(graph: Written) -> None:
     graph.before("z_q", "MaxPool", ["sum_relu"], "dilated", kernel_shape=[2, 2], dilations=[2, 2])
     graph.node("z_q").input[0] = "dilated"
@@ -389,6 +394,7 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("opset", ("tensorrt",), "the graph", old),
     ("operator", ("tensorrt",), "Gelu_gelu", foreign),
     ("operator", ("tensorrt",), "Det_unread", unsupported),
+    ("operator", ("tensorrt",), "Relu_first_relu", unlisted),
     ("pool-shape", ("tensorrt",), "MaxPool_dilated", dilated_pool),
     ("pool-shape", ("tensorrt",), "AveragePool_long", long_pool),
     ("pool-shape", ("tensorrt",), "MaxPool_places", pool_with_indices),

@@ -148,6 +148,17 @@ def test_counts_do_not_depend_on_order_and_none_is_lost(seen: list[float], chanc
     assert float(observers[0].max_val) == max(seen)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_batch_of_zeros_makes_no_bin_coarser(first: bool) -> None:
+    seen = values("relu") / 10_000
+    zeros = np.zeros(1000, np.float32)
+    observer = seeing(PercentileObserver, np.concatenate([zeros, seen] if first else [seen, zeros]), batches=101)
+    _, high = (float(end) for end in observer.range())
+    expected = np.quantile(np.append(seen, zeros), 0.9999)
+    assert high == pytest.approx(expected, abs=width(seen, 8192))
+    assert int(observer.counts.sum()) == len(seen) + 1000
+
+
 def test_more_zeros_are_counted_than_float32_has_whole_numbers_for() -> None:
     """VGG's first layer gives 32 images a hundred million values; torch counts those of a thread in float32."""
     zeros = (1 << 24) * torch.get_num_threads() + 1000

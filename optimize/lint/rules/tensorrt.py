@@ -1,6 +1,7 @@
 """Rules of TensorRT's ONNX parser that are not about quantizers: opset, operators, and where uint8 may stand.
 
-From onnx-tensorrt's docs/operators.md of TensorRT 10.15; that of 11.2 has the same range of opsets.
+From onnx-tensorrt's docs/operators.md of TensorRT 10.15; that of 11.2 has the same range of opsets, and 11.5's release
+notes add 25.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from optimize.lint.graph import Graph, attribute, label
 _OPSETS = (9, 24)
 _PER_CHANNEL = 13
 
+# Marked N; and Swish, which is of opset 24 and is not listed.
 # fmt: off
 _UNSUPPORTED = frozenset({
     "AffineGrid", "Bernoulli", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "CenterCropPad",
     "Col2Im", "Compress", "ConcatFromSequence", "ConvInteger", "DFT", "Det", "DynamicQuantizeLinear",
     "ImageDecoder", "MatMulInteger", "MaxRoiPool", "MaxUnpool", "MelWeightMatrix", "Multinomial",
     "NegativeLogLikelihoodLoss", "Optional", "OptionalGetElement", "OptionalHasElement", "QLinearConv",
-    "QLinearMatMul", "SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert",
-    "SequenceLength", "SequenceMap", "SoftmaxCrossEntropyLoss", "SplitToSequence", "StringConcat",
-    "StringNormalizer", "StringSplit", "TfIdfVectorizer", "Unique",
+    "QLinearMatMul", "RegexFullMatch", "SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase",
+    "SequenceInsert", "SequenceLength", "SequenceMap", "SoftmaxCrossEntropyLoss", "SplitToSequence", "StringConcat",
+    "StringNormalizer", "StringSplit", "Swish", "TfIdfVectorizer", "Unique",
 })
 # fmt: on
 
