@@ -185,6 +185,14 @@ def int32_bias(graph: Written) -> None:
     graph.node("first").input[2] = "first_bf"
 
 
+def blocks(graph: Written) -> None:
+    graph.opset = 21
+    graph.tensors |= {"first_ws": np.full((4, 2, 1, 1), 0.01, np.float32), "first_wz": np.zeros((4, 2, 1, 1), np.int8)}
+    node = graph.node("first_wf")
+    node.attribute[0].i = 1
+    node.attribute.append(helper.make_attribute("block_size", 2))
+
+
 def transposed(axis: int) -> Edit:
     """The second layer is a transposed convolution, whose output channels lie along its weight's axis 1."""
 
@@ -371,6 +379,7 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("half-quantized-layer", EVERYWHERE, "Conv_first", float_weight),
     ("half-quantized-layer", EVERYWHERE, "Conv_first", float_input),
     ("axis", EVERYWHERE, "DequantizeLinear_first_wf", axis),
+    ("axis", (), "DequantizeLinear_first_wf", blocks),
     ("axis", EVERYWHERE, "DequantizeLinear_second_wf", transposed(0)),
     ("axis", (), "DequantizeLinear_second_wf", transposed(1)),
     ("int32-bias", ("tensorrt",), "DequantizeLinear_first_bf", int32_bias),

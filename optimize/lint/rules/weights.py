@@ -54,13 +54,16 @@ def axes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
     They lie along axis 0 of a convolution's weight, 1 of a transposed one's, and along the columns of the product of a
     Gemm or MatMul. ONNX's default is axis 1. TensorRT's parser: "The number of scales is not equal to the number of
-    output channels" (onnx-tensorrt, ``QuantDequantLinearHelper``).
+    output channels" (onnx-tensorrt, ``QuantDequantLinearHelper``). Blocks of weights (``block_size``, from opset 21 on)
+    have scales of their own, and are not looked at.
     """
     for layer in graph.of(*LAYERS):
         weight = graph.weight(layer)
         shape = _shape(graph, weight)
         scale = graph.tensor(weight, 1) if weight is not None else None
         if weight is None or scale is None or not shape or (count := int(np.prod(scale.dims))) == 1:
+            continue
+        if attribute(weight, "block_size", 0):
             continue
         given = int(attribute(weight, "axis", 1)) % len(shape)
         wanted = _output_axis(graph, layer, len(shape))
