@@ -158,6 +158,8 @@ def _shortened(config: Config) -> Config:
     changes: dict[str, Any] = {
         name: min(getattr(config, name), most) for name, most in _MOST.items() if hasattr(config, name)
     }
+    if getattr(config, "rounding", None) == "nearest":
+        del changes["rounding_steps"]  # none are taken
     changes |= {name: value for name, value in _LENIENT.items() if hasattr(config, name)}
     if isinstance(latency := getattr(config, "latency", None), Latency):
         changes["latency"] = latency.model_copy(update=_BRIEF)

@@ -25,6 +25,7 @@ from optimize.quantization.ranges import (
     MseObserver,
     PercentileObserver,
 )
+from optimize.quantization.targets import target_named
 from serve.runtime.errors import UserError
 
 from .test_choices import noise_with_outliers, outliers
@@ -83,6 +84,35 @@ def test_mse_is_as_good_as_the_best_of_a_search_over_all_pairs_of_ends(kind: str
     ]
     assert found <= min(tried) * 1.01
     assert found < quantization_error(seen, seen.min(), seen.max(), levels)
+
+
+def test_each_name_finds_the_range_that_it_says() -> None:
+    seen = values("signed")
+    batches = np.array_split(seen, 4)
+    ends: dict[str, tuple[float, float]] = {}
+    for name in OBSERVERS:
+        observer: Any = target_named("x86-vnni").observer(name)
+        for batch in batches:
+            observer(torch.from_numpy(batch))
+            if name == "moving-average":
+                observer.end_batch()
+        if name == "moving-average":
+            observer.settle()
+        scale, zero = (float(part) for part in observer.calculate_qparams())
+        ends[name] = (-zero * scale, (255 - zero) * scale)
+    expected = {
+        "minmax": (seen.min(), seen.max()),
+        "moving-average": tuple(np.mean([(batch.min(), batch.max()) for batch in batches], axis=0)),
+        "percentile": tuple(np.quantile(seen, (0.0001, 0.9999))),
+    }
+    for name, (low, high) in expected.items():
+        assert ends[name] == pytest.approx((low, high), abs=float(high - low) / 255), name
+    low, high = ends["entropy"]
+    assert -low == pytest.approx(high, rel=0.02), "a threshold of magnitude"
+    errors = {name: quantization_error(seen, *found) for name, found in ends.items()}
+    assert errors["mse"] <= 1.01 * min(errors.values())
+    assert errors["histogram"] <= 1.2 * errors["mse"]
+    assert len({round(error, 9) for error in errors.values()}) == len(OBSERVERS)
 
 
 def published_threshold(magnitudes: np.ndarray, levels: int) -> int:
@@ -153,9 +183,9 @@ def test_a_batch_of_zeros_makes_no_bin_coarser(first: bool) -> None:
     seen = values("relu") / 10_000
     zeros = np.zeros(1000, np.float32)
     observer = seeing(PercentileObserver, np.concatenate([zeros, seen] if first else [seen, zeros]), batches=101)
-    _, high = (float(end) for end in observer.range())
-    expected = np.quantile(np.append(seen, zeros), 0.9999)
-    assert high == pytest.approx(expected, abs=width(seen, 8192))
+    assert observer.exponent is not None
+    assert 2.0**observer.exponent / 8192 == width(seen, 8192)
+    assert observer.range() == seeing(PercentileObserver, np.append(seen, zeros), batches=1).range()
     assert int(observer.counts.sum()) == len(seen) + 1000
 
 
