@@ -105,8 +105,8 @@ def test_each_name_finds_the_range_that_it_says() -> None:
         "moving-average": tuple(np.mean([(batch.min(), batch.max()) for batch in batches], axis=0)),
         "percentile": tuple(np.quantile(seen, (0.0001, 0.9999))),
     }
-    for name, (low, high) in expected.items():
-        assert ends[name] == pytest.approx((low, high), abs=float(high - low) / 255), name
+    for wanted, (low, high) in expected.items():
+        assert ends[wanted] == pytest.approx((low, high), abs=float(high - low) / 255), wanted
     low, high = ends["entropy"]
     assert -low == pytest.approx(high, rel=0.02), "a threshold of magnitude"
     errors = {name: quantization_error(seen, *found) for name, found in ends.items()}
