@@ -30,7 +30,7 @@ def merge_alike(module: fx.GraphModule) -> None:
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and node.users and all(_only_moves(user) for user in node.users):
-            key = _content(constant_value(module, node))
+            key = content(constant_value(module, node))
         elif _only_moves(node) or _scales(node) or quantizing(node):
             key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
         else:
@@ -54,7 +54,7 @@ def _scales(node: fx.Node) -> bool:
     return node.target in _SCALING and len(node.args) == 2 and isinstance(node.args[1], int | float)
 
 
-def _content(constant: torch.Tensor) -> tuple[Any, ...]:
+def content(constant: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors that are the same have in common."""
     numbers = constant.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return (type(constant), constant.dtype, tuple(constant.shape), hashlib.sha256(numbers).digest())

@@ -32,7 +32,7 @@ from torch import fx, nn
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
-from optimize.quantization.duplicates import merge_alike
+from optimize.quantization.duplicates import content, merge_alike
 from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.forgetting import forgotten
@@ -267,12 +267,18 @@ def _quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:
 
 
 def _fold_weights(module: fx.GraphModule) -> None:
-    """Replace quantize(weight) by the int8 tensor that torch computes, and other quantized constants by floats."""
+    """Replace quantize(weight) by the int8 tensor that torch computes, and other quantized constants by floats.
+
+    Equal integers are one tensor: a layer that is called several times (CoaT's are) would have as many copies, of which
+    the exporter makes one only where they are small.
+    """
+    folded: dict[tuple[Any, ...], str] = {}
     for index, node in enumerate(_quantizers(module, "quantize_per_channel")):
         if computed(node):
             raise PassError(f"cannot fold the weight behind {node.name}: its value or scale is not a constant")
         with torch.no_grad():
-            _replace(module, node, f"weight_int8_{index}", constant_value(module, node))
+            weight = constant_value(module, node)
+        _replace(module, node, folded.setdefault(content(weight), f"weight_int8_{index}"), weight)
     # What torch quantizes per tensor although it is constant, perhaps computed from constants: the factors by which
     # ConvNeXt scales its layers (timm's: a view of them), the positions of a ViT. As rounded floats they are the same
     # numbers without a quantizer.

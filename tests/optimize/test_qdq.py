@@ -424,9 +424,10 @@ class Upsampling(nn.Module):
 class Twice(nn.Module):
     """One convolution called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 4) -> None:
         super().__init__()
-        self.first, self.shared = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.first = nn.Conv2d(1, channels, 3, padding=1)
+        self.shared = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.flatten(self.shared(torch.relu(self.shared(torch.relu(self.first(x))))), 1)
@@ -449,6 +450,15 @@ def test_unusual_constants_are_lowered_too(kind, tmp_path):
     assert difference.max() <= 2.01
     assert difference.mean() < 0.2
     assert ((expected - in_float) / step).abs().max() < 4, "what is served has lost the network's numbers"
+
+
+def test_the_weight_of_a_layer_that_is_called_twice_is_in_the_file_once(tmp_path):
+    _, path = lowered(Twice(channels=48).eval(), tmp_path)
+    weights = [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer]
+    assert [weight.shape for weight in weights if weight.dtype == np.int8 and weight.ndim == 4] == [
+        (48, 1, 3, 3),
+        (48, 48, 3, 3),
+    ]
 
 
 class Computed(Int8Linear):
