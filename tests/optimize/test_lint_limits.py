@@ -108,7 +108,7 @@ def test_axes_that_are_computed_from_constants_are_known_to_squeeze_and_not_to_a
 
 @pytest.mark.parametrize(("taken", "faults"), [("input", 0), ("row", 1)])
 def test_a_grid_is_sampled_from_maps_alone(taken: str, faults: int) -> None:
-    grid = {"grid": np.zeros((1, 2, 2, 2), np.float32)}
+    grid: dict[str, Any] = {"grid": np.zeros((1, 2, 2, 2), np.float32)}
     assert len(found(node("GridSample", taken, "grid"), **grid)) == faults
 
 
