@@ -326,6 +326,11 @@ def low_maximum(graph: Written) -> None:
     graph.node("length").op_type, graph.node("kept").op_type = "ReduceL1", "Max"
 
 
+def low_maximum_swapped(graph: Written) -> None:
+    low_maximum(graph)
+    graph.node("kept").input[:] = ["floor", "length"]
+
+
 def half_a_step(graph: Written) -> None:
     low_floor(graph)
     graph.tensors["floor"] = np.float32(0.05)
@@ -359,6 +364,7 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("zero-point", EVERYWHERE, "DequantizeLinear_second_wf", fewer_zero_points),
     ("norm-floor", ("cpu", "x86"), "Clip_kept", low_floor),
     ("norm-floor", ("cpu", "x86"), "Clip_kept", low_maximum),
+    ("norm-floor", ("cpu", "x86"), "Clip_kept", low_maximum_swapped),
     ("norm-floor", (), "Clip_kept", half_a_step),
     *[
         ("integer-reduction", ("cpu", "x86"), "ReduceSum_reduced", reduced("ReduceSum", *axes))

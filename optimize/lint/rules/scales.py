@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from onnx import NodeProto
 
 from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
 from optimize.lint.graph import Graph, attribute, label, of_a_map
@@ -111,10 +112,10 @@ def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     other norm is below a step, so that half of one changes no quotient (see `optimize.quantization.floors`).
     """
     for node in graph.of("Clip", "Max"):
-        norm = graph.producer(node)
-        if norm is None or norm.op_type not in ("ReduceL1", "ReduceL2"):
+        number, norm = _norm(graph, node)
+        if norm is None or len(node.input) < 2:
             continue
-        given, floor = graph.dequantizer(norm), graph.values(node, 1)
+        given, floor = graph.dequantizer(norm), graph.values(node, 1 - number)
         if given is None or floor is None or floor.size != 1:
             continue
         scale, zero = graph.values(given, 1), graph.values(given, 2)
@@ -147,6 +148,15 @@ def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             "it reduces what is dequantized, and OpenVINO gives other numbers for that",
             "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
         )
+
+
+def _norm(graph: Graph, node: NodeProto) -> tuple[int, NodeProto | None]:
+    """Which of its inputs a Clip or a Max takes a norm by, and the norm; None if it takes none."""
+    for number in (0, 1) if node.op_type == "Max" else (0,):  # of a maximum either side may be the floor
+        norm = graph.producer(node, number)
+        if norm is not None and norm.op_type in ("ReduceL1", "ReduceL2"):
+            return number, norm
+    return 0, None
 
 
 def _smallest_normal(dtype: np.dtype[Any]) -> float:
