@@ -18,6 +18,8 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from optimize.export.constants import NotConstantError, constant_value
+
 _OWN = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -124,7 +126,7 @@ def _lift(
     try:
         with torch.no_grad():
             layer = build(graph_module, node)
-    except _NotConstantError:
+    except NotConstantError:
         return
     if layer is None:
         return
@@ -157,30 +159,15 @@ def _erase(graph_module: fx.GraphModule, node: fx.Node) -> None:
             delattr(graph_module.get_submodule(owner), leaf)
 
 
-class _NotConstantError(Exception):
-    pass
-
-
-def _value(graph_module: fx.GraphModule, argument: Any) -> Any:
-    """The value of an argument that is computed from constants."""
-    if not isinstance(argument, fx.Node):
-        return fx.node.map_arg(argument, lambda node: _value(graph_module, node))
-    if argument.op == "get_attr":
-        owner, _, leaf = str(argument.target).rpartition(".")
-        return getattr(graph_module.get_submodule(owner), leaf)
-    if argument.op not in ("call_function", "call_method"):
-        raise _NotConstantError
-    args, kwargs = _value(graph_module, argument.args), _value(graph_module, argument.kwargs)
-    if argument.op == "call_method":
-        return getattr(args[0], str(argument.target))(*args[1:], **kwargs)
-    assert callable(argument.target)
-    return argument.target(*args, **kwargs)
+def _constant(graph_module: fx.GraphModule, argument: Any) -> Any:
+    # What a module computes is left to it: it may have a state, as spectral norm's in training.
+    return constant_value(graph_module, argument, layers=False)
 
 
 def _convolution(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     values: dict[str, Any] = dict(zip(_CONVOLUTION_ARGUMENTS, _CONVOLUTION_DEFAULTS, strict=True))
     given = {**dict(zip(_CONVOLUTION_ARGUMENTS, node.args, strict=False)), **node.kwargs}
-    values.update({name: _value(graph_module, value) for name, value in given.items() if name != "input"})
+    values.update({name: _constant(graph_module, value) for name, value in given.items() if name != "input"})
     weight, bias = values.pop("weight"), values.pop("bias")
     values.pop("input")
     assert callable(node.target)
@@ -196,7 +183,7 @@ def _convolution(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | Non
 def _norm(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     call = inspect.signature(functional.batch_norm).bind(*node.args, **node.kwargs)
     call.apply_defaults()
-    values = {name: _value(graph_module, value) for name, value in call.arguments.items() if name != "input"}
+    values = {name: _constant(graph_module, value) for name, value in call.arguments.items() if name != "input"}
     if values["training"] or values["running_mean"] is None:
         return None
     (_, kind) = list(node.meta["nn_module_stack"].values())[-1]

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
+from optimize.export.constants import attribute
 from optimize.export.layers import LayerTracer
 
 _BATCHES = (2, 3)
@@ -130,10 +131,9 @@ class ShapedTracer(LayerTracer):
     def found(self, node: fx.Node) -> tuple[Any, ...]:
         """What a node gives of either batch."""
         if node not in self._found and node.op == "get_attr":
-            owner, _, leaf = str(node.target).rpartition(".")
             assert isinstance(self.root, nn.Module)
             with self._aside():
-                value = getattr(self.root.get_submodule(owner), leaf)
+                value = attribute(self.root, str(node.target))
             self._found[node] = (value,) * len(_BATCHES)
         return self._found[node]
 

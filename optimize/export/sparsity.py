@@ -14,6 +14,7 @@ import torch
 from onnx import numpy_helper
 from torch import fx
 
+from optimize.export.constants import attribute
 from serve.runtime.card import Format
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
@@ -116,8 +117,7 @@ def _of_program(path: Path) -> _Counts:
         while isinstance(weight, fx.Node) and _called(weight) in _HANDING_ON:
             weight = weight.args[0]
         if isinstance(weight, fx.Node) and weight.op == "get_attr":
-            owner, _, name = str(weight.target).rpartition(".")
-            found[str(weight.target)] = _counted(getattr(module.get_submodule(owner), name))
+            found[str(weight.target)] = _counted(attribute(module, str(weight.target)))
     return found
 
 

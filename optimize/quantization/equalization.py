@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
+from optimize.export.constants import attribute
 from optimize.store.effects import Effect
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -50,7 +51,8 @@ def pairs(module: fx.GraphModule) -> list[Pair]:
     """The pairs of a traced module without norms, in the graph's order; none across a sum or a branch."""
     calls = Counter(str(node.target) for node in module.graph.nodes if node.op == "call_module")
     tied = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    tied.update(id(read) for node in module.graph.nodes if node.op == "get_attr" for read in [_attribute(module, node)])
+    read = (attribute(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr")
+    tied.update(id(value) for value in read)
     found = []
     for node in module.graph.nodes:
         if not _plain(module, node, calls, tied):
@@ -183,12 +185,6 @@ def _plain(module: fx.GraphModule, node: fx.Node, calls: Counter[str], tied: Cou
     layer = module.get_submodule(str(node.target))
     own = all(tied[id(parameter)] == 1 for parameter in layer.parameters())
     return type(layer) in _LAYERS and calls[str(node.target)] == 1 and own and not parametrize.is_parametrized(layer)
-
-
-def _attribute(module: fx.GraphModule, node: fx.Node) -> object:
-    """What a node reads by its name, such as the weight of a layer beside the layer's own call."""
-    path, _, name = str(node.target).rpartition(".")
-    return getattr(module.get_submodule(path), name)
 
 
 def _homogeneous(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -30,6 +30,7 @@ import torch
 from torch import fx, nn
 
 from optimize.errors import PassError
+from optimize.export.constants import constant_value
 from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
 from optimize.quantization.duplicates import content, merge_alike
@@ -38,7 +39,7 @@ from optimize.quantization.floors import raise_floors
 from optimize.quantization.forgetting import forgotten
 from optimize.quantization.reductions import keep_reductions
 from optimize.quantization.targets import Target
-from optimize.quantization.writing import computed, constant_value
+from optimize.quantization.writing import computed
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
 
 #: The type range of each integer type that torch.ao produces here.

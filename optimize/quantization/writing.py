@@ -9,6 +9,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from optimize.export.constants import constant_value
+
 
 class Writer:
     """Writes nodes where the graph inserts them, and layers and tensors under one name."""
@@ -113,30 +115,3 @@ def fold_constants(module: fx.GraphModule) -> int:
             replace(node, module.graph.get_attr(name))
         folded += 1
     return folded
-
-
-class NotConstantError(Exception):
-    """What was asked for depends on the images."""
-
-
-def constant_value(module: fx.GraphModule, argument: Any) -> Any:
-    """The value of an argument that depends on no image.
-
-    Raises:
-        NotConstantError: it does.
-    """
-    if not isinstance(argument, fx.Node):
-        return argument
-    if argument.op == "placeholder":
-        raise NotConstantError
-    if argument.op == "get_attr":
-        owner, _, leaf = str(argument.target).rpartition(".")
-        return getattr(module.get_submodule(owner), leaf)
-    args = fx.node.map_arg(argument.args, lambda node: constant_value(module, node))
-    kwargs: Any = fx.node.map_arg(argument.kwargs, lambda node: constant_value(module, node))
-    if argument.op == "call_module":
-        return module.get_submodule(str(argument.target))(*args, **kwargs)
-    if argument.op == "call_method":
-        return getattr(args[0], str(argument.target))(*args[1:], **kwargs)
-    assert callable(argument.target)
-    return argument.target(*args, **kwargs)
