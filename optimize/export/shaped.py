@@ -2,7 +2,7 @@
 
 torch.fx gives a proxy for ``x.shape[-1]``, with which a forward can neither branch, nor count, nor call what wants an
 integer. An artifact takes images of one size, so what of a shape does not depend on how many images there are is known:
-a forward is run on two batches beside its tracing, and sizes that are equal in both are numbers in it.
+a forward is run on three batches beside its tracing, and sizes that are equal in all are numbers in it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.fx.proxy import TraceError
 from optimize.export.constants import attribute
 from optimize.export.layers import LayerTracer
 
-_BATCHES = (2, 3)
+#: How many images each has. A lone one is the last: some networks cannot take it, and are traced by the others.
+_BATCHES = (2, 3, 1)
 #: What of a tensor is the same whatever is in it.
 _ASKED_OF_TENSORS = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "is_cuda")
 
@@ -55,12 +56,11 @@ class ShapedProxy(fx.Proxy):
     def shape(self) -> Any:
         """As of a tensor."""
         found = self.tracer.found(self.node)
-        if not isinstance(found[0], torch.Tensor):
+        if not isinstance(found[0], torch.Tensor) or not _alike(found, torch.Tensor.dim):
             return super().__getattr__("shape")
-        first, second = (tuple(value.shape) for value in found)
         return Shape(
-            size if size == other else self.tracer.create_proxy("call_method", "size", (self, axis), {})
-            for axis, (size, other) in enumerate(zip(first, second, strict=True))
+            sizes[0] if len(set(sizes)) == 1 else self.tracer.create_proxy("call_method", "size", (self, axis), {})
+            for axis, sizes in enumerate(zip(*(value.shape for value in found), strict=True))
         )
 
     def size(self, dim: int | None = None) -> Any:
@@ -70,23 +70,26 @@ class ShapedProxy(fx.Proxy):
     @property
     def ndim(self) -> Any:
         """As of a tensor."""
-        return len(self.shape)
+        return self.dim()
 
     def dim(self) -> Any:
         """As of a tensor."""
-        return len(self.shape)
+        found = self.tracer.found(self.node)
+        if isinstance(found[0], torch.Tensor) and _alike(found, torch.Tensor.dim):
+            return found[0].dim()
+        return self.tracer.create_proxy("call_method", "dim", (self,), {})
 
     def __len__(self) -> int:
         """As of a tensor, where it does not depend on the batch."""
         found = self.tracer.found(self.node)
-        if isinstance(found[0], torch.Tensor | tuple | list) and len(found[0]) == len(found[1]):
+        if isinstance(found[0], torch.Tensor | tuple | list) and _alike(found, len):
             return len(found[0])
         return int(super().__len__())
 
     def __iter__(self) -> Iterator[Any]:
         """Over what a call gave that gives a tuple, or over a tensor's rows."""
         found = self.tracer.found(self.node)
-        if isinstance(found[0], torch.Tensor | tuple | list) and len(found[0]) == len(found[1]):
+        if isinstance(found[0], torch.Tensor | tuple | list) and _alike(found, len):
             return iter(
                 [
                     self.tracer.create_proxy("call_function", operator.getitem, (self, index), {})
@@ -116,6 +119,7 @@ class ShapedTracer(LayerTracer):
         super().__init__()
         self._batches = tuple(example[:1].repeat(count, *[1] * (example.dim() - 1)) for count in _BATCHES)
         self._found: dict[fx.Node, tuple[Any, ...]] = {}
+        self._runs = len(_BATCHES)  # of which what a node gives is known
         self._twin: nn.Module | None = None
         self._running = False
 
@@ -129,13 +133,13 @@ class ShapedTracer(LayerTracer):
         return graph
 
     def found(self, node: fx.Node) -> tuple[Any, ...]:
-        """What a node gives of either batch."""
+        """What a node gives of each batch."""
         if node not in self._found and node.op == "get_attr":
             assert isinstance(self.root, nn.Module)
             with self._aside():
                 value = attribute(self.root, str(node.target))
             self._found[node] = (value,) * len(_BATCHES)
-        return self._found[node]
+        return self._found[node][: self._runs]
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """See `fx.Tracer`."""
@@ -155,8 +159,18 @@ class ShapedTracer(LayerTracer):
             self._found[node] = tuple(batch.clone() for batch in self._batches)
         elif node.op != "get_attr":
             with self._aside(), torch.no_grad():
-                self._found[node] = tuple(self._computed(node, which) for which in range(len(_BATCHES)))
+                self._found[node] = tuple(self._each(node))
         return proxy
+
+    def _each(self, node: fx.Node) -> Iterator[Any]:
+        """What a node gives of each batch, without the lone image where the network cannot take one."""
+        for which in range(self._runs):
+            try:
+                yield self._computed(node, which)
+            except Exception:  # a forward may raise anything
+                if _BATCHES[which] > 1:
+                    raise
+                self._runs = which
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -178,7 +192,7 @@ class ShapedTracer(LayerTracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         """See `fx.Tracer`: which way a forward goes, where that depends on sizes, and not on what is in a tensor."""
         values = self.found(obj.node)
-        if isinstance(values[0], bool | int | float) and values[0] == values[1] and self._known(obj.node):
+        if isinstance(values[0], bool | int | float) and _alike(values) and self._known(obj.node):
             return bool(values[0])
         raise TraceError("symbolically traced variables cannot be used as inputs to control flow")
 
@@ -202,3 +216,9 @@ class ShapedTracer(LayerTracer):
         if asked in _ASKED_OF_TENSORS:
             return True
         return all(self._known(used) for used in node.all_input_nodes)
+
+
+def _alike(values: Iterable[Any], asked: Callable[[Any], Any] = lambda value: value) -> bool:
+    """Whether what is asked of each is the same."""
+    first, *others = map(asked, values)
+    return all(other == first for other in others)

@@ -59,7 +59,7 @@ class Counting(nn.Module):
 
 
 class OfTheBatch(nn.Module):
-    """Another way for lone images."""
+    """Another way for an odd number of images."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.mean((2, 3)) if images.shape[0] % 2 else images.amax((2, 3))
@@ -93,13 +93,49 @@ class Row(nn.Module):
         return (images + rows).flatten(1)
 
 
+class AFew(nn.Module):
+    """Computes with the first images, two at most: of a lone one there is one."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        first = images[:2]
+        if images.shape[-1] > 8:
+            first = first[..., :8]
+        return images.flatten(1) + first.reshape(first.shape[0], -1).amax(1).sum()
+
+
+class Neighbours(nn.Module):
+    """Compares each image with the second of its batch, and can take none alone."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if images.shape[-1] % 2:
+            images = images[..., 1:]
+        return (images - images[1]).flatten(1)
+
+
+class Squeezed(nn.Module):
+    """Takes away each axis of one place, and gives the batch's back where that was among them."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        pooled = functional.adaptive_avg_pool2d(images, 1).squeeze()
+        return pooled.unsqueeze(0) if pooled.dim() == 1 else pooled
+
+
+class OfLoneImages(nn.Module):
+    """Another way for lone images."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3)) if images.shape[0] > 1 else images.amax((2, 3))
+
+
 def refused(module: nn.Module) -> None:
     with pytest.raises(Exception, match=r"control flow|cannot be interpreted|real number"):
         fx.Tracer().trace(module.eval())
 
 
 @pytest.mark.parametrize(
-    "module", [Padded(4), Padded(5), Counting(), Row()], ids=["filled", "resized", "counting", "row"]
+    "module",
+    [Padded(4), Padded(5), Counting(), Row(), AFew()],
+    ids=["filled", "resized", "counting", "row", "a few"],
 )
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_a_forward_that_goes_by_sizes_is_traced_and_takes_batches_of_any_size(module: nn.Module, count: int) -> None:
@@ -108,6 +144,16 @@ def test_a_forward_that_goes_by_sizes_is_traced_and_takes_batches_of_any_size(mo
     images = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(count))
     with torch.no_grad():
         torch.testing.assert_close(traced(images), module.eval()(images))
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_a_forward_that_takes_no_lone_image_is_traced_by_several(count: int) -> None:
+    with pytest.raises(IndexError):
+        Neighbours()(EXAMPLE[:1])
+    refused(Neighbours())
+    traced = trace(Neighbours(), EXAMPLE)
+    images = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(count))
+    assert torch.equal(traced(images), Neighbours()(images))
 
 
 def test_it_folds_and_is_traced_again_as_any_other() -> None:
@@ -130,7 +176,11 @@ def test_it_goes_to_another_process_as_any_other() -> None:
         assert torch.equal(again(EXAMPLE), traced(EXAMPLE))
 
 
-@pytest.mark.parametrize("module", [OfTheBatch(), OfTheContent(), OfOneNumber()], ids=["batch", "content", "number"])
+@pytest.mark.parametrize(
+    "module",
+    [OfTheBatch(), OfLoneImages(), Squeezed(), OfTheContent(), OfOneNumber()],
+    ids=["batch", "lone", "squeezed", "content", "number"],
+)
 def test_a_forward_that_goes_by_the_batch_or_by_what_is_in_a_tensor_is_refused(module: nn.Module) -> None:
     with pytest.raises(PassError, match=r"torch\.fx cannot trace this model: TraceError"):
         trace(module, EXAMPLE)
