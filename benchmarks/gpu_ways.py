@@ -107,7 +107,6 @@ def _engine(way: Way, subject: Subject, device: torch.device, batches: tuple[int
 
 _LAST = torch.channels_last
 _PROGRAM, _ONNX = "exported_program", "onnx"
-_AUTOTUNED = {"cudagraph": True, "max_autotune": True}
 
 #: What opens quickly comes first.
 WAYS = (

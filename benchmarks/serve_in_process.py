@@ -23,9 +23,6 @@ from serve.runtime.protocol import Request, answer, parse
 from serve.runtime.service import open_service
 from serve.runtime.work import Answered
 
-#: One request: what is asked, and when it is answered, with its stages in ms if they are known.
-_Done = Callable[[Item, float, int, bytes, dict[str, float]], None]
-
 
 class _Tally:
     """What came back. ``take`` may be called by several threads."""

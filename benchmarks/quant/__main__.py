@@ -33,8 +33,6 @@ from optimize.measure.bench import Bench
 from optimize.measure.machine import machine, versions
 from serve.runtime.errors import PipelineError
 
-_HEADING = "# Quantization side by side\n"
-
 #: Of those that the machine has, what a page names.
 _LIBRARIES = ("torch", "onnxruntime-gpu", "onnxruntime", "openvino", "nncf", "torchao")
 

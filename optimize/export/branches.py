@@ -241,16 +241,16 @@ class _Looked:
         sizes = [
             (branch, _layer(self._module, branch.convolution).kernel_size) for branch in alike if branch.convolution
         ]
-        for largest, kernel in sorted(sizes, key=lambda one: -one[1][0] * one[1][1]):
+        for largest, _ in sorted(sizes, key=lambda one: -one[1][0] * one[1][1]):
             layer = _layer(self._module, str(largest.convolution))
-            fitting = [branch for branch in alike if branch is largest or self._fits(branch, layer, kernel)]
+            fitting = [branch for branch in alike if branch is largest or self._fits(branch, layer)]
             if len(fitting) > 1:
                 order = sorted(fitting, key=lambda branch: branch is not largest)
                 taken = {branch.end for branch in fitting}
                 return Block(given, tuple(order), total, tuple(end for end in ends if end not in taken))
         return None
 
-    def _fits(self, branch: Branch, largest: nn.Conv2d, kernel: Sequence[int]) -> bool:
+    def _fits(self, branch: Branch, largest: nn.Conv2d) -> bool:
         """Whether a branch is a convolution with the largest's kernel, some of whose places are zero."""
         if branch.convolution is None:
             norm: Any = self._module.get_submodule(str(branch.norm))

@@ -65,7 +65,7 @@ def why(found: Found, choice: Choice, remarks: Sequence[str]) -> tuple[str, ...]
     elif choice.is_float:
         said += _lost(found, choice)
     else:
-        said += [_chosen(found, choice), _left(found)]
+        said += [_chosen(choice), _left(found)]
         said += [f"{name} was refused: it {reason}." for name, reason in list(choice.refused.items())[:_NAMED]]
     said += _judged(found)
     if 16 in found.budget.bits:
@@ -81,7 +81,7 @@ def _trials(found: Found) -> str:
     )
 
 
-def _chosen(found: Found, choice: Choice) -> str:
+def _chosen(choice: Choice) -> str:
     assert choice.pair is not None
     assert choice.measured is not None
     ratio = choice.measured.speedup

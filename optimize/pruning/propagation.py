@@ -119,7 +119,7 @@ class _Propagation(fx.Interpreter):
             self._vector(given, 1 - value.ndim, node)
             return given.labels
         if kind is nn.Flatten:
-            return self._moved(node, layer(given.expanded()))
+            return self._moved(layer(given.expanded()))
         return None
 
     def _layer(self, node: fx.Node, layer: Any, given: _Given, value: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ class _Propagation(fx.Interpreter):
         if target in SPLITS:
             return self._split(node, given, value)
         if target in MOVEMENTS and not any(map(self._given, node.all_input_nodes[1:])):
-            moved = self._moved(node, self._executed(node))
+            moved = self._moved(self._executed(node))
             if target in RESHAPES:
                 self._count(node, moved)
             return moved
@@ -209,7 +209,7 @@ class _Propagation(fx.Interpreter):
         dims = {dim for part in given for dim in channel_dims(part.labels)}
         joined = place - value.ndim if place >= 0 else place
         if dims <= {joined}:
-            return self._moved(node, torch.cat([part.expanded() for part in given], joined))
+            return self._moved(torch.cat([part.expanded() for part in given], joined))
         if len(dims) > 1:
             return None
         (dim,) = dims
@@ -237,7 +237,7 @@ class _Propagation(fx.Interpreter):
             vector = given.vector(dim)
             if (start, stop) != (0, len(vector)):
                 self.cuts[node.name] = Cut(node.name, place, (vector[:start], vector[start:stop]))
-        return self._moved(node, moved)
+        return self._moved(moved)
 
     def _padded(self, node: fx.Node, given: _Given, value: torch.Tensor) -> Any:
         arguments = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)) | node.kwargs
@@ -260,7 +260,7 @@ class _Propagation(fx.Interpreter):
         place = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
         if not isinstance(place, int):
             return None
-        parts = tuple(self._moved(node, part) for part in self._executed(node))
+        parts = tuple(self._moved(part) for part in self._executed(node))
         dim = place - len(given.shape) if place >= 0 else place
         if channel_dims(given.labels) == [dim]:
             vectors = torch.split(given.vector(dim), [part.shape[dim] for part in value])
@@ -287,12 +287,10 @@ class _Propagation(fx.Interpreter):
 
         args = fx.node.map_arg(node.args, labels_or_value)
         kwargs = fx.node.map_arg(node.kwargs, labels_or_value)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        called: Any = node.target
-        return called(*args, **kwargs)
+        run = self.call_method if node.op == "call_method" else self.call_function
+        return run(node.target, args, kwargs)
 
-    def _moved(self, node: fx.Node, labels: torch.Tensor) -> torch.Tensor:
+    def _moved(self, labels: torch.Tensor) -> torch.Tensor:
         """Labels that were moved with their values; where they no longer lie in one dimension, they must stay."""
         found = squeezed(labels)
         if len(channel_dims(found)) > 1:
