@@ -35,8 +35,8 @@ def plot(records: Sequence[SubjectRecord], path: Path) -> Path:
     for (differences, times), record in zip(panels, records, strict=False):
         _differences(differences, record)
         _times(times, record)
-    panels[-1, 0].set_xlabel("top-1 against float, points, paired, 95 % (green: ours, orange: peers)", fontsize=8)
-    panels[-1, 1].set_xlabel("ms, one image (circle: ONNX Runtime, square: OpenVINO, triangle: Inductor)", fontsize=8)
+    panels[-1, 0].set_xlabel("top-1 against float, points, paired, 95 %\n(green: ours, orange: peers)", fontsize=8)
+    panels[-1, 1].set_xlabel("ms, one image\n(circle: ONNX Runtime, square: OpenVINO, triangle: Inductor)", fontsize=8)
     for axes in panels.flat:
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
