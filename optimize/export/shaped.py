@@ -20,6 +20,7 @@ from torch.fx.proxy import TraceError
 
 from optimize.export.constants import attribute
 from optimize.export.layers import LayerTracer
+from optimize.export.written import in_its_memory, written
 
 #: How many images each has. A lone one is the last: some networks cannot take it, and are traced by the others.
 _BATCHES = (2, 3, 1)
@@ -98,6 +99,10 @@ class ShapedProxy(fx.Proxy):
             )
         return super().__iter__()
 
+    def __setitem__(self, which: Any, value: Any) -> None:
+        """As of a tensor: this is the tensor with the value in it from here on."""
+        self.node = self.tracer.write(self, which, value)
+
 
 class Device(fx.proxy.Attribute):
     """A tensor's device in the graph; a forward that asks for its kind goes as it does on a CPU."""
@@ -122,6 +127,7 @@ class ShapedTracer(LayerTracer):
         self._runs = len(_BATCHES)  # of which what a node gives is known
         self._twin: nn.Module | None = None
         self._running = False
+        self._overwritten: set[fx.Node] = set()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """See `fx.Tracer`."""
@@ -149,6 +155,33 @@ class ShapedTracer(LayerTracer):
         """See `fx.Tracer`."""
         return super().create_arg(tuple(a) if isinstance(a, Shape) else a)
 
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
+        """See `fx.Tracer`.
+
+        Raises:
+            TraceError: it reads what was written into by another name, and would be as it was before.
+        """
+        node = super().create_node(kind, target, args, kwargs, *rest, **named)
+        if not self._overwritten.isdisjoint(node.all_input_nodes):
+            raise TraceError("it writes into a tensor and reads it by another name")
+        return node
+
+    def write(self, tensor: ShapedProxy, which: Any, value: Any) -> fx.Node:
+        """The node that gives what ``tensor`` is after ``tensor[which] = value``.
+
+        What lay in the same memory has changed, too, and in the graph it has not: from here on nobody may read it.
+
+        Raises:
+            TraceError: it cannot be said as a concatenation, see `written`.
+        """
+        found = self.found(tensor.node)
+        if not isinstance(found[0], torch.Tensor):
+            raise TraceError("it writes into something that is no tensor")
+        new: fx.Node = written(tensor, which, value, self._asked).node  # type: ignore[arg-type, attr-defined]
+        changed = in_its_memory(found[0], ((node, values[0]) for node, values in self._found.items()))
+        self._overwritten |= changed - {new}
+        return new
+
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
         """See `fx.Tracer`."""
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
@@ -171,6 +204,9 @@ class ShapedTracer(LayerTracer):
                 if _BATCHES[which] > 1:
                     raise
                 self._runs = which
+
+    def _asked(self, value: Any) -> tuple[Any, ...]:
+        return self.found(value.node) if isinstance(value, fx.Proxy) else (value,) * self._runs
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

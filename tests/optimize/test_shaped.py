@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,15 +128,96 @@ class OfLoneImages(nn.Module):
         return images.mean((2, 3)) if images.shape[0] > 1 else images.amax((2, 3))
 
 
+class Shifted(nn.Module):
+    """Moves a part of the channels up and a part down, and writes numbers, a row and another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, padding=1)
+        self.register_buffer("row", torch.arange(12, dtype=torch.float64))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(images)
+        moved = torch.zeros_like(x)
+        moved[:, :2, 1:] = x[:, :2, :-1]
+        moved[:, 2:4, :-1] = x[:, 2:4, 1:]
+        moved[:, 4:] = x[:, 4:]
+        moved[..., 0] = 0.5
+        row: torch.Tensor = self.row  # type: ignore[assignment]
+        moved[:, -1, 3] = row
+        moved[:, 5:5] = 7.0
+        moved[:] = moved * 2
+        return moved
+
+
+class Added(nn.Module):
+    """As MViTv2's attention does, which spares the class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        queries = self.convolution(images).flatten(2).transpose(1, 2)
+        x = queries.softmax(-1)
+        x[:, 1:] += queries[:, 1:]
+        x[:, 0] -= 1
+        return x.flatten(1)
+
+
+class Writing(nn.Module):
+    """Writes as it is told to."""
+
+    def __init__(self, write: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.write(images * 2)
+
+
+def into_a_view(x: torch.Tensor) -> torch.Tensor:
+    part = x[:, :2]
+    part[:, 0] = 1.0
+    return x
+
+
+def beside_a_view(x: torch.Tensor) -> torch.Tensor:
+    rows = x.flatten(2)
+    x[:, 0] = 1.0
+    return rows + 1
+
+
+def given_back_by_another_name(x: torch.Tensor) -> torch.Tensor:
+    same = functional.dropout(x, 0.5, training=False)
+    x[:, 0] = 1.0
+    return same
+
+
+def behind_a_mask(x: torch.Tensor) -> torch.Tensor:
+    x[x > 0] = 0.0
+    return x
+
+
+def every_second(x: torch.Tensor) -> torch.Tensor:
+    x[:, :, ::2] = 0.0
+    return x
+
+
+def into_the_batch(x: torch.Tensor) -> torch.Tensor:
+    x[0] = 0.0
+    return x
+
+
 def refused(module: nn.Module) -> None:
-    with pytest.raises(Exception, match=r"control flow|cannot be interpreted|real number"):
+    with pytest.raises(Exception, match=r"control flow|cannot be interpreted|real number|item assignment"):
         fx.Tracer().trace(module.eval())
 
 
 @pytest.mark.parametrize(
     "module",
-    [Padded(4), Padded(5), Counting(), Row(), AFew()],
-    ids=["filled", "resized", "counting", "row", "a few"],
+    [Padded(4), Padded(5), Counting(), Row(), AFew(), Shifted(), Added()],
+    ids=["filled", "resized", "counting", "row", "a few", "shifted", "added"],
 )
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_a_forward_that_goes_by_sizes_is_traced_and_takes_batches_of_any_size(module: nn.Module, count: int) -> None:
@@ -184,6 +266,25 @@ def test_it_goes_to_another_process_as_any_other() -> None:
 def test_a_forward_that_goes_by_the_batch_or_by_what_is_in_a_tensor_is_refused(module: nn.Module) -> None:
     with pytest.raises(PassError, match=r"torch\.fx cannot trace this model: TraceError"):
         trace(module, EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (into_a_view, "and reads it by another name"),
+        (beside_a_view, "and reads it by another name"),
+        (given_back_by_another_name, "and reads it by another name"),
+        (behind_a_mask, "at places that are no integers and no slices"),
+        (every_second, "in steps of 2"),
+        (into_the_batch, "a part of the batch"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_what_cannot_be_put_together_of_parts_is_refused(
+    write: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    with pytest.raises(PassError, match=f"torch.fx cannot trace this model: TraceError: it writes into .*{said}"):
+        trace(Writing(write), EXAMPLE)
 
 
 def test_without_an_example_a_forward_that_goes_by_sizes_is_refused() -> None:
