@@ -14,10 +14,11 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from serve.hints import command
 from serve.runtime.card import CARD_FILE, Card, parse_card, write_card
@@ -69,9 +70,8 @@ def with_version(archive: Path, version: str, destination: Path) -> Path:
         UserError: there is no such archive, or the new one cannot be written.
         CardError: it is not whole.
     """
-    card = check_archive(archive)
-    with _opened(archive) as opened:
-        manifest = json.loads(opened.read(MANIFEST_FILE))
+    with open_archive(archive) as opened:
+        card, manifest = opened.check(), opened.manifest()
     manifest["model"]["modelVersion"] = version
     content = json_bytes(manifest)
     packed = {**card.packed, MANIFEST_FILE: hashlib.sha256(content).hexdigest()}
@@ -100,40 +100,8 @@ def check_archive(archive: Path) -> Card:
         UserError: there is no such file.
         CardError: a file was changed, added or removed, which the message names.
     """
-    with _opened(archive) as opened:
-        # Before anything is read: a small file may unpack to any size, deflated or in entries that overlap.
-        if sum(entry.file_size for entry in opened.infolist()) > archive.stat().st_size:
-            raise CardError(f"{archive}: unpacks to more than it has, and what this project packs does not")
-        card = _card_of(archive, opened)
-        expected = {**card.files, **card.packed}
-        names = [entry.orig_filename for entry in opened.infolist()]
-        for name in names:
-            if names.count(name) > 1:
-                raise CardError(f"{archive}: holds {name} twice")
-            if name not in expected and name != CARD_FILE:
-                raise CardError(f"{archive}: holds {name[:80]!r}, which its card does not name; pack it again")
-        for name, digest in expected.items():
-            if name not in names:
-                raise CardError(f"{archive}: the file {name} that its card names is missing")
-            with opened.open(name) as stream:
-                actual = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
-            if actual != digest:
-                raise CardError(f"{archive}: {name} was changed after it was packed")
-        if not card.packed:
-            raise CardError(f"{archive}: its card does not name the handler; pack it again")
-        return card
-
-
-def archived_name(archive: Path) -> str:
-    """The name that an archive was packed to be served by.
-
-    Raises:
-        UserError: there is no such file.
-        CardError: it is no archive.
-    """
-    with _opened(archive) as opened:
-        manifest = json.loads(opened.read(MANIFEST_FILE))
-        return str(manifest["model"]["modelName"])
+    with open_archive(archive) as opened:
+        return opened.check()
 
 
 @dataclass(frozen=True)
@@ -151,8 +119,8 @@ def serving_in(archive: Path) -> Serving:
         UserError: there is no such file.
         CardError: it is not an archive of this project.
     """
-    with _opened(archive) as opened:
-        return _serving_of(archive, opened)
+    with open_archive(archive) as opened:
+        return opened.serving()
 
 
 def instructions_in(archive: Path) -> Instructions:
@@ -162,11 +130,8 @@ def instructions_in(archive: Path) -> Instructions:
         UserError: there is no such file.
         CardError: it is not an archive of this project.
     """
-    with _opened(archive) as opened:
-        serving = _serving_of(archive, opened)
-        if KNOWN_FILE not in opened.namelist():
-            return Instructions(serving, None)
-        return Instructions(serving, parse_known(opened.read(KNOWN_FILE).decode(), archive / KNOWN_FILE))
+    with open_archive(archive) as opened:
+        return Instructions(opened.serving(), opened.known())
 
 
 #: A broken zip is told by BadZipFile, by zlib, by a wrong length, by a compression that is unknown; a document that is
@@ -177,23 +142,105 @@ _NOT_OURS = (
 )
 
 
+class OpenArchive:
+    """An archive that is open for one thread: what is read of it is of one file, whatever is put in its place."""
+
+    def __init__(self, path: Path, opened: zipfile.ZipFile) -> None:
+        self._path, self._opened = path, opened
+
+    def check(self) -> Card:
+        """Check every file in it against its card, which is returned.
+
+        Raises:
+            CardError: as `check_archive`.
+        """
+        with _told_by_path(self._path):
+            # Before anything is read: a small file may unpack to any size, deflated or in entries that overlap.
+            if sum(entry.file_size for entry in self._opened.infolist()) > self._path.stat().st_size:
+                raise CardError(f"{self._path}: unpacks to more than it has, and what this project packs does not")
+            card = parse_card(self._opened.read(CARD_FILE).decode(), self._path / CARD_FILE)
+            self._check_files({**card.files, **card.packed})
+        if not card.packed:
+            raise CardError(f"{self._path}: its card does not name the handler; pack it again")
+        return card
+
+    def _check_files(self, expected: Mapping[str, str]) -> None:
+        names = [entry.orig_filename for entry in self._opened.infolist()]
+        for name in names:
+            if names.count(name) > 1:
+                raise CardError(f"{self._path}: holds {name} twice")
+            if name not in expected and name != CARD_FILE:
+                raise CardError(f"{self._path}: holds {name[:80]!r}, which its card does not name; pack it again")
+        for name, digest in expected.items():
+            if name not in names:
+                raise CardError(f"{self._path}: the file {name} that its card names is missing")
+            with self._opened.open(name) as stream:
+                actual = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+            if actual != digest:
+                raise CardError(f"{self._path}: {name} was changed after it was packed")
+
+    def manifest(self) -> dict[str, Any]:
+        """What TorchServe reads of it, as JSON values.
+
+        Raises:
+            CardError: it is no archive.
+        """
+        with _told_by_path(self._path):
+            return dict(json.loads(self._opened.read(MANIFEST_FILE)))
+
+    def name(self) -> str:
+        """The name that it was packed to be served by.
+
+        Raises:
+            CardError: it is no archive.
+        """
+        with _told_by_path(self._path):
+            return str(self.manifest()["model"]["modelName"])
+
+    def serving(self) -> Serving:
+        """How it says that it is served.
+
+        Raises:
+            CardError: as `serving_in`.
+        """
+        with _told_by_path(self._path):
+            return parse_serving(self._opened.read(SERVING_FILE).decode(), self._path / SERVING_FILE)
+
+    def known(self) -> KnownAnswer | None:
+        """The image whose answer it knows; None if there is none.
+
+        Raises:
+            CardError: as `instructions_in`.
+        """
+        with _told_by_path(self._path):
+            if KNOWN_FILE not in self._opened.namelist():
+                return None
+            return parse_known(self._opened.read(KNOWN_FILE).decode(), self._path / KNOWN_FILE)
+
+
 @contextmanager
-def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
+def open_archive(archive: Path) -> Iterator[OpenArchive]:
+    """Open an archive for the block.
+
+    Raises:
+        UserError: there is no such file.
+        CardError: it is not an archive of this project.
+    """
+    with ExitStack() as stack:
+        with _told_by_path(archive):
+            opened = stack.enter_context(zipfile.ZipFile(archive))
+        yield OpenArchive(archive, opened)
+
+
+@contextmanager
+def _told_by_path(archive: Path) -> Iterator[None]:
+    """Errors of reading an archive as the project's own, which name it."""
     try:
-        with zipfile.ZipFile(archive) as opened:
-            yield opened
+        yield
     except FileNotFoundError:
         raise UserError(f"{archive}: there is no such archive; make it with `{command('serve package RUN')}`") from None
     except _NOT_OURS as error:
         raise CardError(f"{archive}: not an archive of this project ({error})") from None
-
-
-def _card_of(archive: Path, opened: zipfile.ZipFile) -> Card:
-    return parse_card(opened.read(CARD_FILE).decode(), archive / CARD_FILE)
-
-
-def _serving_of(archive: Path, opened: zipfile.ZipFile) -> Serving:
-    return parse_serving(opened.read(SERVING_FILE).decode(), archive / SERVING_FILE)
 
 
 def card_bytes(card: Card) -> bytes:

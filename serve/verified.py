@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from serve.archive_file import archived_name, check_archive
+from serve.archive_file import OpenArchive, open_archive
 from serve.config import Config
 from serve.copying import copy_file, private_copy, remove_copy
 from serve.runtime.card import Card, load_card
@@ -116,7 +116,7 @@ def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool 
 
 
 #: What in an archive, by path, would be run or obeyed, and is not what this installation would pack there.
-ForeignParts = Callable[[Path, Card], list[str]]
+ForeignParts = Callable[[OpenArchive, Card], list[str]]
 
 
 def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, foreign: ForeignParts | None) -> Path:
@@ -156,7 +156,8 @@ def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, for
         if copy.is_dir():
             load_card(copy)
         else:
-            _check_archive(source, copy, policy, foreign)
+            with open_archive(copy) as archive:
+                _check_archive(source, archive, policy, foreign)
     except BaseException:
         remove_copy(own or copy)
         raise
@@ -165,15 +166,15 @@ def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, for
     return copy
 
 
-def _check_archive(source: Path, copy: Path, policy: Policy, foreign: ForeignParts | None) -> None:
-    card = check_archive(copy)
+def _check_archive(source: Path, archive: OpenArchive, policy: Policy, foreign: ForeignParts | None) -> None:
+    card = archive.check()
     if policy.keys:
-        if (name := archived_name(copy)) != source.stem:
+        if (name := archive.name()) != source.stem:
             raise SignatureError(f"{source}: is the signed archive of {name}, and not of {source.stem}")
         return
     if foreign is None or policy.foreign_code:
         return
-    if parts := foreign(copy, card):
+    if parts := foreign(archive, card):
         raise SignatureError(
             f"{source}: holds what this installation would not pack ({parts[0]}), and TorchServe would run it: pack "
             f"it again with `python -m serve package`, have it signed and start with --require-signed, or start with "

@@ -17,11 +17,10 @@ from serve.archive_file import (
     HANDLER_FILE,
     MANIFEST_FILE,
     MODEL_VERSION,
-    archived_name,
+    OpenArchive,
     card_bytes,
     check_model_name,
     json_bytes,
-    serving_in,
     write_zip,
 )
 from serve.options import ServingOptions
@@ -102,21 +101,21 @@ def build_archive(
     return destination
 
 
-def foreign_parts(archive: Path, card: Card) -> list[str]:
+def foreign_parts(archive: OpenArchive, card: Card) -> list[str]:
     """What in an archive TorchServe would run or obey and this installation would not pack there, by path.
 
     Args:
-        archive: has passed `check_archive`: its files have the hashes that the card names.
+        archive: has passed its `check`: its files have the hashes that the card names.
         card: its card.
 
     Raises:
         CardError: its ``serving.json`` is no such file.
     """
-    serving = serving_in(archive)
+    serving = archive.serving()
     own = {
         **_runtime(card),
         CONFIG_FILE: model_config(serving).encode(),
-        MANIFEST_FILE: _manifest(archived_name(archive), card),
+        MANIFEST_FILE: _manifest(archive.name(), card),
     }
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in own.items()}
     data = {

@@ -223,6 +223,23 @@ def test_a_private_copy_is_loaded_and_stays_what_was_verified(archive: Path, key
     assert copy.read_bytes() == before
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_all_that_is_checked_of_a_copy_is_read_of_one_file(
+    archive: Path, keys: Keys, private: Path, signed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[object] = []
+    original = zipfile.ZipFile.__init__
+
+    def counted(self: zipfile.ZipFile, file: Any, *arguments: Any, **options: Any) -> None:
+        opened.append(file)
+        original(self, file, *arguments, **options)
+
+    sign(archive, keys.private)
+    monkeypatch.setattr(zipfile.ZipFile, "__init__", counted)
+    copy = verified_copy(archive, Policy((keys.public,) if signed else ()), private, foreign=foreign_parts)
+    assert opened == [copy]
+
+
 def test_a_folders_copy_loads(folder: Path, keys: Keys) -> None:
     sign(folder, keys.private)
     copy = verified_copy(folder, Policy((keys.public,)), foreign=foreign_parts)
