@@ -24,10 +24,15 @@ CROP ?=
 MEAN ?=
 STD ?=
 INTERPOLATION ?=
+SEED ?=
+OBJECTIVE ?=
+MAX_DROP ?=
+CONFIDENCE ?=
+TRUST_CHECKPOINT ?=
 # Those of them that are given, as options of `run`.
 RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD INTERPOLATION \
-	CLASSES VAL_IMAGES AUGMENT PROCESSES TENSORBOARD,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
-	$(if $(SKIP_UNREADABLE),--skip-unreadable) $(if $(RUN),--name '$(RUN)') $(if $(REPLACE),--replace)
+	CLASSES VAL_IMAGES AUGMENT PROCESSES TENSORBOARD SEED OBJECTIVE MAX_DROP CONFIDENCE,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
+	$(if $(SKIP_UNREADABLE),--skip-unreadable) $(if $(TRUST_CHECKPOINT),--trust-checkpoint) $(if $(RUN),--name '$(RUN)') $(if $(REPLACE),--replace)
 # Models, and options of `benchmarks.zoo`: make zoo ZOO='resnet18 --again'.
 ZOO ?=
 # Of `make bench-quant` and `make table-cifar`: see there.
@@ -61,6 +66,18 @@ THE_RUN = $(if $(RUN),'$(RUN)','$(MODEL)' --data '$(DATA)')
 RUNS ?=
 THE_RUNS = $(if $(RUNS),$(foreach run,$(RUNS),'$(run)'),$(THE_RUN))
 
+# What is given on the command line and stands nowhere here is a slip, such as one letter too few in CHECKPOINT, and make
+# would train for an hour what has its weights. A make that calls this one hands its own variables down.
+ifeq ($(MAKELEVEL),0)
+GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name)))
+ifneq ($(strip $(GIVEN)),)
+UNKNOWN := $(filter-out $(shell grep -oE '\b[A-Z][A-Z0-9_]+\b|\bK\b' $(firstword $(MAKEFILE_LIST))) MAKEFLAGS,$(GIVEN))
+ifneq ($(strip $(UNKNOWN)),)
+$(error there is no variable $(UNKNOWN); `make help` lists those that there are)
+endif
+endif
+endif
+
 # The first Python 3.12 or 3.11 that really starts (a pyenv shim may exist and not).
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -79,7 +96,8 @@ help: ## this list
 	@echo "                   [WEIGHTS=name] [WEIGHTS_KEY=key]"
 	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name]"
 	@echo "                   [CLASSES=file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1]"
-	@echo "                   [PROCESSES=number] [TENSORBOARD=folder] [RUN=name] [REPLACE=1]"
+	@echo "                   [PROCESSES=number] [TENSORBOARD=folder] [RUN=name] [REPLACE=1] [SEED=number]"
+	@echo "                   [OBJECTIVE=latency|p95|throughput|size] [MAX_DROP=0.5pp] [CONFIDENCE=0.95] [TRUST_CHECKPOINT=1]"
 	@echo "       make serve  [RUNS='run run/artifact name=run'] [ARTIFACTS=all|'name name'] [PORT=number] [WORKERS=number]"
 	@echo "                   and each other option of \`serve start\`, in capitals: [BATCH_SIZE=8] [ENGINE=openvino] [EXPOSE=1 HOST=0.0.0.0]"
 	@echo "       make add    [RUN=run/artifact] [RUNS='run name=run'] and options of \`serve add\`: [ARTIFACTS=all] [WORKERS=number]"

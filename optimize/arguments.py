@@ -64,8 +64,8 @@ def must_be_model(value: object) -> None:
     )
 
 
-def must_be(kind: type, value: object, rule: str) -> None:
-    """See that ``value`` is of a kind.
+def must_be(kind: type | tuple[type, ...], value: object, rule: str) -> None:
+    """See that ``value`` is of a kind, or of one of several.
 
     Raises:
         UserError: ``rule``, and what was given instead.

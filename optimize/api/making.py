@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -87,13 +88,13 @@ def load(
         try:
             job = Job(
                 model=model,
-                checkpoint=Path(checkpoint) if checkpoint is not None else None,
+                checkpoint=_path("checkpoint", checkpoint) if checkpoint is not None else None,
                 data=data if isinstance(data, str | ImageData) else _held(data, seed, bar),
                 classes=Path(classes) if isinstance(classes, str) else classes,
                 val_images=val_images,
                 augment=augment,
                 skip_unreadable=skip_unreadable,
-                store=Path(store),
+                store=_path("store", store),
                 device=device,
                 image_size=image_size,
                 weights=weights,
@@ -102,7 +103,7 @@ def load(
                 trust_checkpoint=trust_checkpoint,
                 seed=seed,
                 processes=processes,
-                tensorboard=Path(tensorboard) if tensorboard is not None else None,
+                tensorboard=_path("tensorboard", tensorboard) if tensorboard is not None else None,
             )
             opened = open_job(job, bar)
         except BaseException:
@@ -141,12 +142,18 @@ def save(variant: Variant, folder: str | Path) -> Path:
     target = Path(folder)
     try:
         target.mkdir(parents=True)
-        for name in (*variant.artifact.card.files, CARD_FILE):
-            shutil.copyfile(variant.artifact.folder / name, target / name)
     except FileExistsError:
         raise UserError(f"{target} exists already; choose another folder") from None
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}") from None
+    try:
+        for name in (*variant.artifact.card.files, CARD_FILE):
+            shutil.copyfile(variant.artifact.folder / name, target / name)
+    except BaseException as error:
+        shutil.rmtree(target, ignore_errors=True)  # half of it would be in the way of the next attempt
+        if isinstance(error, OSError):
+            raise UserError(f"{target} cannot be written: {error.strerror}") from None
+        raise
     return target
 
 
@@ -181,6 +188,16 @@ def package(
     """
     target = Path(path)
     return build_archive(variant.artifact.folder, target, model_name=model_name or target.stem, options=options)
+
+
+def _path(setting: str, given: str | Path) -> Path:
+    """A path, of whatever a program gives for one.
+
+    Raises:
+        UserError: it is none, such as a state dict in the place of its file.
+    """
+    must_be((str, os.PathLike), given, f"{setting}: must be a path")
+    return Path(given)
 
 
 def _held(data: Data, seed: int, bar: ProgressBar) -> ImageData:

@@ -53,10 +53,16 @@ def profile(  # noqa: PLR0917 - each is an option of the command line
         from optimize.profiling.table import print_profiled
         from optimize.profiling.tensorboard import write_graphs
         from optimize.report.terminal import Display
+        from optimize.store.files import check_writable
         from optimize.training.events import tensorboard as require_tensorboard
 
         if tensorboard is not None:
             require_tensorboard("a graph")
+            check_writable(tensorboard)
+        if trace is not None:
+            check_writable(trace.parent)
+            if trace.is_dir():
+                raise UserError(f"--trace {trace} is a folder; name a file in it, such as {trace / 'trace.json'}")
         noise.silence()
         with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
             floats = float_program(line_of(store, run, artifact))

@@ -25,6 +25,8 @@ def list_runs(store: Store = DEFAULT_STORE) -> None:
         from optimize.report.console import output
         from optimize.report.runs import HEADS, RunSummary, read_runs
 
+        if store.exists() and not store.is_dir():
+            raise UserError(f"the store {store} is not a folder; name another one with --store")
         table = Table(*HEADS, box=None, pad_edge=False)
         for entry in read_runs(store):
             if isinstance(entry, RunSummary):
@@ -50,6 +52,8 @@ def show(
         from optimize.report.table import print_table
 
         if "/" in name.rstrip("/"):
+            if every:
+                raise UserError("--all lists a run's executions; of an artifact its card is shown, which has none")
             Console().print_json(card_of(store, name))
         else:
             print_table(report_of(store, name.rstrip("/")), every=every)

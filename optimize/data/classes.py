@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optimize.data.records import ImageData
-from serve.runtime.errors import UserError
+from serve.runtime.errors import CardError, UserError
+from serve.runtime.fields import text
 
 
 def with_classes(data: ImageData, given: Path | Sequence[str]) -> ImageData:
@@ -25,6 +26,19 @@ def with_classes(data: ImageData, given: Path | Sequence[str]) -> ImageData:
             f"({data.classes[0]} … {data.classes[-1]}); it needs one{each}, in this order"
         )
     return dataclasses.replace(data, classes=names)
+
+
+def check_classes(data: ImageData) -> None:
+    """Refuse names that no card can hold, such as those of folders whose names are no UTF-8.
+
+    Raises:
+        UserError: a name is no text of one line; it is named.
+    """
+    for name in data.classes:
+        try:
+            text("a class", name)
+        except CardError as error:
+            raise UserError(f"{data.name}: {error}; rename it, or give all names by --classes FILE") from None
 
 
 def read_classes(file: Path) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ are loaded into is found by `optimize.models.source`.
 from __future__ import annotations
 
 import argparse
+import errno
 import pathlib
 import re
 import warnings
@@ -45,6 +46,7 @@ PREFIXES = ("module.", "_orig_mod.")
 _PLAIN_TYPES: list[Any] = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
 #: How every file of torch's format before 1.6 begins: the pickled magic number.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_HEAD = 128  # bytes that tell what a file is
 
 
 @dataclass(frozen=True)
@@ -97,15 +99,18 @@ def read_checkpoint(path: Path, *, trust_pickle: bool = False, weights_key: str 
     if path.is_dir():
         raise UserError(f"{path}: is a folder; give the checkpoint file itself")
     if not path.is_file():
-        raise UserError(f"{path}: there is no such checkpoint file")
+        missing = "is no regular file" if path.exists() else "there is no such checkpoint file"
+        raise UserError(f"{path}: {missing}")
     try:
         digest = sha256_file(path)
         with path.open("rb") as stream:
-            head = stream.read(len(_LEGACY_MAGIC))
+            head = stream.read(_HEAD)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if not head:
         raise UserError(f"{path}: is empty (0 bytes), not a checkpoint")
+    if (other := _another_kind(head)) is not None:
+        raise UserError(f"{path}: is {other}")
     if path.suffix == ".safetensors":
         content: object = _load_safetensors(path)
     else:
@@ -117,13 +122,22 @@ def read_checkpoint(path: Path, *, trust_pickle: bool = False, weights_key: str 
     else:
         place, cleaned, notes = _chosen(content, path)
     if cleaned.faults:
-        raise UserError(f"{path}: needs dense floating-point tensors: {listing(list(cleaned.faults))}")
+        raise UserError(f"{path}: needs dense tensors of real numbers: {listing(list(cleaned.faults))}")
     info = {
         key: value
         for key, value in (content.items() if isinstance(content, Mapping) else ())
         if isinstance(key, str) and isinstance(value, int | float) and not isinstance(value, bool)
     }
     return Checkpoint(cleaned.state, digest, info, place, notes)
+
+
+def _another_kind(head: bytes) -> str | None:
+    """What a file is that somebody mistakes for its weights, by how it begins, and what to do; None for all others."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS and not the file itself; fetch that by `git lfs pull`"
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "a web page and no checkpoint; the address that it was downloaded from answered with that"
+    return None
 
 
 def _load_safetensors(path: Path) -> object:
@@ -142,6 +156,8 @@ def _refuse_torchscript(path: Path) -> None:
             names = archive.namelist()
     except Exception:  # noqa: BLE001 - not a zip, or a broken one: torch.load says which
         return
+    if not any(name.endswith("/data.pkl") for name in names):
+        raise UserError(f"{path}: is a zip archive, but none that torch.save writes; take the checkpoint out of it")
     if any(name.endswith("/constants.pkl") for name in names):
         raise UserError(f"{path}: is a TorchScript archive, not a checkpoint; save model.state_dict() of the original")
 
@@ -164,8 +180,12 @@ def _load_pickle(path: Path, head: bytes, trust_pickle: bool) -> object:
         if not head.startswith((b"PK\x03\x04", _LEGACY_MAGIC)):
             if "legacy .tar" in text:
                 raise UserError(f"{path}: torch's tar format of 2016 loads only by running code; {opt_in}") from None
+            if head[8:9] == b"{":  # behind eight bytes of its length
+                raise UserError(f"{path}: looks like a safetensors file; let its name end in .safetensors") from None
             raise UserError(f"{path}: is not a PyTorch checkpoint (nor does it end in .safetensors)") from None
-        if isinstance(error, EOFError) or re.search(r"central directory|unexpected EOF|corrupted", text):
+        # Where a zip file ends within its last 64 kB or so, torch (2.14) seeks to before its beginning.
+        broken = isinstance(error, EOFError) or (isinstance(error, OSError) and error.errno == errno.EINVAL)
+        if broken or re.search(r"central directory|unexpected EOF|corrupted", text):
             raise UserError(f"{path}: is truncated or corrupted; copy or download it again") from None
         if not trust_pickle and (match := re.search(r"WeightsUnpickler error:\s*(\S.*)", text)):
             raise UserError(f"{path}: needs more than plain weights ({match.group(1)[:120]}); {opt_in}") from None
@@ -250,8 +270,7 @@ def _clean(found: Mapping[str, torch.Tensor]) -> _Cleaned:
     clean: OrderedDict[str, torch.Tensor] = OrderedDict()
     faults = []
     for key, value in marked.items():
-        if value.is_quantized or value.layout is not torch.strided or value.is_meta:
-            kind = "quantized" if value.is_quantized else "without data" if value.is_meta else str(value.layout)
+        if (kind := _unfit(value)) is not None:
             faults.append(f"{key} is {kind}")
             continue
         value = value.detach()  # noqa: PLW2901 - parameters become plain tensors
@@ -259,6 +278,17 @@ def _clean(found: Mapping[str, torch.Tensor]) -> _Cleaned:
     if isinstance(metadata, Mapping):
         clean._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
     return _Cleaned(clean, tuple(faults))
+
+
+def _unfit(value: torch.Tensor) -> str | None:
+    """Of what kind a tensor is that holds no plain numbers; None for those that do."""
+    if value.is_quantized:
+        return "quantized"
+    if value.is_meta:
+        return "without data"
+    if value.layout is not torch.strided:
+        return str(value.layout)
+    return "complex" if value.is_complex() else None
 
 
 def _outline(content: object) -> str:

@@ -27,8 +27,8 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, path: Path) -> tuple[str
         What was bridged, in words for a reader.
 
     Raises:
-        UserError: keys are missing, unexpected or mis-shaped, or weights are not finite; all by name, and with the
-            prefix that would fit if there is one.
+        UserError: keys are missing, unexpected or mis-shaped, or weights are integers or not finite; all by name, and
+            with the prefix that would fit if there is one.
     """
     own: State = model.state_dict()
     renamed, note = _bridged(checkpoint.state, own)
@@ -96,6 +96,8 @@ def _faults(state: State, own: State) -> list[str]:
     missing = [key for key in own if key not in state]
     unexpected = [key for key in state if key not in own]
     misshaped = [key for key in own if key in state and state[key].shape != own[key].shape]
+    # Of int8 tensors that stand for reals by a scale elsewhere, the integers alone would be loaded as they are.
+    integers = [key for key in own if key in state and own[key].is_floating_point() > state[key].is_floating_point()]
     broken = [key for key, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
     faults = []
     if missing or unexpected:
@@ -107,6 +109,9 @@ def _faults(state: State, own: State) -> list[str]:
         faults.append(_explained_head(state, own, misshaped) or f"{len(shapes)} of another shape: {listing(shapes)}")
         if any("pos_embed" in key for key in misshaped):
             faults.append("position embeddings differ in shape if the images did in size (see the image size)")
+    if integers:
+        kinds = [f"{key} ({str(state[key].dtype).removeprefix('torch.')})" for key in integers]
+        faults.append(f"{len(kinds)} are integers where the model has floating-point weights: {listing(kinds)}")
     if broken:
         faults.append(f"{len(broken)} tensors hold NaN or infinite weights: {listing(broken)}")
     return faults

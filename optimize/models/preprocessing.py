@@ -65,6 +65,15 @@ def _numbers(value: object) -> object:
     return numbers
 
 
+def _means(value: object) -> object:
+    numbers = _numbers(value)
+    assert isinstance(numbers, tuple)
+    if max(numbers) > 1:
+        of_bytes = ",".join(f"{number / 255:.3g}" for number in numbers)
+        raise ValueError(f"must be of pixels from 0 to 1; of pixels from 0 to 255 a 255th, {of_bytes}, and so std")
+    return numbers
+
+
 def _spreads(value: object) -> object:
     numbers = _numbers(value)
     assert isinstance(numbers, tuple)
@@ -89,7 +98,7 @@ class PreprocessingConfig(Config):
     crop: Annotated[int | tuple[int, int] | None, _unless_none(_sides)] = Field(
         default=None, description="pixels that are cut from the centre, one side or height and width: the input's size"
     )
-    mean: Annotated[float | tuple[float, ...] | None, _unless_none(_numbers)] = Field(
+    mean: Annotated[float | tuple[float, ...] | None, _unless_none(_means)] = Field(
         default=None, description="subtracted from each channel after scaling to [0, 1]; one number per channel"
     )
     std: Annotated[float | tuple[float, ...] | None, _unless_none(_spreads)] = Field(
@@ -222,7 +231,9 @@ def choose_preprocessing(
         )
     try:
         return ChosenPreprocessing(Preprocessing(**parts), origins)
-    except CardError:
+    except CardError as error:
+        if len(parts["mean"]) == len(parts["std"]):  # a number out of its range
+            raise UserError(str(error)) from None
         raise UserError(
             f"mean has {len(parts['mean'])} numbers ({origins['mean']}) and std {len(parts['std'])} "
             f"({origins['std']}); give both, with as many"

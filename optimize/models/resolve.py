@@ -9,6 +9,9 @@ from optimize.models.torchvision import torchvision_source
 from optimize.models.user import user_source
 from serve.runtime.errors import UserError
 
+#: How files of weights end.
+_WEIGHTS = (".pt", ".pth", ".ckpt", ".th", ".tar", ".safetensors", ".bin")
+
 
 def resolve_model(reference: str) -> ModelSource:
     """Find a model by a torchvision name, ``timm:NAME``, ``path/to/file.py:factory`` or ``package.module:factory``.
@@ -23,6 +26,16 @@ def resolve_model(reference: str) -> ModelSource:
         return user_source(reference)
     if reference.endswith(".py"):
         raise UserError(f"{reference}: say which function builds the model: {reference}:FACTORY")
+    if reference.endswith(_WEIGHTS):
+        raise UserError(
+            f"{reference}: is a file of weights; name the network that they are of, and give them by "
+            f"--checkpoint {reference}"
+        )
+    if reference.endswith(".onnx"):
+        raise UserError(
+            f"{reference}: passes work on PyTorch's networks, and not on ONNX graphs; name the network that this one "
+            "was made of, and give its weights by --checkpoint"
+        )
     return torchvision_source(reference)
 
 

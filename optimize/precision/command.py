@@ -15,8 +15,8 @@ from optimize.precision.records import Found
 from optimize.precision.search import Search, search
 from optimize.precision.sensitivity import one_image
 from optimize.run.job import Job, open_job
+from optimize.run.pipeline import make_baseline
 from optimize.run.recipe import DEFAULT_RECIPE, load_recipe
-from optimize.run.session import BASELINE
 from serve.config import defaults
 from serve.hints import command
 
@@ -49,9 +49,7 @@ def search_job(job: Job, by: Search, listener: Listener) -> tuple[Found, Path]:
     session = opened.session
     with contextlib.closing(session):
         session.check(ptq)
-        listener.started(BASELINE)
-        baseline = session.baseline(recipe.baseline, opened.checkpoint, opened.origin)
-        listener.ended(BASELINE, baseline.seconds, cached=baseline.cached, skipped=None)
+        baseline = make_baseline(opened, recipe, listener)
         found, keys = search(session, baseline, by, ptq=ptq, timing=one_image(recipe.measure), devices=opened.devices)
         folder = write_search(found, keys, session.store, opened.run, recipe)
     return found, folder

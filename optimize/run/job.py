@@ -14,7 +14,7 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.data.augment import AUGMENTATIONS, IN_WORDS
-from optimize.data.classes import with_classes
+from optimize.data.classes import check_classes, with_classes
 from optimize.data.formats.base import DEFAULT_DATA, open_data
 from optimize.data.records import Augmentation, ImageData
 from optimize.data.splits import subset
@@ -27,12 +27,15 @@ from optimize.models.resolve import resolve_model, with_checkpoint, with_named_w
 from optimize.models.source import ModelSource
 from optimize.run.identity import Identity
 from optimize.run.session import Session
+from optimize.store.files import check_writable
 from optimize.store.objects import Store
 from optimize.training.events import tensorboard
 from optimize.training.torchrun import only_first, processes
 from serve import layout
 from serve.config import Config
 from serve.runtime.errors import did_you_mean
+
+_LONGEST_NAME = 128  # with an artifact's, of 64, and endings, a file's name of at most 255
 
 
 class Job(Config):
@@ -81,7 +84,8 @@ class Job(Config):
         default=False, description="let the run replace one of another model or other data that has its name"
     )
     trust_checkpoint: bool = Field(default=False, description="let the checkpoint's pickle run code")
-    seed: int = Field(default=0, description="of every random choice")
+    # Smaller than what generators take, because trainings multiply it by a million for each process and epoch.
+    seed: int = Field(default=0, ge=0, lt=1 << 32, description="of every random choice")
     processes: int | None = Field(
         default=None,
         ge=1,
@@ -101,6 +105,8 @@ class Job(Config):
     def _names_a_run(cls, name: str | None) -> str | None:
         if name is not None and not layout.is_run_name(name):
             raise ValueError("a run's name has letters, digits, '-', '_' and '.', beginning with a letter or digit")
+        if name is not None and len(name) > _LONGEST_NAME:
+            raise ValueError(f"a run's name has at most {_LONGEST_NAME} characters, this one has {len(name)}")
         return name
 
     @field_validator("augment", mode="before")
@@ -119,6 +125,8 @@ class Job(Config):
             raise ValueError(
                 f"--weights-key {self.weights_key} is of a checkpoint, and none is given; add --checkpoint FILE"
             )
+        if self.trust_checkpoint and self.checkpoint is None:
+            raise ValueError("--trust-checkpoint is of a checkpoint, and none is given; add --checkpoint FILE")
         if isinstance(self.model, nn.Module) and (self.checkpoint is not None or self.weights is not None):
             raise ValueError(
                 "a module brings its weights; give it without a checkpoint or weights, or load them into it"
@@ -158,6 +166,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     together = processes(job.processes)
     if job.tensorboard is not None:
         tensorboard("writing a training's curves")
+        check_writable(job.tensorboard)
     device = resolve_device(job.device)
     devices = measured_devices(job.measure, device)
     source, weights = module_source(job.model) if isinstance(job.model, nn.Module) else (resolve_model(job.model), None)
@@ -227,6 +236,7 @@ def _data(job: Job, listener: Listener) -> ImageData:
     data = open_data(job.data, seed=job.seed, listener=listener) if isinstance(job.data, str) else job.data
     if job.classes is not None:
         data = with_classes(data, job.classes)
+    check_classes(data)
     if job.augment is not None:
         data = dataclasses.replace(data, augment=job.augment)
     if job.val_images is not None and job.val_images < len(data.val):

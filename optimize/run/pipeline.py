@@ -141,8 +141,13 @@ def _check(opened: Opened, recipe: Recipe, path: Path) -> None:
         raise UserError("\n".join(wrong))
 
 
-def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Step | Row]:
-    """Carry out every stage; one that does not apply or fails leaves a row with the reason, and so its descendants."""
+def make_baseline(opened: Opened, recipe: Recipe, listener: Listener) -> Step:
+    """The float network of a job, as its recipe trains it where there is no checkpoint.
+
+    Raises:
+        UserError: the checkpoint does not fit, or the model gives no logits.
+        PipelineError: the user's code or a library fails on it; the traceback is in a file, which is named.
+    """
     listener.started(BASELINE)
     try:
         baseline = opened.session.baseline(recipe.baseline, opened.checkpoint, opened.origin)
@@ -153,7 +158,12 @@ def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Step | Ro
             f"the baseline cannot be made: {_explained(error, _error_log(opened, BASELINE))}"
         ) from error
     listener.ended(BASELINE, baseline.seconds, cached=baseline.cached, skipped=None)
-    steps: dict[str, Step | Row] = {BASELINE: baseline}
+    return baseline
+
+
+def _build(opened: Opened, recipe: Recipe, listener: Listener) -> list[Step | Row]:
+    """Carry out every stage; one that does not apply or fails leaves a row with the reason, and so its descendants."""
+    steps: dict[str, Step | Row] = {BASELINE: make_baseline(opened, recipe, listener)}
     for stage in recipe.stages:
         listener.started(stage.name)
         step = _carry_out(opened, stage, steps)

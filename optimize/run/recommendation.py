@@ -41,7 +41,8 @@ class Recommend(Config):
         le=1,
         description="largest loss of top-1, as a fraction, that the interval must exclude",
     )
-    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="of that interval")
+    # Above it, half of what is left is lost in a double, and the interval has no end.
+    confidence: float = Field(default=0.95, ge=0.5, le=1 - 1e-9, description="of that interval")
 
 
 @dataclass(frozen=True)

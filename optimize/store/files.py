@@ -9,6 +9,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from serve.runtime.errors import UserError
+
 #: Names of the files that are written before they get their real name; a process that is killed leaves them.
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}")
 
@@ -30,6 +32,19 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    """See that files can be written into a folder, or that it can be made, before anything is worked out for it.
+
+    Raises:
+        UserError: they cannot; what is in the way is named.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{folder} cannot be written: {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{folder} cannot be written: no permission to write in {there}")
 
 
 def write_json(value: Any, path: Path) -> None:

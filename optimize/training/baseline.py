@@ -50,6 +50,7 @@ def make_baseline(
         UserError: the checkpoint does not fit, or the model does not map images to one logit a class.
         PassError: the training diverged, or the model cannot be written as a program.
     """
+    example = context.example()
     torch.manual_seed(context.seed)
     module = new_module(source, context)
     notes: tuple[str, ...]
@@ -60,10 +61,11 @@ def make_baseline(
             context.listener.said(f"{origin or 'checkpoint'}: {note}")
         notes = (f"weights of a checkpoint, SHA-256 {weights.sha256}", *weights.notes, *bridged, _SEEN)
     else:
-        result = train(module, context, weights)
+        with torch.random.fork_rng(devices=[]):  # a forward may draw numbers, and the training has its own
+            _check_output(module.eval(), example, len(context.data.classes))  # before hours are spent on it
+        result = train(module.train(), context, weights)
         notes, training = (f"trained here: {result.kept}", *result.notes), (result.history,)
     module = module.cpu().eval()
-    example = context.example()
     _check_output(module, example, len(context.data.classes))
     write_weights(module, folder)
     file, file_format = write_program(module, example, folder)
@@ -76,10 +78,24 @@ def _check_output(module: nn.Module, example: torch.Tensor, classes: int) -> Non
         with torch.no_grad():
             output = module(example)
     except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
-        raise UserError(f"the model fails on an input of shape {tuple(example.shape)}: {one_line(error)}") from None
+        shape = tuple(example.shape)
+        channels = _other_channels(module, shape[1])
+        raise UserError(f"the model fails on an input of shape {shape}: {one_line(error)}{channels}") from None
     if not isinstance(output, torch.Tensor) or output.shape != (len(example), classes):
         found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise UserError(
             f"the model gives {found} for a batch of {len(example)} images of {classes} classes; "
             f"it must give logits of shape ({len(example)}, {classes})"
         )
+
+
+def _other_channels(module: nn.Module, channels: int) -> str:
+    """What to do where the images' channels are not those of a network's first convolution; empty where they are."""
+    first = next((layer for layer in module.modules() if isinstance(layer, nn.Conv2d)), None)
+    if first is None or first.in_channels == channels or first.in_channels not in (1, 3):
+        return ""
+    numbers = "0.5" if first.in_channels == 1 else "0.5,0.5,0.5"
+    return (
+        f"; images have as many channels as mean and std have numbers, {channels}, and the first convolution takes "
+        f"{first.in_channels}: give --mean and --std {first.in_channels} each, as {numbers}"
+    )

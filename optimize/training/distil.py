@@ -46,6 +46,8 @@ class TeacherModel(Config):
             raise ValueError(f"{self.model} needs weights, by checkpoint or by weights, to teach ({given})")
         if self.weights_key is not None and self.checkpoint is None:
             raise ValueError(f"weights_key {self.weights_key} is of a checkpoint, and none is given")
+        if self.trust_checkpoint and self.checkpoint is None:
+            raise ValueError("trust_checkpoint is of a checkpoint, and none is given")
         return self
 
 

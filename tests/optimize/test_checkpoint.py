@@ -6,6 +6,7 @@ import hashlib
 import io
 import pickle
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,6 +208,17 @@ def test_a_torchscript_archive_is_refused_as_such_even_with_trust(tmp_path):
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("share", [0.3, 0.9])
+def test_a_truncated_file_of_many_pages_says_so_too(tmp_path, zipped, share):
+    whole = weights() | {"more": torch.randn(40_000)}  # torch looks for a zip file's end in its last 64 kB
+    torch.save(whole, tmp_path / "whole.pt", _use_new_zipfile_serialization=zipped)
+    data = (tmp_path / "whole.pt").read_bytes()
+    (tmp_path / "net.pt").write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(UserError, match="truncated"):
+        read_checkpoint(tmp_path / "net.pt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("share", [0.3, 0.9])
 def test_a_truncated_file_says_so_in_one_line(tmp_path, zipped, share):
     torch.save(weights(), tmp_path / "whole.pt", _use_new_zipfile_serialization=zipped)
     data = (tmp_path / "whole.pt").read_bytes()
@@ -214,6 +226,43 @@ def test_a_truncated_file_says_so_in_one_line(tmp_path, zipped, share):
     with pytest.raises(UserError, match="truncated") as caught:
         read_checkpoint(tmp_path / "net.pt")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 46830571\n", "git lfs pull"),
+        ("\n<!DOCTYPE html>\n<html><title>Sign in</title></html>", "is a web page"),
+    ],
+)
+def test_what_was_fetched_in_the_place_of_the_weights_is_told(tmp_path, content, reason, suffix):
+    (tmp_path / f"net{suffix}").write_text(content)
+    with pytest.raises(UserError, match=reason):
+        read_checkpoint(tmp_path / f"net{suffix}")
+
+
+def test_a_zip_file_of_others_and_safetensors_by_another_name_are_told(tmp_path):
+    with zipfile.ZipFile(tmp_path / "net.pt", "w") as archive:
+        archive.writestr("release/net.pth", b"weights")
+    with pytest.raises(UserError, match="is a zip archive, but none that torch"):
+        read_checkpoint(tmp_path / "net.pt")
+    save_file(dict(weights()), tmp_path / "named.pth")
+    with pytest.raises(UserError, match=r"named.pth: looks like a safetensors file; .*end in \.safetensors"):
+        read_checkpoint(tmp_path / "named.pth")
+
+
+def test_complex_numbers_are_refused_as_what_they_are(tmp_path):
+    torch.save(weights() | {"head.bias": torch.zeros(3, dtype=torch.complex64)}, tmp_path / "net.pt")
+    with pytest.raises(UserError, match=r"needs dense tensors of real numbers: head\.bias is complex$"):
+        read_checkpoint(tmp_path / "net.pt")
+
+
+def test_integers_without_their_scale_are_no_weights():
+    state = dict(Net().state_dict())
+    state["conv.weight"] = (127 * state["conv.weight"]).to(torch.int8)
+    with pytest.raises(UserError, match=r"1 are integers where .* floating-point weights: conv\.weight \(int8\)$"):
+        load_into(Net(), checkpoint_of(state), Path("net.pt"))
 
 
 def test_a_truncated_safetensors_file_says_so(tmp_path):

@@ -261,6 +261,27 @@ def test_a_finished_run_is_listed_shown_and_verified(tiny_run: TinyRun) -> None:
 
 
 @pytest.mark.slow
+def test_where_a_profile_is_to_be_written_is_looked_at_before_anything_is_measured(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("it is measured")
+
+    monkeypatch.setattr("optimize.profiling.profiling.profile_artifact", measured)
+    words = ("profile", f"{tiny_run.folder.name}/baseline", "--store", tiny_run.store, "--trace")
+    (tmp_path / "file").touch()
+    assert f"{tmp_path}/file is not a folder" in refused(*words, tmp_path / "file" / "trace.json")
+    assert f"--trace {tmp_path} is a folder; name a file in it" in refused(*words, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_store_that_is_a_file_and_executions_of_a_card_are_refused(tiny_run: TinyRun) -> None:
+    assert "is not a folder" in refused("list", "--store", TINY.rpartition(":")[0])
+    artifact = f"{tiny_run.folder.name}/baseline"
+    assert "of an artifact its card is shown" in refused("show", artifact, "--store", tiny_run.store, "--all")
+
+
+@pytest.mark.slow
 def test_verify_tells_which_share_of_the_artifacts_is_checked(tiny_run: TinyRun) -> None:
     told: list[tuple[float, str]] = []
     faults_of(tiny_run.store, "tiny", lambda share, name: told.append((share, name)))

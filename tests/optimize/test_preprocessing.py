@@ -140,6 +140,7 @@ def test_a_users_model_that_declares_no_mean_is_told_that_it_gets_imagenets(tmp_
         ({"crop": 300}, None, r"crop 300x300 \(--crop\) is larger than resize 232 \(torchvision's.*black border"),
         ({"resize": 100}, None, r"crop 224x224 \(torchvision.*\) is larger than resize 100 \(--resize\)"),
         ({"crop": 64}, 96, "--crop 64x64 and an image size of 96 are both given"),
+        ({}, 64_000, "resize must be a whole number from 1 to 65536"),
         ({"mean": 0.5}, None, r"mean has 1 numbers \(--mean\) and std 3 \(torchvision"),
     ],
 )
@@ -164,6 +165,10 @@ def test_a_crop_that_the_network_cannot_take_is_refused():
         ({"mean": "0.5,0.5"}, r"^--mean: must be one number per channel"),
         ({"mean": "0.5;0.5;0.5"}, r"^--mean: must be one number per channel"),
         ({"mean": "nan"}, r"^--mean: must be one number per channel"),
+        (
+            {"mean": "123.675,116.28,103.53"},
+            r"^--mean: must be of pixels from 0 to 1; .*, 0\.485,0\.456,0\.406, and so",
+        ),
         ({"std": "0,0,0"}, r"^--std: must be positive"),
         ({"interpolation": "lanczos"}, r"^--interpolation: .*'nearest', 'bilinear' or 'bicubic'.*lanczos"),
         ({"crop": 96, "resize": 64}, r"^preprocessing: crop 96x96 is larger than resize 64"),

@@ -119,6 +119,24 @@ def test_each_option_of_start_works_from_make_and_make_has_no_other() -> None:
     assert "serve start 'one' 'mine=two/ptq' --store" in made("serve", "RUNS=one mine=two/ptq")
 
 
+def test_a_variable_that_make_does_not_know_is_refused_unless_another_make_hands_it_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = ["make", "-n", "-o", ".venv/.installed", "optimize", "CHEKPOINT=x y", "SEED=1"]
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    ended = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    assert ended.returncode == 2
+    assert "there is no variable CHEKPOINT; `make help` lists" in ended.stderr
+    monkeypatch.setenv("MAKELEVEL", "1")
+    assert "--seed '1'" in made(*run[4:])
+
+
+def test_make_hands_on_how_the_recommendation_is_made_and_that_a_checkpoint_is_trusted() -> None:
+    said = made("optimize", "OBJECTIVE=size", "MAX_DROP=0.5pp", "CONFIDENCE=0.9", "TRUST_CHECKPOINT=1")
+    words = " ".join(said.split())
+    assert "--objective 'size' --max-drop '0.5pp' --confidence '0.9' --trust-checkpoint" in words
+
+
 def test_make_adds_replaces_and_removes_models_of_the_running_server_with_the_options_of_start() -> None:
     assert "serve add 'resnet18' --data 'digits' --store 'model_store' --device 'auto'" in made("add")
     said = made("add", "RUNS=one mine=two/ptq", "STORE=s", "WORKERS=2", "REQUIRE_SIGNED=a b", "FOREIGN_CODE=1")
