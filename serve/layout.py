@@ -65,6 +65,12 @@ def _whole(path: str) -> Path:
         return Path(path).resolve()
 
 
+def run_and_artifact(name: str) -> tuple[str, str | None]:
+    """The parts of ``RUN/ARTIFACT``; of a run alone the artifact is None. A last slash, which shells add, is none."""
+    run, _, artifact = name.rstrip("/").partition("/")
+    return run, artifact or None
+
+
 def is_run_name(name: str) -> bool:
     """Whether a run can be called so: letters, digits, ``-``, ``_`` and ``.``, beginning with a letter or digit."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name) is not None

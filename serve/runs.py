@@ -87,8 +87,8 @@ def find_target(word: str, data: str | None = None) -> Target:
     if named is not None:
         word = named["target"]
     module, colon, rest = word.rpartition(":")
-    run, _, artifact = rest.partition("/")
-    return Target(find_run(f"{module}{colon}{run}", data), artifact or None, named["name"] if named else None)
+    run, artifact = layout.run_and_artifact(rest)
+    return Target(find_run(f"{module}{colon}{run}", data), artifact, named["name"] if named else None)
 
 
 def select(

@@ -16,6 +16,7 @@ from optimize.data.formats.base import DEFAULT_DATA
 from optimize.run.drop import drop_of
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE
+from serve.layout import run_and_artifact
 from serve.runtime.errors import PipelineError, UserError
 
 
@@ -45,7 +46,7 @@ def sensitivity(  # noqa: PLR0917 - each is an option of the command line
             from optimize.run.reopened import artifact_of, reopen_run
 
         noise.silence()
-        run_name, _, artifact = name.rstrip("/").partition("/")
+        run_name, artifact = run_and_artifact(name)
         with contextlib.redirect_stdout(sys.stderr), Display(Console(stderr=True)) as display:
             session, report = reopen_run(
                 store, run_name, display, seed=seed, device=device, skip_unreadable=skip_unreadable

@@ -14,6 +14,7 @@ from rich.console import Console
 from optimize.cli.words import Store
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE
+from serve.layout import run_and_artifact
 from serve.runtime.errors import UserError
 
 
@@ -41,7 +42,7 @@ def profile(  # noqa: PLR0917 - each is an option of the command line
     run, and the charts into its report.
     """
     with reported():
-        run, _, artifact = name.rstrip("/").partition("/")
+        run, artifact = run_and_artifact(name)
         if not artifact:
             raise UserError(f"profile takes RUN/ARTIFACT, such as {run}/baseline, and not a run alone")
         from optimize.report.runs import artifact_folder, line_of

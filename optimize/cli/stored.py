@@ -51,13 +51,14 @@ def show(
         from optimize.report.runs import card_of, report_of
         from optimize.report.table import print_table
 
-        if "/" in name.rstrip("/"):
+        run, artifact = layout.run_and_artifact(name)
+        if artifact is not None:
             if every:
                 raise UserError("--all lists a run's executions; of an artifact its card is shown, which has none")
-            Console().print_json(card_of(store, name))
+            Console().print_json(card_of(store, run, artifact))
         else:
-            print_table(report_of(store, name.rstrip("/")), every=every)
-            typer.echo(store / name / layout.PAGE_FILE)
+            print_table(report_of(store, run), every=every)
+            typer.echo(store / run / layout.PAGE_FILE)
 
 
 def verify(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: Store = DEFAULT_STORE) -> None:

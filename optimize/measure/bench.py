@@ -23,7 +23,7 @@ from optimize.data.loading import loader
 from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
 from optimize.measure.figures import Footprint
 from optimize.measure.latency import Speed, Turn, measure_speed
-from optimize.measure.pool import Loaded, Pool
+from optimize.measure.pool import MAX_BATCH, Loaded, Pool
 from optimize.measure.processes import Worker
 from optimize.measure.references import pickled, references_on
 from optimize.measure.surroundings import surroundings
@@ -41,7 +41,6 @@ from serve.runtime.predictor import Predictor
 
 _T = TypeVar("_T")
 
-_MAX_BATCH = 64
 _SPEED_FILE = "speed.json"
 _FOOTPRINT_FILE = "footprint.json"
 _PROBE_FILE = "probe.json"
@@ -135,7 +134,7 @@ class Bench:
     _pool: Pool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_pool", Pool(self.timing.batch_sizes, _MAX_BATCH, self.context.listener))
+        object.__setattr__(self, "_pool", Pool(self.timing.batch_sizes, MAX_BATCH, self.context.listener))
 
     def __enter__(self) -> Self:
         return self
@@ -208,7 +207,7 @@ class Bench:
 
         def build(folder: Path) -> None:
             worker = self._load(candidate).worker
-            save_answers(answer(worker.logits, self.context, _MAX_BATCH), folder)
+            save_answers(answer(worker.logits, self.context, MAX_BATCH), folder)
 
         key = AnswersKey(
             artifact=opening(candidate.artifact.card),
@@ -217,7 +216,7 @@ class Bench:
             preprocessing=self.context.preprocessing,
             images=self.context.data.val.fingerprint,
             skip_unreadable=self.context.skip_unreadable,
-            max_batch=_MAX_BATCH,
+            max_batch=MAX_BATCH,
             **surroundings(candidate.execution, makers=(answer, *self._makers(candidate))),
         )
         return self._obtain(key, build, load_answers, candidate.artifact)
@@ -275,7 +274,7 @@ class Bench:
             references=tuple(references.values()),
             eager=eager.key if eager else None,
             timing=self.timing.of_a_turn,
-            max_batch=_MAX_BATCH,
+            max_batch=MAX_BATCH,
             preprocessing=self.context.preprocessing,
             images=self.context.data.val.fingerprint,
             **inputs,

@@ -27,6 +27,9 @@ LOCK_FILE: Final = Path("/tmp/optimize-measuring.lock")
 #: Share of the memory that was free at the start which all processes together may take.
 _MOST_MEMORY: Final = 0.7
 
+#: Images that are run together, at most, where a run's artifacts are measured.
+MAX_BATCH = 64
+
 
 @dataclass(frozen=True)
 class Loaded:

@@ -109,10 +109,9 @@ def report_of(store: Path, run: str) -> Report:
         raise UserError(f"{path} is damaged; run the model again to rebuild it (it is not JSON)") from None
 
 
-def card_of(store: Path, name: str) -> str:
-    """The card of ``run/artifact`` as JSON text."""
-    folder = artifact_folder(store, *name.split("/", 1))
-    return (folder / CARD_FILE).read_text(encoding="utf-8")
+def card_of(store: Path, run: str, artifact: str) -> str:
+    """The card of an artifact as JSON text."""
+    return (artifact_folder(store, run, artifact) / CARD_FILE).read_text(encoding="utf-8")
 
 
 def faults_of(
@@ -128,7 +127,7 @@ def faults_of(
     Returns:
         How many were checked, and a line for each that is damaged.
     """
-    run, _, only = name.rstrip("/").partition("/")
+    run, only = layout.run_and_artifact(name)
     report = report_of(store, run)
     if only:
         artifact_folder(store, run, only)

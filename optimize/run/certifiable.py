@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimize.report.runs import artifact_folder
+from serve.layout import run_and_artifact
 from serve.runtime.card import Card, load_card
 from serve.runtime.errors import UserError
 
@@ -31,7 +32,7 @@ def subject(store: Path, name: str) -> Subject:
         UserError: there is none, or it has no integers of its own to certify.
         CardError: it is not whole.
     """
-    run, _, artifact = name.rstrip("/").partition("/")
+    run, artifact = run_and_artifact(name)
     if not artifact:
         raise UserError(f"certify takes RUN/ARTIFACT, such as {run}/onnx-int8, and not a run alone")
     folder = artifact_folder(store, run, artifact)

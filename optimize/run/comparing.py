@@ -20,7 +20,7 @@ from optimize.measure.accuracy import Answers, accuracy, load_answers
 from optimize.measure.figures import Measured
 from optimize.measure.latency import Turn, compare, measure_speed
 from optimize.measure.machine import machine
-from optimize.measure.pool import Loaded, Pool
+from optimize.measure.pool import MAX_BATCH, Loaded, Pool
 from optimize.measure.rows import Machine, Measurement, Pair, Report, Results, Row, Skip
 from optimize.measure.timing import Timing
 from optimize.report.runs import report_of
@@ -33,8 +33,6 @@ from serve.runtime.card import read_card
 from serve.runtime.engines.base import executions_for, pair_id
 from serve.runtime.errors import EngineError, PipelineError, UserError, did_you_mean
 from serve.runtime.images import load
-
-_MAX_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def compare_runs(
     opened: dict[str, _Opened] = {}
     skips: dict[str, Skip] = {}
     begun = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-    with Pool(timing.batch_sizes, _MAX_BATCH, listener) as pool:
+    with Pool(timing.batch_sizes, MAX_BATCH, listener) as pool:
         listener.started("memory")
         for done, contestant in enumerate(contestants, start=1):
             try:
@@ -157,7 +155,7 @@ def compare_runs(
 
 
 def _contestants(store: Path, name: str) -> Iterator[_Contestant]:
-    run, _, artifact = name.rstrip("/").partition("/")
+    run, artifact = layout.run_and_artifact(name)
     report = report_of(store, run)
     rows = {row.name: row for row in report.rows}
     if artifact and artifact not in rows:

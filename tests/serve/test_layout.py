@@ -50,6 +50,16 @@ def test_whatever_is_written_gives_a_legal_name(model: str, data: str) -> None:
     assert layout.is_run_name(layout.run_name(model, data.replace("\0", "")))
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("a", ("a", None)), ("a/", ("a", None)), ("a/b", ("a", "b")), ("a/b/", ("a", "b")), ("a/b/c", ("a", "b/c"))],
+)
+def test_a_run_or_one_of_its_artifacts_is_named_with_or_without_the_slash_of_a_shell(
+    name: str, meant: tuple[str, str | None]
+) -> None:
+    assert layout.run_and_artifact(name) == meant
+
+
 def test_a_reference_means_the_same_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert layout.model_anywhere("net.py:build") == f"{tmp_path}/net.py:build"
