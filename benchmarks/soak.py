@@ -155,9 +155,14 @@ def _shed_verdict(found: Soaked) -> Verdict:
 
 
 def _memory_verdict(found: Soaked) -> Verdict:
-    grew = f"memory grew by {found.growth:.2f} MB a minute over {len(found.memory)} samples"
+    samples = max((len(one) for one in found.memory.values()), default=0)
+    grew = f"memory grew by {found.growth:.2f} MB a minute over {samples} samples"
+    if found.heap_told:
+        grew += f" (of Java what is alive in its heap, in {len(found.live_heap)} looks)"
     rule = f"a leak: above {LEAK_MB_A_MINUTE:g}, and above 5 % in all"
-    if (leaks := found.leaks) is None:
+    if (leaks := found.leaks) is None and found.only_java_grew:
+        return Verdict(f"{grew} ({rule}; only Java's, of which a JDK's jcmd would tell whether it is alive)", None)
+    if leaks is None:
         return Verdict(f"{grew} ({rule}, which takes {found.telling_minutes:.0f} minutes at that rate)", None)
     return Verdict(f"{grew} ({rule})", not leaks)
 
@@ -204,8 +209,10 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
         ]
     if found.rejected:
         body += [*(f"- {rejected.line}" for rejected in found.rejected), ""]
-    if len(found.memory_by) > 1:
-        words = "; ".join(_memory(program, samples) for program, samples in sorted(found.memory_by.items()))
+    if len(found.memory) > 1:
+        words = "; ".join(_memory(program, samples) for program, samples in sorted(found.memory.items()))
+        if found.heap_told:
+            words += f"; {_memory('alive in the heap', found.live_heap)}"
         body += [f"Memory while it was watched: {words}.", ""]
     body += ["| clients that behave badly | outcomes |", "|---|---|"]
     kinds = sorted({kind for kind, _ in found.bad_clients})

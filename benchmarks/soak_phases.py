@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+import shutil
 import statistics
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +30,11 @@ _CHUNK_S = 10.0
 #: another machine for that while: what it was offered is then no share of what it could do.
 _PACE_S = 0.5
 _SLOW = 0.8
+#: Fewer samples of memory than these say nothing.
+_SAMPLES = 3
+#: Java collects its heap once in so many chunks, between two of them, so that what is alive in it can be told.
+_HEAP_CHUNKS = 3
+_JAVA = "java"
 _WORKER = "model_service_worker"
 #: Load goes on for so long when a worker is killed.
 KILLED_S = 30.0
@@ -36,6 +44,10 @@ FACTORS = (1.0, 2.0, 4.0)
 _ROUNDS = 4
 #: Memory that grows by more in a minute, and by more than a twentieth in all, is a leak.
 LEAK_MB_A_MINUTE = 1.0
+
+
+#: Megabytes over time: seconds and MB of each sample.
+Samples = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -95,8 +107,8 @@ class Soaked:
     paces: list[float] = field(default_factory=list)  # images a second in process, after each chunk
     bad_clients: Counter[tuple[str, str]] = field(default_factory=Counter)
     bad_client_faults: list[str] = field(default_factory=list)
-    memory: list[tuple[float, float]] = field(default_factory=list)  # seconds, MB
-    memory_by: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # the same of each program
+    memory: dict[str, Samples] = field(default_factory=dict)  # resident, of each program
+    live_heap: Samples = field(default_factory=list)  # of Java, after a full collection; empty: nobody could ask it
     overload: dict[float, Result] = field(default_factory=dict)
     afterwards: Result | None = None
 
@@ -122,26 +134,63 @@ class Soaked:
         return True if usual else None if self.rejected else False
 
     @property
+    def watched(self) -> dict[str, Samples]:
+        """What must not grow, of each program: of Java what is alive in its heap, which it fills before it collects.
+
+        What Java holds without a heap's bytes, its buffers, has a limit of its own, at which requests are refused.
+        """
+        return self.memory | ({_JAVA: self.live_heap} if self.heap_told else {})
+
+    @property
+    def heap_told(self) -> bool:
+        """Whether Java's heap was looked at often enough to say what stays alive in it."""
+        return len(self.live_heap) >= _SAMPLES
+
+    @property
     def growth(self) -> float:
         """MB a minute of all programs together."""
-        return slope(self.memory)
+        return sum(slope(samples) for samples in self.watched.values())
 
     @property
     def leaks(self) -> bool | None:
-        """Whether memory grows for as long as it is watched; None: it grew for too short a time to tell.
+        """Whether memory grows for as long as it is watched; None: that cannot be told.
 
-        What grows by more than `LEAK_MB_A_MINUTE` may fill up and stop. It is a leak where that made a twentieth.
+        What grows by more than `LEAK_MB_A_MINUTE` may fill up and stop. It is a leak where that made a twentieth. A
+        Java process whose heap nobody looked into (see `live_heap`) grows until it first collects.
         """
-        if len(self.memory) < 3 or self.growth <= LEAK_MB_A_MINUTE:
+        if any(len(samples) < _SAMPLES for samples in self.watched.values()) or self.growth <= LEAK_MB_A_MINUTE:
             return False
-        watched = (self.memory[-1][0] - self.memory[0][0]) / 60
-        return True if watched > self.telling_minutes else None
+        if self.only_java_grew:
+            return None
+        minutes = max(samples[-1][0] - samples[0][0] for samples in self.watched.values()) / 60
+        return True if minutes > self.telling_minutes else None
+
+    @property
+    def only_java_grew(self) -> bool:
+        """Whether what grew is a Java process of which nobody could tell what is alive."""
+        if self.heap_told or _JAVA not in self.memory:
+            return False
+        return self.growth - slope(self.memory[_JAVA]) <= LEAK_MB_A_MINUTE
 
     @property
     def telling_minutes(self) -> float:
         """How long memory would have to grow as it did for a leak."""
-        usual = statistics.median(megabytes for _, megabytes in self.memory)
+        usual = sum(statistics.median(megabytes for _, megabytes in samples) for samples in self.watched.values())
         return usual / 20 / self.growth
+
+
+def live_heap(pid: int) -> float | None:
+    """MB that are alive in a Java process's heap, which collects all of it for that; None: there is no JDK to ask.
+
+    It must be Java: `jcmd` knocks with SIGQUIT, which ends any other process.
+    """
+    jcmd = shutil.which("jcmd")
+    if jcmd is None:
+        return None
+    # Without `-all` the histogram is of what a full collection leaves.
+    asked = subprocess.run([jcmd, str(pid), "GC.class_histogram"], capture_output=True, text=True, check=False)
+    total = re.search(r"^Total\s+\d+\s+(\d+)", asked.stdout, re.MULTILINE)
+    return int(total[1]) / 1e6 if total else None
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> float:
@@ -270,17 +319,19 @@ class Phases:
                     Rejected(name, began_s - began, count, since, quiet[-1].late_ms, self.found.paces[-1])
                 )
             if kill_every_s is None:
-                self._sample_memory(time.monotonic() - began)
+                self._sample_memory(time.monotonic() - began, heap=number % _HEAP_CHUNKS == 1)
             if number % 6 == 1:
                 counts = together(quiet).counts
                 self._say(f"{name}: {max(0.0, seconds - spent):.0f} s left, {dict(counts)}")
         return quiet
 
-    def _sample_memory(self, at_s: float) -> None:
-        by_program = {program: size / 1e6 for program, size in self._live.memory_by_program().items()}
-        self.found.memory.append((at_s, sum(by_program.values())))
-        for program, megabytes in by_program.items():
-            self.found.memory_by.setdefault(program, []).append((at_s, megabytes))
+    def _sample_memory(self, at_s: float, *, heap: bool) -> None:
+        for program, size in self._live.memory_by_program().items():
+            self.found.memory.setdefault(program, []).append((at_s, size / 1e6))
+        for process in self._live.processes() if heap else ():
+            with contextlib.suppress(psutil.Error):
+                if process.name() == _JAVA and (megabytes := live_heap(process.pid)) is not None:
+                    self.found.live_heap.append((at_s, megabytes))
 
     def _workers(self) -> list[psutil.Process]:
         """Worker processes that may be killed because somebody starts them again: TorchServe's."""

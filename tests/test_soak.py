@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak import pace, section, verdicts, workloads
-from benchmarks.soak_phases import Course, Kill, Phases, Rejected, Soaked, course
+from benchmarks.soak_phases import Course, Kill, Phases, Rejected, Soaked, course, live_heap
 from serve.load.histogram import Histogram
 from serve.load.known import opened
 from serve.load.plan import Result
@@ -34,7 +36,7 @@ def sound() -> Soaked:
         capacity=100.0,
         mixed_capacity=80.0,
         mixed=result(answered=480, refused=20),
-        memory=[(10.0 * step, 500.0 + (step % 3)) for step in range(60)],
+        memory={"python": [(10.0 * step, 500.0 + (step % 3)) for step in range(60)]},
         overload={1.0: result(answered=990), 2.0: result(answered=950), 4.0: result(answered=920, rejected=3000)},
         afterwards=result(answered=10),
         bad_clients=Counter(
@@ -98,20 +100,70 @@ def test_clients_whose_worker_was_killed_are_told_to_try_again_and_others_are_no
 
 def test_steady_growth_is_a_leak_and_noise_or_one_step_is_none() -> None:
     found = sound()
-    found.memory = [(10.0 * step, 500.0 + 2.0 * step) for step in range(60)]  # 12 MB a minute
+    found.memory["python"] = [(10.0 * step, 500.0 + 2.0 * step) for step in range(60)]  # 12 MB a minute
     assert found.growth == pytest.approx(12)
     assert "memory grew by 12.00 MB a minute" in failing(found)[0]
-    found.memory = [(10.0 * step, 500.0 + 40 * (step > 10)) for step in range(60)]
+    found.memory["python"] = [(10.0 * step, 500.0 + 40 * (step > 10)) for step in range(60)]
     assert found.leaks is False
 
 
 def test_growth_that_was_watched_for_too_short_a_time_is_not_said_to_pass() -> None:
     found = sound()
-    found.memory = [(10.0 * step, 500.0 + 1.5 * step) for step in range(12)]  # 9 MB a minute, for two minutes
+    found.memory["python"] = [(10.0 * step, 500.0 + 1.5 * step) for step in range(12)]  # 9 MB a minute, for two minutes
     assert found.leaks is None
     (told,) = [verdict.line for verdict in verdicts(found, queue=100) if verdict.holds is None]
     assert told.startswith("- **not judged**: memory grew by 9.00 MB a minute over 12 samples")
     assert "which takes 3 minutes at that rate" in told
+
+
+def filling(megabytes_a_minute: float, minutes: int = 10) -> list[tuple[float, float]]:
+    return [(10.0 * step, 400.0 + megabytes_a_minute * step / 6) for step in range(minutes * 6)]
+
+
+def test_of_java_what_stays_alive_in_its_heap_is_judged_and_not_a_heap_that_fills() -> None:
+    found = sound()
+    found.memory["java"] = filling(8)
+    found.live_heap = [(at_s, 50.0) for at_s, _ in filling(0)[::3]]
+    assert found.growth == pytest.approx(0)
+    assert failing(found) == []
+    page = section(found, verdicts(found, queue=100), Serving((Execution("openvino"),)))
+    (line,) = [line for line in page if line.startswith("Memory while it was watched")]
+    assert "java 400 MB at first and 479 in the end, +8.00 a minute (its heap may take" in line
+    assert line.endswith("alive in the heap 50 MB at first and 50 in the end, +0.00 a minute.")
+    found.live_heap = filling(8)[::3]
+    assert "memory grew by 8.00 MB a minute over 60 samples (of Java what is alive" in failing(found)[0]
+
+
+def test_a_java_whose_heap_nobody_looked_into_is_not_judged_by_it_but_a_leaking_worker_is() -> None:
+    found = sound()
+    found.memory["java"] = filling(8)
+    (told,) = [verdict for verdict in verdicts(found, queue=100) if verdict.holds is None]
+    assert "only Java's, of which a JDK's jcmd would tell" in told.words
+    found.memory["python"] = filling(12)
+    assert found.leaks is True
+
+
+def test_what_is_alive_in_a_real_heap_is_told_without_what_was_dropped(tmp_path: Path) -> None:
+    if shutil.which("jcmd") is None or shutil.which("java") is None:
+        pytest.skip("no JDK")
+    program = tmp_path / "Held.java"
+    program.write_text(
+        """class Held {
+            public static void main(String[] words) throws Exception {
+                byte[] held = new byte[30_000_000];
+                for (int i = 0; i < 10; i++) { byte[] dropped = new byte[20_000_000]; }
+                System.out.println("up"); System.in.read(); System.out.println(held.length);
+            }
+        }"""
+    )
+    java = ["java", "-Xmx512m", "-Xms512m", str(program)]
+    with subprocess.Popen(java, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        alive = live_heap(process.pid)
+        assert alive is not None
+        assert 30 < alive < 80  # what was dropped, 200 MB, is not counted; the compiler's classes are
+        process.communicate("\n")
 
 
 def test_overload_that_costs_answers_or_keeps_them_waiting_fails() -> None:
