@@ -136,10 +136,14 @@ def test_the_one_thread_that_torchrun_gives_is_taken_back_and_that_of_the_user_i
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with subprocess.Popen(["sleep", "60"], env=said) as parent:
+    with subprocess.Popen(["cat"], env=said, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin
+        assert parent.stdout
+        parent.stdin.write(b"running\n")  # Popen is back before Linux shows the new environment (environ is empty)
+        parent.stdin.flush()
+        assert parent.stdout.readline() == b"running\n"
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)
         torchrun._take_back_one_thread(Launch(0, 2, 0, 2))
-        parent.kill()
     assert os.environ.get("OMP_NUM_THREADS") == left
     assert threads == ([len(os.sched_getaffinity(0))] if left is None else [])
 
