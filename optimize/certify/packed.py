@@ -61,7 +61,8 @@ class PackedLayers:
             given = next(node.inputs(), None)
             source = given.debugName() if given is not None else ""
             found = next((n for n, layer in enumerate(waiting) if _is_of(tensor, layer, batch)), None)
-            if node.kind() in _PASSES_ON and source in self._number_of and found != 0:
+            passes_on = node.kind() in _PASSES_ON and source in self._number_of
+            if passes_on and (found != 0 or self._keeps_range(node, values, self._number_of[source])):
                 self._number_of[name] = self._number_of.pop(source)
             elif found is not None:
                 self._number_of[name] = waiting[found].number
@@ -103,6 +104,18 @@ class PackedLayers:
         They have no step of their own here, so that it was given what came of others in their place.
         """
         return tuple(self._layers[number].name for number in layer.before if number not in self._given)
+
+    def _keeps_range(self, node: Any, values: dict[str, Any], number: int) -> bool:
+        """Whether a node is the clamp that keeps a layer's integers to the quantizer's range: no layer of its own.
+
+        The next one can have the same scale and zero-point, and be no operator that could be found.
+        """
+        if not node.kind().startswith("aten::clamp"):
+            return False
+        _, low, high = (values[given.debugName()] for given in node.inputs())
+        quantizer = self._layers[number].quantizer
+        most = (quantizer.high - quantizer.zero_point) * quantizer.scale
+        return low is None and isinstance(high, int | float) and math.isclose(high, most, rel_tol=1e-6)
 
     def _begun(self, images: torch.Tensor) -> dict[str, Any]:
         own, image = list(self._graph.inputs())[-2:]

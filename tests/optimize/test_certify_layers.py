@@ -36,6 +36,7 @@ from serve.runtime.errors import PipelineError
 from serve.runtime.execution import Execution
 from serve.runtime.onnx_session import cpu_session
 from serve.runtime.program_file import load_program
+from tests.processor import NEEDS_VNNI
 
 from .workbench import noise, noise_context, parent_of, quantizers
 
@@ -47,8 +48,6 @@ GRAPHS = (LITERAL, ORT, OPENVINO)
 
 #: What OpenVINO 2026.4 makes of a sum is known, and of others nothing of the sort.
 KNOWN = openvino.__version__.startswith("2026.4")
-
-VNNI = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs 8-bit activations")
 
 
 class Net(nn.Module):
@@ -233,7 +232,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.skipif("x86" not in torch.backends.quantized.supported_engines, reason="no x86 quantized kernels")
-@VNNI
+@NEEDS_VNNI
 def test_a_kernel_that_saturates_is_found_at_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = quantized(Wide(), tmp_path, grey=(200, 256))
     assert made.checked(TORCH).sound
@@ -297,6 +296,13 @@ def test_below_a_clamp_every_engine_gives_the_integers_that_are_meant(surprised:
         assert faults(made.checked(execution)) == []
 
 
+def kept(model: onnx.ModelProto, quantizer: onnx.NodeProto) -> str:
+    """The name of a quantizer's integers, behind the Clip that keeps them to 7 bits, if there is one."""
+    given: str = quantizer.output[0]
+    clips = [node.output[0] for node in model.graph.node if node.op_type == "Clip" and node.input[0] == given]
+    return clips[0] if clips else given
+
+
 def summed(made: Made, *, rounded: bool) -> onnx.ModelProto:
     """The graph up to its sum's integers; the convolution's addend goes through its quantizer, or comes as it is."""
     model = onnx.shape_inference.infer_shapes(onnx.load(made.graph / "model.onnx"))
@@ -304,13 +310,12 @@ def summed(made: Made, *, rounded: bool) -> onnx.ModelProto:
     quantizers = [node for node in model.graph.node if node.op_type == "QuantizeLinear"]
     convolved = quantizers[layer.number - 1]
     if not rounded:
-        dequantized = {
-            node.output[0] for node in model.graph.node if node.input and node.input[0] == convolved.output[0]
-        }
+        integers = kept(model, convolved)
+        dequantized = {node.output[0] for node in model.graph.node if node.input and node.input[0] == integers}
         (add,) = [node for node in model.graph.node if node.op_type == "Add"]
         (place,) = [place for place, name in enumerate(add.input) if name in dequantized]
         add.input[place] = convolved.input[0]
-    return Extractor(model).extract_model([model.graph.input[0].name], [quantizers[layer.number].output[0]])
+    return Extractor(model).extract_model([model.graph.input[0].name], [kept(model, quantizers[layer.number])])
 
 
 @pytest.mark.skipif(not KNOWN, reason="what another OpenVINO does is not known")
@@ -491,13 +496,17 @@ class Scaled(nn.Module):
         return torch.flatten(self.last(torch.relu(self.first(x)) * 0.37 + 0.02), 1)
 
 
+@pytest.mark.parametrize("target", ["x86", pytest.param("x86-vnni", marks=NEEDS_VNNI)])
 def test_of_a_kernel_that_has_no_step_of_its_own_the_layer_that_reads_it_is_not_blamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: TargetName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's sum with a number, which is kept in float otherwise, takes the scale of what it is given."""
+    """torch's sum with a number, which is kept in float otherwise, takes the scale of what it is given.
+
+    So does its product in the reference form: the clamp that keeps what is multiplied to 7 bits has its very scale.
+    """
     monkeypatch.setattr("optimize.quantization.convert.free_scalars", lambda module: 0)
     torch.manual_seed(0)
-    found = quantized(Scaled(), tmp_path).checked(TORCH)
+    found = quantized(Scaled(), tmp_path, target).checked(TORCH)
     assert found.apart is not None
     first = found.first
     assert first is not None
@@ -507,9 +516,17 @@ def test_of_a_kernel_that_has_no_step_of_its_own_the_layer_that_reads_it_is_not_
     assert first.cause.said.endswith("it was given others than are meant, by what has no step of its own: add")
 
 
-def test_graphs_of_other_integers_are_refused(net: Made, narrow: Made) -> None:
-    with pytest.raises(PipelineError, match=r"are not the \d+ of the reference program"):
-        check_layers(net.graph, narrow.reference, ORT, net.pixels)
+def test_graphs_of_other_integers_are_refused(net: Made, tmp_path: Path) -> None:
+    def change(model: onnx.ModelProto) -> None:
+        """As of a bit less: each step is twice as large."""
+        steps = {node.input[1] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+        for tensor in model.graph.initializer:
+            if tensor.name in steps:
+                tensor.CopyFrom(numpy_helper.from_array(2 * numpy_helper.to_array(tensor), tensor.name))
+
+    count = len(quantizers(net.packed))
+    with pytest.raises(PipelineError, match=rf"the graph's {count} quantizers are not the {count} of the reference"):
+        changed(net, tmp_path, change).checked(ORT)
 
 
 def test_the_same_is_found_in_a_process_of_its_own(net: Made) -> None:

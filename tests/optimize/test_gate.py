@@ -18,6 +18,7 @@ from optimize.passes.qat import Qat
 from optimize.quantization import gate
 from optimize.quantization.convert import write_quantized
 from optimize.quantization.gate import Gate, check_answers
+from tests.processor import NEEDS_VNNI
 
 from .workbench import noise, noise_context, parent_of
 
@@ -114,7 +115,7 @@ def test_a_qat_stage_is_checked_against_its_own_arithmetic(session, trained, mon
 
 
 @pytest.mark.skipif("x86" not in torch.backends.quantized.supported_engines, reason="no x86 quantized kernels")
-@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs 8-bit activations")
+@NEEDS_VNNI
 def test_kernels_that_saturate_are_noticed(tmp_path: Path, monkeypatch) -> None:
     from .test_int8_kernels import depthwise
 

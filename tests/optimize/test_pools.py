@@ -19,8 +19,9 @@ from optimize.quantization.pools import free_last_pool
 from serve.runtime.engines.base import execution_id
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.execution import Execution
+from tests.processor import NEEDS_VNNI
 
-from .test_certify_layers import GRAPHS, TORCH, VNNI, Made, quantized
+from .test_certify_layers import GRAPHS, TORCH, Made, quantized
 from .workbench import noise_context, parent_of, quantizers
 
 
@@ -123,7 +124,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return quantized(Pooled(nn.AdaptiveAvgPool2d(1), side=2), tmp_path_factory.mktemp("halves"))
 
 
-@VNNI
+@NEEDS_VNNI
 @pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
 def test_all_engines_give_its_integers(halves: Made, execution: Execution) -> None:
     found = halves.checked(execution)

@@ -25,10 +25,11 @@ from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.qdq import NarrowRange, explicit_form, verify
 from optimize.quantization.slices import drop_whole_slices
-from optimize.quantization.targets import TargetName, x86_target
+from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
+from tests.processor import NEEDS_VNNI
 
 from .explicit_nets import Int8Linear
 from .workbench import (
@@ -509,7 +510,7 @@ def test_only_a_slice_that_takes_everything_of_any_batch_is_left_out():
     assert torch.equal(module(batch), expected)
 
 
-@pytest.mark.skipif(x86_target().activation_max < 255, reason="needs 8-bit activations")
+@NEEDS_VNNI
 def test_a_full_range_has_no_clamp(tmp_path):
     _, path = lowered(layer("linear").eval(), tmp_path, "x86-vnni")
     assert "Clip" not in [node.op_type for node in onnx.load(path).graph.node]
