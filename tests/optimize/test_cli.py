@@ -17,6 +17,7 @@ from optimize import cli, noise
 from optimize.report.runs import faults_of
 from optimize.report.terminal import Display
 from serve.runtime.errors import PipelineError
+from tests.processor import BF16
 
 from .runs_fixtures import (
     RECIPE,
@@ -32,6 +33,9 @@ from .runs_fixtures import (
 from .synthetic import synthetic
 
 __all__ = ["copied_store", "tiny_run"]  # fixtures
+
+#: Artifacts of the run, an archive of each: its baseline, and what its stages make but one, which needs AVX-512 BF16.
+MADE = len(RECIPE["stages"]) + BF16
 
 
 def invoke(*words: object):
@@ -253,7 +257,7 @@ def test_a_finished_run_is_listed_shown_and_verified(tiny_run: TinyRun) -> None:
     assert "skipped, runs on CUDA only" in shown
     assert str(tiny_run.folder / "report.html") in shown
     assert json.loads(invoke("show", "tiny/ptq", *store).stdout)["name"] == "ptq"
-    assert invoke("verify", "tiny/", *store).stdout == "22 artifacts and archives are whole\n"
+    assert invoke("verify", "tiny/", *store).stdout == f"{2 * MADE} artifacts and archives are whole\n"
     assert invoke("verify", "tiny/ptq", *store).stdout == "2 artifacts and archives are whole\n"
     assert "did you mean tiny" in refused("show", "tinny", *store)
     assert "has no artifact 'pqt'" in refused("show", "tiny/pqt", *store)
@@ -300,7 +304,7 @@ def test_verify_names_what_is_damaged_and_exits_with_1(copied_store: Path) -> No
     assert len(lines) == 3
     assert any("model.onnx: corrupted" in line for line in lines)
     assert any("tiny-fuse.mar: missing" in line for line in lines)
-    assert lines[-1] == "error: 2 of 22 are damaged; run the model again to rebuild them"
+    assert lines[-1] == f"error: 2 of {2 * MADE} are damaged; run the model again to rebuild them"
 
 
 @pytest.mark.slow
@@ -317,8 +321,11 @@ def test_prune_frees_what_only_removed_runs_used(copied_store: Path) -> None:
     shutil.rmtree(copied_store / "tiny")
     result = invoke("prune", "--store", copied_store, "--yes")
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("  tiny on digits: "))
-    # Ten artifacts, the four graphs by two engines; what the integers of two mean, and two graphs as they are written.
-    expected = {"baseline (2)", "ptq (2)", "answers (18)", "speed", "parity certificate (4)", "archive (11)"}
+    # All but one, which runs on CUDA; four graphs by a second engine; what the integers of two mean, and two graphs as
+    # they are written.
+    answers = (MADE - 1) + 4 + 2 + 2
+    expected = {"baseline (2)", "ptq (2)", f"answers ({answers})", "speed", "parity certificate (4)"}
+    expected.add(f"archive ({MADE})")
     assert expected <= set(line[18:].split(", "))
     assert result.stdout.splitlines()[-1].startswith("removed ")
     assert list((copied_store / ".store" / "objects").iterdir()) == []

@@ -31,10 +31,10 @@ from serve.runtime.errors import EngineError
 from serve.runtime.execution import Execution
 from serve.runtime.program_file import load_program
 from tests.narrow import layer
+from tests.processor import NEEDS_BF16
 
 from .workbench import noise_context, parent_of, run
 
-NEEDS_BF16 = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no AVX-512 BF16")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 

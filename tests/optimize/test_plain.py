@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from pathlib import Path
 
 import onnx
@@ -20,8 +21,14 @@ from optimize.quantization.gate import sqnr
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from serve.runtime.card import Preprocessing
 from serve.runtime.program_file import load_program
+from tests.processor import LARGEST
 
 from .workbench import noise_context, parent_of
+
+#: Where engines round ties to different sides, they differ by a step. As many averages of integers are ties whatever
+#: the step is; with integers up to 127 it is twice that of those up to 255, and so is the difference: 6.05 dB. (A pool
+#: that counts the integer 0 around the image is at -8 dB.)
+COARSER_DB = 20 * math.log10(255 / LARGEST)
 
 
 class ChannelsLast(nn.Module):
@@ -111,8 +118,8 @@ def test_openvino_counts_zeros_around_a_quantized_image_as_zeros(ceil, tmp_path)
     meant = run_onnx(path, pixels, literal=True)
     with torch.no_grad():
         program = load_program(tmp_path / "ptq" / REFERENCE_FILE).module()
-        assert sqnr(program(context.example(8)), meant) > 40
-    assert sqnr(meant, in_openvino(path, pixels)) > 30
+        assert sqnr(program(context.example(8)), meant) > 40 - COARSER_DB
+    assert sqnr(meant, in_openvino(path, pixels)) > 30 - COARSER_DB
 
 
 def test_openvino_answers_as_the_integers_of_a_network_with_a_token_that_all_images_share(tmp_path):

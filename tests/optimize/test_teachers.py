@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.resolve import resolve_model
 from optimize.models.teacher import Served
+from optimize.passes.dynamic import Dynamic
 from optimize.passes.fuse import Fuse
 from optimize.passes.half import Half
 from optimize.passes.prune_magnitude import PruneMagnitude
@@ -30,6 +31,7 @@ from serve.runtime.card import Card, Preprocessing
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.runtime.images import normalise
+from tests.processor import NEEDS_BF16
 
 from .runs_fixtures import run_recipe, with_stages
 from .tiny_net import Tiny
@@ -162,8 +164,15 @@ def test_a_graph_that_takes_pixels_is_given_those_that_the_images_were():
     assert seen[0].dtype == torch.uint8
 
 
-def test_an_artifact_of_any_engine_teaches_by_its_answers_and_not_by_features(session, base):
-    narrow = session.apply(base, Half(dtype="bfloat16")).artifact
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        pytest.param(Half(dtype="bfloat16"), "half is a reduced-precision program", marks=NEEDS_BF16),
+        (Dynamic(), "dynamic is a dynamically quantized program"),
+    ],
+)
+def test_an_artifact_of_any_engine_teaches_by_its_answers_and_not_by_features(config, said, session, base):
+    narrow = session.apply(base, config).artifact
     teaching = session.teaching(taught("narrow"), base, {"narrow": narrow})
     assert teaching is not None
     module = copy.deepcopy(teaching.open().module)
@@ -174,9 +183,7 @@ def test_an_artifact_of_any_engine_teaches_by_its_answers_and_not_by_features(se
         assert torch.equal(pickle.loads(pickle.dumps(module))(images), answers)
     assert (answers.dtype, answers.shape) == (torch.float32, (8, 4))
     assert 0 < (answers - expected).abs().max() < 0.05 * expected.abs().max()
-    with pytest.raises(
-        UserError, match=r"distil\.features: half is a reduced-precision program; a float module has fea"
-    ):
+    with pytest.raises(UserError, match=rf"distil\.features: {said}; a float module has fea"):
         session.teaching(taught("narrow", features=["relu"]), base, {"narrow": narrow})
 
 
