@@ -36,6 +36,7 @@ from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.runtime.onnx_session import cpu_session
+from tests.processor import LARGEST
 
 from .runs_fixtures import TinyRun, copied_store, tiny_run
 
@@ -161,8 +162,14 @@ def test_a_graphs_layers_have_the_models_names_and_are_given_once(passes: tuple[
     assert layers.left == 3 * (MACS - TINY["stem.0"][0])
 
 
-def test_the_product_that_int8_is_compared_with_is_computed_in_integers_by_each_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("largest", sorted({127, LARGEST}))
+def test_the_product_that_int8_is_compared_with_is_computed_in_integers_by_each_engine(
+    largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is that product: with activations of 8 bits sums saturate on a CPU without VNNI."""
+    monkeypatch.setattr("optimize.quantization.targets.has_vnni", lambda: largest == 255)
     graph, given = int8_product_graph(64), activations(64)
+    assert (given.min(), given.max()) == (0, largest)
     compiled = compile_bytes(graph, 1)
     kinds = {
         getattr(node.get_rt_info()["layerType"], "value", node.get_rt_info()["layerType"]): node
@@ -171,7 +178,9 @@ def test_the_product_that_int8_is_compared_with_is_computed_in_integers_by_each_
     product = kinds.get("FullyConnected") or kinds["MatMul"]
     assert str(getattr(product.get_rt_info()["runtimePrecision"], "value", "")) in ("u8", "i8")
     weights = onnx.numpy_helper.to_array(onnx.load_from_string(graph).graph.initializer[0]).astype(np.int64)
-    exact = np.clip(np.rint((given.astype(np.int64) - 128) @ weights * 0.01) + 128, 0, 255)
+    zero = (largest + 1) // 2
+    exact = np.clip(np.rint((given.astype(np.int64) - zero) @ weights * 0.01) + zero, 0, 255)
+    assert len(np.unique(exact)) > 100
     answers = (
         next(iter(compiled(given).values())),
         cpu_session(graph, half=False, threads=1).run(None, {INPUT: given})[0],
@@ -183,9 +192,15 @@ def test_the_product_that_int8_is_compared_with_is_computed_in_integers_by_each_
 def test_torchs_own_product_is_of_integers() -> None:
     reader = readers()["torchscript"]
     assert reader.int8_product is not None
-    answer = reader.int8_product(16, 1)()
+    torch.manual_seed(0)
+    answer = reader.int8_product(64, 1)()
     assert isinstance(answer, torch.Tensor)
     assert answer.dtype == torch.quint8
+    torch.manual_seed(0)
+    weights = torch.randint(-127, 128, (64, 64), dtype=torch.int8).long()
+    exact = (torch.from_numpy(activations(64)).long() @ weights.T / answer.q_scale()).round() + answer.q_zero_point()
+    assert (answer.int_repr().long() - exact.clamp(0, 255)).abs().max() <= 1
+    assert len(exact.unique()) > 50
 
 
 def layer(name: str, ms: float, **more: object) -> Layer:
