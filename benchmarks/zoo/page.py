@@ -160,7 +160,8 @@ def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
 
 def _signal(signal: Signal) -> str:
     stars = "*" * (2 - signal.weights_rounded - signal.pooled_rounded)
-    return f"{signal.image_share:.1%}, {signal.rounding_db:.0f} dB{stars}{'†' if signal.branches else ''}"
+    bits = "" if signal.largest == 255 else " of 7 bits"
+    return f"{signal.image_share:.1%}, {signal.rounding_db:.0f} dB{bits}{stars}{'†' if signal.branches else ''}"
 
 
 def _share(record: ModelRecord) -> float | None:

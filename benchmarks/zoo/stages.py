@@ -41,6 +41,7 @@ from optimize.passes.onnx import Onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.passes.reestimate import reestimate
+from optimize.quantization.targets import x86_target
 from optimize.run.results import measure
 from optimize.run.session import Session, Step
 from optimize.store.objects import Store
@@ -264,7 +265,7 @@ class Model:
         torch.manual_seed(context.seed)
         module = source.build(len(context.data.classes), context.preprocessing.crop[0])
         images, _ = next(self._batches(context.data.train, self.settings.calibration, size=32))
-        initialise(module, images)
+        initialise(module, images, largest=x86_target().activation_max)
         return module
 
     def _fit_head(self, module: nn.Module) -> Signal:
@@ -273,6 +274,7 @@ class Model:
             module,
             lambda: self._batches(data.train, self.settings.fitting),
             lambda: self._batches(data.val, self.settings.judging),
+            largest=x86_target().activation_max,
         )
 
     def _strengthened(self, module: nn.Module, signal: Signal) -> Signal:

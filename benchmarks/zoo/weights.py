@@ -60,13 +60,14 @@ _BRANCH_FACTORS = ("layer_scale", "gamma", "gamma_1", "gamma_2")
 _TOKENS = ("class_token", "cls_token", "dist_token", "reg_token", "pos_embedding", "pos_embed")
 
 
-def initialise(module: nn.Module, images: torch.Tensor, seed: int = 0) -> float:
+def initialise(module: nn.Module, images: torch.Tensor, seed: int = 0, *, largest: int = 255) -> float:
     """Draw weights that keep their signal through the depth of a network, in place.
 
     Args:
         module: in any mode, as its library builds it; afterwards in eval mode.
         images: ``float32 (N, C, H, W)``, normalised, real; N of 16 to 32 are enough.
         seed: of the draw.
+        largest: integer of an activation; see `_rounding`.
 
     Returns:
         The mean that was chosen.
@@ -81,7 +82,7 @@ def initialise(module: nn.Module, images: torch.Tensor, seed: int = 0) -> float:
             _settle(module, images, way, seed, ends)
             head = _last_layer(module, images)
             exact = _read_by(module, head, images)
-            with _rounding(module, sums=bool(ends)):
+            with _rounding(module, sums=bool(ends), largest=largest):
                 kept[way] = _above_db(exact, _read_by(module, head, images))
         best = max(kept, key=lambda way: kept[way])
         if kept[best] >= CLEAR_DB:
@@ -191,13 +192,13 @@ def _as_branch(layer: nn.Module, given: Any, output: Any, deviation: float) -> A
 
 
 @contextmanager
-def _rounding(module: nn.Module, sums: bool) -> Iterator[None]:
-    """Let each layer have weights, and give numbers, of 8 bits.
+def _rounding(module: nn.Module, sums: bool, largest: int) -> Iterator[None]:
+    """Let each layer have weights of 8 bits, and give numbers of as many, or of 7: integers from 0 to ``largest``.
 
     A channel's weights are of 255 numbers, symmetric and at equal distances; a norm that is folded into them later
     scales them alike. What a layer gives is of 256, at equal distances from its least to its largest; not where it has
     no bias and there are norms: those are folded into it, and give what is rounded. Pooled maps, which a squeeze and
-    excitation reads, are of 256 too.
+    excitation reads, are of 256 too; all of them of 128 where a CPU without VNNI is to compute with them.
 
     All three count. The error of a weight is the same at all places, and no pool averages it out as it does that of
     what a layer gives: in a small MaxViT, whose squeeze and excitation makes much of little differences between pooled
@@ -209,12 +210,13 @@ def _rounding(module: nn.Module, sums: bool) -> Iterator[None]:
     norms = [layer for layer in module.modules() if isinstance(layer, _NORMS)]
     layers = [layer for layer in module.modules() if isinstance(layer, _WEIGHTED)]
     kept = [layer.weight.data for layer in layers]
+    in_bits = functools.partial(_in_bits, largest=largest)
 
     def rounded(layer: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
-        return _in_8_bits(output)
+        return in_bits(output)
 
     def read(layer: nn.Module, given: Any) -> Any:
-        return (_in_8_bits(given[0]),) if _reads_pooled(layer, given) else given
+        return (in_bits(given[0]),) if _reads_pooled(layer, given) else given
 
     try:
         for layer, weight in zip(layers, kept, strict=True):
@@ -222,7 +224,7 @@ def _rounding(module: nn.Module, sums: bool) -> Iterator[None]:
             step = (weight.abs().amax(others, keepdim=True) / 127).clamp_min(1e-12)
             layer.weight.data = (weight / step).round() * step
         with (
-            RoundedSums(_in_8_bits) if sums else nullcontext(),
+            RoundedSums(in_bits) if sums else nullcontext(),
             _hooked(layers, read, before=True),
             _hooked(norms, rounded),
             _hooked([layer for layer in layers if not norms or layer.bias is not None], rounded),
@@ -238,10 +240,10 @@ def _reads_pooled(layer: nn.Module, given: Any) -> bool:
     return isinstance(layer, nn.Conv2d) and given[0].shape[-2:] == (1, 1)
 
 
-def _in_8_bits(values: torch.Tensor) -> torch.Tensor:
-    """The nearest of 256 numbers at equal distances, from the least of the values to the largest."""
+def _in_bits(values: torch.Tensor, largest: int) -> torch.Tensor:
+    """The nearest of ``largest + 1`` numbers at equal distances, from the least of the values to the largest."""
     low, high = values.aminmax()
-    step = ((high - low) / 255).clamp_min(1e-12)
+    step = ((high - low) / largest).clamp_min(1e-12)
     return ((values - low) / step).round() * step + low
 
 
@@ -262,6 +264,8 @@ def fit_head(
     module: nn.Module,
     shown: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]],
     judged: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+    *,
+    largest: int = 255,
 ) -> Signal:
     """Fit the last layer to labels, by ridge regression, and see what the network is worth with it.
 
@@ -269,6 +273,7 @@ def fit_head(
         module: in eval mode; its last layer with weights gives the logits (after a pool, where it is a convolution).
         shown: batches of images ``float32 (N, C, H, W)`` and labels ``int64 (N,)`` to fit on.
         judged: others, to judge by.
+        largest: integer of an activation; see `_rounding`.
     """
     head = _last_layer(module, next(shown())[0])
     assert isinstance(head, _WEIGHTED)
@@ -278,13 +283,14 @@ def fit_head(
     labels: list[torch.Tensor] = []
     for images, wanted in shown():
         features.append(_read_by(module, head, images))
-        with _rounding(module, sums=branches > 0):
+        with _rounding(module, sums=branches > 0, largest=largest):
             rounded.append(_read_by(module, head, images))
         labels.append(wanted)
     exact, lossy = torch.cat(features).double(), torch.cat(rounded).double()
     x, y = torch.cat([exact, lossy]), torch.cat(labels + labels)
     classes = head.weight.shape[0]
     lost = float((lossy - exact).square().mean() / x.square().mean().clamp_min(1e-12))
+    lost *= (largest / 255) ** 2  # of 8 bits, which TensorRT has whatever this CPU has
     weight, centre = _ridge(x, nn.functional.one_hot(y, classes).double(), max(_NOISE, _SYMMETRIC * lost))
     answers = (x - centre) @ weight
     weight = weight * (3 / answers.std().clamp_min(1e-12))
@@ -308,6 +314,7 @@ def fit_head(
         weights_rounded=True,
         pooled_rounded=True,
         branches=branches,
+        largest=largest,
     )
 
 

@@ -197,7 +197,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
     repack(converted, round_biases(form))
     program = reference_program(form, example)
     _reshape_views(converted)
-    clamp_packed(converted, program, example)
+    clamp_packed(converted, program.graph, example)
     save_program(program, folder / REFERENCE_FILE)
     file = write_script(converted, example, folder)
     return Product(

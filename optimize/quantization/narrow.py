@@ -26,7 +26,7 @@ class _Quantized(fx.Interpreter):
         return value
 
 
-def clamp_packed(converted: fx.GraphModule, program: torch.export.ExportedProgram, example: torch.Tensor) -> int:
+def clamp_packed(converted: fx.GraphModule, reference: fx.Graph, example: torch.Tensor) -> int:
     """Clamp what packed kernels give to the range that it was quantized for, in place.
 
     torch's kernels (2.11 to 2.14) write all 8 bits whatever the range: an activation beyond what calibration saw
@@ -35,7 +35,7 @@ def clamp_packed(converted: fx.GraphModule, program: torch.export.ExportedProgra
 
     Args:
         converted: the packed model.
-        program: its reference form, which knows the ranges.
+        reference: that of its reference form, which knows the ranges.
         example: ``float32 (N, C, H, W)``.
 
     Returns:
@@ -43,7 +43,7 @@ def clamp_packed(converted: fx.GraphModule, program: torch.export.ExportedProgra
     """
     narrow = {
         (node.args[1], node.args[2]): node.args[4]
-        for node in program.graph.nodes
+        for node in reference.nodes
         if str(node.target).startswith("quantized_decomposed.quantize_per_tensor") and node.args[4] < _LARGEST
     }
     if not narrow:
