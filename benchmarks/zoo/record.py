@@ -25,8 +25,8 @@ class Signal(Record):
     numbers, of 8 bits: below 0 dB an int8 network of these weights answers noise, whatever made it. ``top1`` is the
     fitted head's, on ``images`` that nothing was fitted on. Of records without ``weights_rounded`` the weights
     stayed exact, of those without ``pooled_rounded`` pooled maps. ``branches`` are a deep transformer's, whose sums
-    were rounded, too, and which were drawn small; 0 for others. ``largest`` is that of an activation's integers: 127 where
-    numbers have 7 bits, as those of a CPU without VNNI do.
+    were rounded, too, and which were drawn small; 0 for others. ``largest`` is that of an activation's integers: 127
+    where numbers have 7 bits, as those of a CPU without VNNI do.
     """
 
     image_share: float

@@ -1,7 +1,7 @@
 """The product of two int8 matrices, as an ONNX graph for engines that run graphs: what an int8 peak is taken by.
 
-Its activations have the integers that artifacts for this CPU have. Without VNNI those of 8 bits would saturate, and what
-was timed would be no product.
+Its activations have the integers that artifacts for this CPU have. Without VNNI those of 8 bits would saturate, and
+what was timed would be no product.
 """
 
 from __future__ import annotations

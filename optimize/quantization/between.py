@@ -33,7 +33,7 @@ def free_between(prepared: fx.GraphModule) -> int:
     Returns:
         How many were taken away.
     """
-    quantized = {node: _is_quantized(prepared, node) for node in prepared.graph.nodes if _has_weights(prepared, node)}
+    quantized = {node: _is_quantized(prepared, node) for node in prepared.graph.nodes if has_weights(prepared, node)}
     if all(quantized.values()):
         return 0
     in_integers = integers_at(prepared.graph, quantized)
@@ -131,7 +131,8 @@ def _called(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     return module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-def _has_weights(module: fx.GraphModule, node: fx.Node) -> bool:
+def has_weights(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node is a convolution or a linear layer, as a module or as a function."""
     if node.op == "call_function":
         return node.target in _FUNCTIONS
     layer = _called(module, node)

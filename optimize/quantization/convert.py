@@ -29,6 +29,7 @@ from optimize.quantization.choices import Chosen
 from optimize.quantization.computed import store_weights
 from optimize.quantization.forgetting import forgotten
 from optimize.quantization.inexact import IN_FLOAT, free_inexact
+from optimize.quantization.known import KNOWN_IN_FLOAT, free_known
 from optimize.quantization.means import flatten_places
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.norms import with_factors
@@ -44,6 +45,7 @@ from optimize.quantization.slices import drop_whole_slices
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
+from serve.runtime.integers import ANY_X86
 from serve.runtime.program_file import save_program
 
 _NOTHING = "torch.ao.quantization found no layer that it can quantize in this model"
@@ -113,7 +115,9 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         target: whose kernels' patterns are looked for.
     """
     # FX would trace into layers of foreign classes again, and fail.
-    whole = PrepareCustomConfig().set_non_traceable_module_classes([*left_whole(module), GlobalPool, *IN_FLOAT])
+    whole = PrepareCustomConfig().set_non_traceable_module_classes(
+        [*left_whole(module), GlobalPool, *IN_FLOAT, *KNOWN_IN_FLOAT]
+    )
     insert = prepare_qat_fx if module.training else prepare_fx
     unbound: frozenset[str] = frozenset()
     while True:
@@ -121,6 +125,8 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         if target.packed:
             free_last_pool(bounded, example)
             free_inexact(bounded)
+        if target.name == ANY_X86:
+            free_known(bounded)
         bounds = bound_relus(bounded, mapping, but_not=unbound)
         with forgotten(bounded):
             prepared: fx.GraphModule = insert(

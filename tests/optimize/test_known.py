@@ -1,0 +1,55 @@
+"""A tanh or a sigmoid in front of a layer with weights: with 7 bits its integers are those that any x86 CPU can sum."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optimize.lint.base import lint
+from serve.runtime.engines.base import execution_id
+from serve.runtime.execution import Execution
+
+from .test_certify_layers import GRAPHS, TORCH, Made, quantized
+from .workbench import quantizers
+
+
+class Bounded(nn.Module):
+    """All that has a known range: before a layer, on its way there, and before a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tanh, self.sigmoid = nn.Conv2d(1, 64, 3), nn.Tanh(), nn.Sigmoid()
+        self.second, self.third = nn.Conv2d(64, 64, 3, stride=2), nn.Conv2d(64, 64, 3, stride=2)
+        self.gate, self.last = nn.Conv2d(64, 64, 1), nn.Linear(64 * 4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.tanh(5 * self.first(x)))
+        x = self.third(functional.hardsigmoid(x + 3))
+        x = x * self.sigmoid(self.gate(x))
+        return self.last(torch.flatten((x + 5).sigmoid(), 1))
+
+
+@pytest.fixture(scope="module")
+def bounded(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Its weights, and what they read, are large and of one sign: pairs of products do not fit into 16 bits."""
+    torch.manual_seed(0)
+    module = Bounded()
+    for layer in (module.second, module.third, module.last):
+        layer.weight.data.abs_().clamp_(min=0.1)
+    return quantized(module, tmp_path_factory.mktemp("bounded"), "x86")
+
+
+@pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
+def test_what_layers_with_weights_read_has_seven_bits_in_every_engine(bounded: Made, execution: Execution) -> None:
+    found = bounded.checked(execution)
+    assert found.layers
+    assert [layer for layer in found.layers if layer.cause is not None and layer.cause.why != "rounding"] == []
+
+
+def test_what_is_multiplied_alone_keeps_its_eight(bounded: Made) -> None:
+    highs = [high for _, _, _, high in quantizers(bounded.packed)]
+    assert highs.count(255) == 1, "the gate"
+    assert lint(onnx.load(bounded.graph / "model.onnx"), "x86") == ()
