@@ -12,6 +12,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
@@ -492,6 +493,29 @@ def test_when_a_device_is_lost_the_process_ends_with_the_reason(monkeypatch: pyt
 
     with pytest.raises(EngineError, match="stuck: CUDA error: device-side assert: the server ends"):
         process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [wanted], said)
+
+
+def test_while_it_serves_who_waits_for_pythons_lock_gets_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders and engine wait for it behind the event loop, which under overload has something to do all the time."""
+    service: Any = Stuck()
+    monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
+    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
+    intervals: list[float] = []
+
+    def said(line: str) -> None:
+        if line.startswith("ready"):
+            intervals.append(sys.getswitchinterval())
+            service.broken = "the test is over"
+
+    before = sys.getswitchinterval()
+    with pytest.raises(EngineError, match="the test is over"):
+        process.run(
+            Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path("stuck.mar"))], said
+        )
+    (serving,) = intervals
+    assert serving <= before / 10
+    assert sys.getswitchinterval() == before
 
 
 def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
