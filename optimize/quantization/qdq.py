@@ -184,7 +184,7 @@ def verify(
             is not an int8 initializer, or the linter has an error.
     """
     findings = lint(model, target)
-    # Which clamps there must be is known here, and judged below.
+    # Clamps are judged below: which there must be is known here.
     wrong = [finding for finding in findings if finding.severity == "error" and finding.rule != "lost-clamp"]
     if errors := [*wrong, *(finding for finding in findings if finding.rule == "unfolded-weight")]:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -223,6 +223,10 @@ def verify(
     )
     if clamped < len(clamps):
         raise PassError(f"QDQ graph: {len(clamps)} activation ranges need a clamp, only {clamped} have one")
+    # Where no layer may read 8 bits, one that does has them from a kernel that was not asked for fewer.
+    for finding in findings:
+        if target == "x86" and finding.rule == "lost-clamp":
+            raise PassError(f"QDQ graph: {finding.node}: {finding.said}")
     if not folded_weights:
         raise PassError("QDQ graph: nothing is quantized, this is a float graph")
     left = sum(

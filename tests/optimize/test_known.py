@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import onnx
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from optimize.errors import PassError
 from optimize.lint.base import lint
 from serve.runtime.engines.base import execution_id
 from serve.runtime.execution import Execution
@@ -47,6 +50,14 @@ def test_what_layers_with_weights_read_has_seven_bits_in_every_engine(bounded: M
     found = bounded.checked(execution)
     assert found.layers
     assert [layer for layer in found.layers if layer.cause is not None and layer.cause.why != "rounding"] == []
+
+
+def test_a_graph_in_which_a_layer_reads_eight_bits_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optimize.quantization.convert.free_known", lambda module: 0)
+    with pytest.raises(PassError, match="a layer's input reaches 255, where 7 bits end at 127"):
+        quantized(Bounded(), tmp_path, "x86")
 
 
 def test_what_is_multiplied_alone_keeps_its_eight(bounded: Made) -> None:
