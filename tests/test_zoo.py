@@ -183,6 +183,13 @@ def test_the_zoo_has_all_of_torchvisions_classifiers_and_refuses_others(capsys) 
     assert "the zoo has no 'resnet17'" in capsys.readouterr().err
 
 
+def test_a_page_is_not_written_among_the_records(tmp_path: Path, capsys) -> None:
+    """Its own records, beside it, would be read as one."""
+    page = tmp_path / "zoo.md"
+    assert zoo.main(["resnet18", "--records", str(tmp_path), "--write", str(page)]) == 2
+    assert f"error: --write {page}: what lies in --records is read as records" in capsys.readouterr().err
+
+
 def whole(name: str, **changes: object) -> ModelRecord:
     agreed = (
         Agreement(engine="reference program", reference="float", top1=0.9, sqnr_db=18.25, images=64),

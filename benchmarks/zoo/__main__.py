@@ -132,6 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in options.names if name not in own and not name.startswith("timm:")]:
         print(f"error: the zoo has no {unknown[0]!r}", file=sys.stderr)
         return 2
+    if options.write is not None and options.write.parent.resolve() == options.records.resolve():
+        print(f"error: --write {options.write}: what lies in --records is read as records", file=sys.stderr)
+        return 2
     until = time.monotonic() + options.limit
     names = options.names or [*own, *timm_names()]
     if options.write is not None:
