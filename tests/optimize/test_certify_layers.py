@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -115,14 +115,20 @@ def quantized(
     target: TargetName = "auto",
     grey: tuple[int, int] = (40, 200),
     given: GraphInput = "uint8",
+    *,
+    front_end: Literal["fx", "pt2e"] = "fx",
 ) -> Made:
-    """``module`` after ptq with min-max ranges and onnx-int8, on grey noise of values in a range."""
+    """``module`` after ptq with min-max ranges and onnx-int8, on grey noise of values in a range.
+
+    Of the front end ``pt2e`` there is no packed program: what lies in its place is the reference.
+    """
     context = noise_context(train=noise(64, 1, *grey))
     parent = parent_of(module.eval(), context, root / "parent")
     packed, graph = root / "ptq", root / "onnx-int8"
     packed.mkdir()
     graph.mkdir()
-    product = PTQ.apply(parent, Ptq(observer="minmax", images=32, target=target, min_agreement=0.0), context, packed)
+    config = Ptq(front_end=front_end, observer="minmax", images=32, target=target, min_agreement=0.0)
+    product = PTQ.apply(parent, config, context, packed)
     card = carded(product, parent, packed)
     artifact = Artifact("ptq", "quantized", "1" * 64, packed, card, parent=parent)
     written = ONNX_INT8.apply(artifact, OnnxInt8(max_size_ratio=1.0, min_agreement=0.0, input=given), context, graph)

@@ -35,14 +35,18 @@ class Bounded(nn.Module):
         return self.last(torch.flatten((x + 5).sigmoid(), 1))
 
 
-@pytest.fixture(scope="module")
-def bounded(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Its weights, and what they read, are large and of one sign: pairs of products do not fit into 16 bits."""
+def summing() -> Bounded:
+    """One whose weights, and what they read, are large and of one sign: pairs of products do not fit into 16 bits."""
     torch.manual_seed(0)
     module = Bounded()
     for layer in (module.second, module.third, module.last):
         layer.weight.data.abs_().clamp_(min=0.1)
-    return quantized(module, tmp_path_factory.mktemp("bounded"), "x86")
+    return module
+
+
+@pytest.fixture(scope="module")
+def bounded(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return quantized(summing(), tmp_path_factory.mktemp("bounded"), "x86")
 
 
 @pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
@@ -64,3 +68,15 @@ def test_what_is_multiplied_alone_keeps_its_eight(bounded: Made) -> None:
     highs = [high for _, _, _, high in quantizers(bounded.packed)]
     assert highs.count(255) == 1, "the gate"
     assert lint(onnx.load(bounded.graph / "model.onnx"), "x86") == ()
+
+
+@pytest.mark.peers
+def test_the_second_front_end_gives_no_operator_a_range_that_is_known(tmp_path: Path) -> None:
+    """Its quantizer knows none of them: they give floats, which the quantizer of what reads them rounds to 7 bits."""
+    pytest.importorskip("torchao")
+    made = quantized(summing(), tmp_path, "x86", front_end="pt2e")
+    assert {high for _, _, _, high in quantizers(made.packed)} == {127}
+    for execution in GRAPHS:
+        found = made.checked(execution)
+        assert found.layers
+        assert [layer for layer in found.layers if layer.cause is not None and layer.cause.why != "rounding"] == []
