@@ -1,10 +1,10 @@
 """Operators whose range is known, kept in float where 7 bits are wanted: torch's kernels of them give all 8.
 
-Of a tanh, a sigmoid and a hardsigmoid torch.ao (2.11 to 2.14) knows the range, and its kernels give 256 integers
-whatever the target. A layer with weights that reads them has products that a CPU without VNNI adds in 16 bits, in
-torch, ONNX Runtime and OpenVINO alike: behind the tanh of a small MaxViT's head two thirds of the last layer's integers
-were others. In float they are rounded by the quantizer of what reads them, to 7 bits. What a sigmoid multiplies (a
-squeeze and excitation) is no sum of products, and takes 8.
+Of a tanh, a sigmoid, a hardsigmoid and a softmax that is a module torch.ao (2.11 to 2.14) knows the range, and its
+kernels give 256 integers whatever the target. A layer with weights that reads them has products that a CPU without VNNI
+adds in 16 bits, in torch, ONNX Runtime and OpenVINO alike: behind the tanh of a small MaxViT's head two thirds of the
+last layer's integers were others. In float they are rounded by the quantizer of what reads them, to 7 bits. What a
+sigmoid multiplies (a squeeze and excitation) is no sum of products, and takes 8.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ class FloatHardsigmoid(nn.Hardsigmoid):
     """See the module."""
 
 
+class FloatSoftmax(nn.Softmax):
+    """See the module; a softmax that is a function has no kernel, and its range is observed."""
+
+
 #: What they become.
-KNOWN_IN_FLOAT: Final = (FloatTanh, FloatSigmoid, FloatHardsigmoid)
+KNOWN_IN_FLOAT: Final = (FloatTanh, FloatSigmoid, FloatHardsigmoid, FloatSoftmax)
 _OPERATORS: Final[dict[Any, type[nn.Module]]] = {
     **dict.fromkeys((nn.Tanh, torch.tanh, functional.tanh, "tanh", "tanh_"), FloatTanh),
     **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid", "sigmoid_"), FloatSigmoid),
@@ -59,11 +63,11 @@ def free_known(module: fx.GraphModule) -> int:
     """
     freed = 0
     for node in list(module.graph.nodes):
-        kind = _kind(module, node)
-        if kind is None or not _weighed(module, node):
+        known = _in_float(module, node)
+        if known is None or not _weighed(module, node):
             continue
         name = f"{node.name}_in_float"
-        module.add_submodule(name, kind())
+        module.add_submodule(name, known)
         with module.graph.inserting_before(node):
             node.replace_all_uses_with(module.graph.call_module(name, (node.all_input_nodes[0],)))
         module.graph.erase_node(node)
@@ -72,11 +76,23 @@ def free_known(module: fx.GraphModule) -> int:
     return freed
 
 
-def _kind(module: fx.GraphModule, node: fx.Node) -> type[nn.Module] | None:
-    if node.op == "call_module":
-        return _OPERATORS.get(type(module.get_submodule(str(node.target))))
-    in_place = str(node.target).endswith("_") and len(node.all_input_nodes[0].users) > 1
-    return None if node.op not in ("call_function", "call_method") or in_place else _OPERATORS.get(node.target)
+def _in_float(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    """What computes in float what a node does; None if torch.ao knows no range of it."""
+    called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if type(called) is nn.Softmax:
+        return FloatSoftmax(called.dim)
+    kind = _OPERATORS.get(node.target if called is None else type(called))
+    if kind is None or _read_afterwards(module, node, called):
+        return None
+    return kind()
+
+
+def _read_afterwards(module: fx.GraphModule, node: fx.Node, called: nn.Module | None) -> bool:
+    """Whether a node writes into a tensor that something else may read behind it, by that name or as a view of it."""
+    in_place = node.kwargs.get("inplace") or getattr(called, "inplace", False) or str(node.target).endswith("_")
+    others = [user for user in node.all_input_nodes[0].users if user is not node]
+    # What a layer with weights gives lies in memory of its own.
+    return bool(in_place) and not all(user < node and has_weights(module, user) for user in others)
 
 
 def _weighed(module: fx.GraphModule, node: fx.Node) -> bool:
