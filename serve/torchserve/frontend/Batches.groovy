@@ -65,6 +65,12 @@ class Batches extends BatchAggregator {
     }
 
     @Override
+    void pollBatch(String thread, WorkerState state) {
+        super.pollBatch(thread, state)
+        queue.fill(jobs)
+    }
+
+    @Override
     boolean sendResponse(ModelWorkerResponse message) {
         if (message.getCode() != 200) {
             answerAll(message.getCode(), message.getMessage())

@@ -5,6 +5,7 @@ import java.util.concurrent.TimeUnit
 import org.pytorch.serve.archive.model.ModelException
 import org.pytorch.serve.job.GRPCJob
 import org.pytorch.serve.job.Job
+import org.pytorch.serve.util.messages.WorkerCommands
 import org.pytorch.serve.wlm.Model
 import org.pytorch.serve.wlm.ModelManager
 
@@ -20,7 +21,7 @@ class ModelQueue extends LinkedBlockingDeque<Job> {
     private final Model model
     private final int most
     private final LinkedBlockingDeque<Job> before
-    private int room = 0  // of the batch that is being taken; under TorchServe's lock of batches
+    private final ThreadLocal<Integer> room = ThreadLocal.withInitial { 0 }  // of the batch that this thread takes
     private final Set<Job> unanswered = ConcurrentHashMap.newKeySet()
     private boolean closed = false
 
@@ -76,14 +77,34 @@ class ModelQueue extends LinkedBlockingDeque<Job> {
         if (timeout == Long.MAX_VALUE) {
             Job first = super.poll(timeout, unit)
             int whole = model.getBatchSize()
-            room = (size() + 1 >= whole ? whole : (whole + 1).intdiv(2)) - 1
+            int taken = size() + 1 >= whole ? whole : (whole + 1).intdiv(2)
+            room.set(first.getCmd() == WorkerCommands.PREDICT ? taken - 1 : 0)
             return first
         }
-        if (room == 0) {
+        if (room.get() == 0) {
             return null
         }
-        room--
+        room.set(room.get() - 1)
         return unit.toMillis(timeout) <= LEAST_DELAY_MS ? poll() : super.poll(timeout, unit)
+    }
+
+    /**
+     * Add to a batch that this thread has taken what waits and has room in it. 0.12 goes on to the next request only while
+     * maxBatchDelay lasts, which is 1 ms: a thread that was kept from its core for so long leaves with a few of many.
+     */
+    void fill(Map<String, Job> batch) {
+        while (room.get() > 0) {
+            Job job = poll()
+            if (job == null || job.getCmd() != WorkerCommands.PREDICT) {
+                room.set(0)
+                if (job != null) {
+                    addFirst(job)  // it goes alone
+                }
+            } else {
+                room.set(room.get() - 1)
+                batch.put(job.getJobId(), job)
+            }
+        }
     }
 
     @Override
