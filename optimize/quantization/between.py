@@ -14,7 +14,7 @@ from torch.ao.nn.intrinsic.modules.fused import _FusedModule
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from optimize.quantization.outputs import is_watcher, remove_watcher
+from optimize.quantization.watchers import called_module, is_watcher, remove_watcher
 
 _FUNCTIONS = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)
 _PRODUCTS = (torch.matmul, torch.bmm, "matmul", "bmm")
@@ -127,15 +127,11 @@ def _readers(module: fx.GraphModule, watcher: fx.Node) -> Iterable[fx.Node]:
             yield user
 
 
-def _called(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
-
-
 def has_weights(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node is a convolution or a linear layer, as a module or as a function."""
     if node.op == "call_function":
         return node.target in _FUNCTIONS
-    layer = _called(module, node)
+    layer = called_module(module, node)
     if isinstance(layer, (_ConvNd, nn.Linear)):  # those of QAT that are fused with a norm, too
         return True
     return isinstance(layer, _FusedModule) and isinstance(next(layer.children()), (_ConvNd, nn.Linear))
@@ -143,7 +139,7 @@ def has_weights(module: fx.GraphModule, node: fx.Node) -> bool:
 
 def _learned(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node computes with weights, or multiplies tensors as layers do."""
-    layer = _called(module, node)
+    layer = called_module(module, node)
     if layer is None:
         return node.target in (*_FUNCTIONS, *_PRODUCTS)
     return not is_watcher(module, node) and next(layer.parameters(), None) is not None
@@ -151,4 +147,4 @@ def _learned(module: fx.GraphModule, node: fx.Node) -> bool:
 
 def _is_quantized(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a layer is; the weights that a function is given always are."""
-    return node.op == "call_function" or getattr(_called(module, node), "qconfig", None) is not None
+    return node.op == "call_function" or getattr(called_module(module, node), "qconfig", None) is not None

@@ -16,6 +16,8 @@ from torch.ao.quantization import FakeQuantizeBase, QConfigMapping
 from torch.ao.quantization.observer import ObserverBase
 from torch.nn import functional
 
+from optimize.quantization.watchers import called_module
+
 #: Layers whose kernels take a ReLU along.
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -92,7 +94,7 @@ def bind(prepared: fx.GraphModule, bounds: Mapping[str, float]) -> frozenset[str
     watching: dict[str, nn.Module] = {}
     places: defaultdict[nn.Module, list[fx.Node]] = defaultdict(list)
     for node in prepared.graph.nodes:
-        watcher = prepared.get_submodule(str(node.target)) if node.op == "call_module" else None
+        watcher = called_module(prepared, node)
         if isinstance(watcher, (ObserverBase, FakeQuantizeBase)):
             places[watcher].append(node)
             if node.args[0].op == "call_module":

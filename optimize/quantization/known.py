@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from optimize.quantization.between import has_weights
+from optimize.quantization.watchers import called_module
 
 
 class FloatTanh(nn.Tanh):
@@ -78,7 +79,7 @@ def free_known(module: fx.GraphModule) -> int:
 
 def _in_float(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     """What computes in float what a node does; None if torch.ao knows no range of it."""
-    called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    called = called_module(module, node)
     if type(called) is nn.Softmax:
         return FloatSoftmax(called.dim)
     kind = _OPERATORS.get(node.target if called is None else type(called))

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from optimize.errors import NotApplicableError
+from optimize.quantization.watchers import called_module
 
 _LAYERS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
@@ -26,7 +27,7 @@ def with_factors(traced: fx.GraphModule) -> None:
         NotApplicableError: a norm has no running statistics; torch.ao fails on it, and a graph has none to be made of.
     """
     for node in traced.graph.nodes:
-        norm = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        norm = called_module(traced, node)
         if not isinstance(norm, _BatchNorm):
             continue
         if norm.running_mean is None:
@@ -71,10 +72,10 @@ def lift_factors(traced: fx.GraphModule) -> None:
 def _with_norms(traced: fx.GraphModule) -> Iterator[tuple[Any, _BatchNorm]]:
     """Layers with the norm that alone sees what they give, with factors and statistics of its own."""
     for node in traced.graph.nodes:
-        norm = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        norm = called_module(traced, node)
         if not isinstance(norm, _BatchNorm) or not norm.affine or norm.running_mean is None:
             continue
         before = node.all_input_nodes[0]
-        layer = traced.get_submodule(str(before.target)) if before.op == "call_module" else None
+        layer = called_module(traced, before)
         if type(layer) in _LAYERS and len(before.users) == 1:
             yield layer, norm

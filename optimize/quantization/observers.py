@@ -12,6 +12,8 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torch.ao.quantization.observer import MinMaxObserver, ObserverBase
 
+from optimize.quantization.watchers import called_module
+
 
 class MeanMinMaxObserver(MinMaxObserver):
     """The mean over batches of each batch's least and largest value; `end_batch` says where a batch ends.
@@ -58,7 +60,7 @@ def watched(prepared: fx.GraphModule) -> dict[nn.Module, str]:
     """Name of the layer whose output each observer or fake-quantize module sees; that of functions is missing."""
     found: dict[nn.Module, str] = {}
     for node in prepared.graph.nodes:
-        layer = prepared.get_submodule(str(node.target)) if node.op == "call_module" else None
+        layer = called_module(prepared, node)
         if isinstance(layer, (ObserverBase, FakeQuantizeBase)):
             before = node.args[0]
             if before.op == "call_module":

@@ -18,6 +18,8 @@ from torch.ao.quantization.observer import ObserverBase
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from optimize.quantization.watchers import called_module, remove_watcher
+
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 
 
@@ -55,32 +57,14 @@ def free_outputs(prepared: fx.GraphModule, backend: BackendConfig) -> int:
     return len(freed)
 
 
-def is_watcher(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node is an observer or a fake-quantize module."""
-    return isinstance(_layer(module, node), (ObserverBase, FakeQuantizeBase))
-
-
-def remove_watcher(prepared: fx.GraphModule, node: fx.Node) -> None:
-    """Take away an observer or fake-quantize module at one of its places; whoever read it reads what it watched."""
-    before: Any = node.args[0]
-    node.replace_all_uses_with(before)
-    prepared.graph.erase_node(node)
-    if all(other.target != node.target for other in prepared.graph.nodes):
-        prepared.delete_submodule(str(node.target))  # one that sees nothing has no range
-
-
-def _layer(module: fx.GraphModule, node: Any) -> nn.Module | None:
-    return module.get_submodule(str(node.target)) if isinstance(node, fx.Node) and node.op == "call_module" else None
-
-
 def _layer_before(module: fx.GraphModule, watcher: fx.Node) -> nn.Module | None:
     """The weighted layer whose output this node watches, if it alone takes it."""
-    watching = _layer(module, watcher)
+    watching = called_module(module, watcher)
     # One with a bound (see `bounds`) is a ReLU6's clamp, too.
     if not isinstance(watching, (ObserverBase, FakeQuantizeBase)) or watching._forward_pre_hooks:
         return None
     before = watcher.args[0]
-    layer = _layer(module, before)
+    layer = called_module(module, before)
     weighted = [layer, *layer.children()] if layer is not None else []
     if not isinstance(before, fx.Node) or len(before.users) != 1:
         return None
@@ -101,7 +85,7 @@ def _reads_integers(module: fx.GraphModule, user: fx.Node, quantized: set[Any]) 
     """Whether an operator has a pattern of the backend's, and so takes integers."""
     if user.op == "output":
         return False
-    layer = _layer(module, user)
+    layer = called_module(module, user)
     if layer is None:
         return user.target in quantized
     if isinstance(layer, _BatchNorm):

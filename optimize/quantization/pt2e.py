@@ -28,6 +28,7 @@ from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import explicit_form
 from optimize.quantization.ranges import Granularity, Observer, WeightObserver, cut, weight_observer
 from optimize.quantization.targets import Target
+from optimize.quantization.watchers import called_module
 
 _ATEN = torch.ops.aten
 
@@ -160,7 +161,7 @@ def left_in_float(prepared: fx.GraphModule) -> tuple[str, ...]:
 def _cut_weights(module: fx.GraphModule, watching: Watching) -> None:
     """Cut what lies beyond the ranges that weights were given, in place, as `choose_weights` does it behind FX."""
     for node in module.graph.nodes:
-        layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        layer = called_module(module, node)
         if isinstance(layer, _LAYERS) and not watching.chosen.in_float(str(node.target)):
             kind, granularity = watching.weight(str(node.target))
             if kind != "minmax":
@@ -330,7 +331,7 @@ def _in_global_pool(node: fx.Node) -> bool:
 
 
 def _is_watcher(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    called = prepared.get_submodule(str(node.target)) if node.op == "call_module" else None
+    called = called_module(prepared, node)
     return isinstance(getattr(called, "observer", None), ObserverBase)
 
 

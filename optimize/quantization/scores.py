@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.outputs import is_watcher, remove_watcher
+from optimize.quantization.watchers import is_watcher, remove_watcher
 
 _SOFTMAX = (functional.softmax, torch.softmax, "softmax")
 #: What scores go through on their way, with constants or masks.

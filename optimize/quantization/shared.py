@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.outputs import is_watcher
+from optimize.quantization.watchers import is_watcher
 
 #: Operators that only say otherwise in which order a tensor's elements are, or take some of them.
 _VIEWS = frozenset(

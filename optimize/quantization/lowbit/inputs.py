@@ -15,7 +15,7 @@ from torch.ao.quantization import FakeQuantizeBase
 
 from optimize.quantization.lowbit.straight import Integers, stepped
 from optimize.quantization.lowbit.weights import LEAST_SCALE
-from optimize.quantization.outputs import is_watcher
+from optimize.quantization.watchers import is_watcher
 
 ActivationQuantizerName = Literal["lsq", "pact", "dorefa"]
 

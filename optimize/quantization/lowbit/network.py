@@ -17,6 +17,7 @@ from optimize.quantization.lowbit.inputs import INPUT_QUANTIZERS, Grid, InputQua
 from optimize.quantization.lowbit.settings import LowBitTraining
 from optimize.quantization.lowbit.weights import WEIGHT_QUANTIZERS, Codes, WeightQuantizer
 from optimize.quantization.ranges import MseObserver
+from optimize.quantization.watchers import called_module
 
 _TRAINED = {nn.Conv1d: nnqat.Conv1d, nn.Conv2d: nnqat.Conv2d, nn.Conv3d: nnqat.Conv3d, nn.Linear: nnqat.Linear}
 
@@ -94,7 +95,7 @@ def settle(trained: fx.GraphModule, traced: fx.GraphModule) -> Quantized:
     codes: dict[str, Codes] = {}
     grids: dict[str, Grid] = {}
     for node in trained.graph.nodes:
-        layer = trained.get_submodule(str(node.target)) if node.op == "call_module" else None
+        layer = called_module(trained, node)
         fake = getattr(layer, "weight_fake_quant", None)
         if isinstance(fake, WeightQuantizer):
             assert layer is not None
