@@ -39,7 +39,7 @@ from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
 from optimize.quantization.ranges import Observer
 from optimize.quantization.scalars import free_scalars
-from optimize.quantization.scores import free_scores
+from optimize.quantization.scores import call_softmax, free_scores
 from optimize.quantization.shared import share_watchers
 from optimize.quantization.slices import drop_whole_slices
 from optimize.quantization.targets import Target
@@ -77,6 +77,7 @@ def trace_calls(
     store_weights(graph_module)
     with_factors(graph_module)
     write_out_attention(graph_module, example, in_float)
+    call_softmax(graph_module)
     note_shapes(graph_module, example)  # of what attention has become, too
     flatten_places(graph_module)
     drop_whole_slices(graph_module)

@@ -1,10 +1,10 @@
 """Operators whose range is known, kept in float where 7 bits are wanted: torch's kernels of them give all 8.
 
-Of a tanh, a sigmoid, a hardsigmoid and a softmax that is a module torch.ao (2.11 to 2.14) knows the range, and its
-kernels give 256 integers whatever the target. A layer with weights that reads them has products that a CPU without VNNI
-adds in 16 bits, in torch, ONNX Runtime and OpenVINO alike: behind the tanh of a small MaxViT's head two thirds of the
-last layer's integers were others. In float they are rounded by the quantizer of what reads them, to 7 bits. What a
-sigmoid multiplies (a squeeze and excitation) is no sum of products, and takes 8.
+Of a tanh, a sigmoid and a hardsigmoid torch.ao (2.11 to 2.14) knows the range, and its kernels give 256 integers whatever
+the target. A layer with weights that reads them has products that a CPU without VNNI adds in 16 bits, in torch, ONNX
+Runtime and OpenVINO alike: behind the tanh of a small MaxViT's head two thirds of the last layer's integers were others.
+In float they are rounded by the quantizer of what reads them, to 7 bits. What a sigmoid multiplies (a squeeze and
+excitation) is no sum of products, and takes 8.
 """
 
 from __future__ import annotations
@@ -32,12 +32,8 @@ class FloatHardsigmoid(nn.Hardsigmoid):
     """See the module."""
 
 
-class FloatSoftmax(nn.Softmax):
-    """See the module; a softmax that is a function has no kernel, and its range is observed."""
-
-
 #: What they become.
-KNOWN_IN_FLOAT: Final = (FloatTanh, FloatSigmoid, FloatHardsigmoid, FloatSoftmax)
+KNOWN_IN_FLOAT: Final = (FloatTanh, FloatSigmoid, FloatHardsigmoid)
 _OPERATORS: Final[dict[Any, type[nn.Module]]] = {
     **dict.fromkeys((nn.Tanh, torch.tanh, functional.tanh, "tanh", "tanh_"), FloatTanh),
     **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid", "sigmoid_"), FloatSigmoid),
@@ -80,8 +76,6 @@ def free_known(module: fx.GraphModule) -> int:
 def _in_float(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     """What computes in float what a node does; None if torch.ao knows no range of it."""
     called = called_module(module, node)
-    if type(called) is nn.Softmax:
-        return FloatSoftmax(called.dim)
     kind = _OPERATORS.get(node.target if called is None else type(called))
     if kind is None or _read_afterwards(module, node, called):
         return None

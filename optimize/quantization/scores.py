@@ -1,8 +1,9 @@
-"""The scores of attention in float: what lies between a product and the softmax behind it is not quantized.
+"""The scores of attention in float: what lies between a product, or a layer, and the softmax behind it is not quantized.
 
 A softmax is exponential in its scores: a step of their range is an error of the share, and none of what adds a position
 or a mask to them gains from integers. TensorRT's documentation ("Explicit Quantization") and ONNX Runtime's own
-quantizer of transformers leave them in float, too.
+quantizer of transformers leave them in float, too. The shares that it gives are integers again, of the range that they
+have.
 """
 
 from __future__ import annotations
@@ -13,22 +14,40 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.watchers import is_watcher, remove_watcher
+from optimize.quantization.watchers import called_module, is_watcher, remove_watcher
 
 _SOFTMAX = (functional.softmax, torch.softmax, "softmax")
-#: What scores go through on their way, with constants or masks.
-_BETWEEN = frozenset(
+#: What computes with scores on their way, with constants or masks.
+_ARITHMETIC = frozenset(
     {
         *(operator.add, operator.iadd, torch.add, "add", "add_"),
         *(operator.sub, operator.mul, operator.imul, operator.truediv, torch.sub, torch.mul, torch.div),
         *("sub", "mul", "mul_", "div", "div_", "masked_fill", "masked_fill_"),
-        *("view", "reshape", "unsqueeze", "squeeze", "contiguous", "float", "type_as"),
     }
 )
+_BETWEEN = _ARITHMETIC | {"view", "reshape", "unsqueeze", "squeeze", "contiguous", "float", "type_as"}
+
+
+def call_softmax(module: fx.GraphModule) -> None:
+    """Make each softmax that is a module a function's call, in place.
+
+    What the module gives, torch.ao (2.11 to 2.14) rounds to steps of 1/256 whatever it is: of 200 tokens that are looked
+    at alike, a share is one step. What the function gives has the range that is seen.
+    """
+    for node in list(module.graph.nodes):
+        called = called_module(module, node)
+        if type(called) is nn.Softmax:
+            with module.graph.inserting_before(node):
+                call = module.graph.call_function(functional.softmax, node.args, {**node.kwargs, "dim": called.dim})
+            call.meta = node.meta
+            node.replace_all_uses_with(call)
+            module.graph.erase_node(node)
 
 
 def free_scores(prepared: fx.GraphModule) -> int:
-    """Take away what watches tensors between a product of two activations and a softmax, in place.
+    """Take away what watches tensors between a softmax and what gives its scores, in place.
+
+    That is a product of two activations, or a layer where anything is computed between.
 
     Args:
         prepared: with observers or fake-quantize modules.
@@ -38,7 +57,7 @@ def free_scores(prepared: fx.GraphModule) -> int:
     """
     freed: list[fx.Node] = []
     for node in prepared.graph.nodes:
-        if _is_softmax(prepared, node):
+        if node.target in _SOFTMAX:
             found, reached = _before(prepared, node.all_input_nodes[0])
             freed += found if reached else []
     freed = list(dict.fromkeys(freed))
@@ -49,7 +68,7 @@ def free_scores(prepared: fx.GraphModule) -> int:
 
 
 def _before(prepared: fx.GraphModule, given: fx.Node) -> tuple[list[fx.Node], bool]:
-    """Watchers from a node back to the products that it is computed from, and whether there is such a product."""
+    """Watchers from a node back to what it is computed from, and whether that is more than one layer's answer."""
     if len(given.users) != 1:
         return [], False
     if is_watcher(prepared, given):
@@ -64,14 +83,8 @@ def _before(prepared: fx.GraphModule, given: fx.Node) -> tuple[list[fx.Node], bo
         return [], True
     if given.op == "call_module" or given.target not in _BETWEEN:
         return [], False
-    found, reached = [], False
+    found, reached = [], given.target in _ARITHMETIC
     for source in given.all_input_nodes:
         more, product = _before(prepared, source)
         found, reached = found + more, reached or product
     return found, reached
-
-
-def _is_softmax(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return type(prepared.get_submodule(str(node.target))) is nn.Softmax
-    return node.target in _SOFTMAX

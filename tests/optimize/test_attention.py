@@ -17,6 +17,7 @@ from torch.nn.utils import parameters_to_vector
 from optimize.context import Context
 from optimize.export.folding import fuse_module
 from optimize.export.trace import trace
+from optimize.measure.statistics import sqnr_db
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
@@ -350,7 +351,7 @@ def test_attention_is_found_in_a_fused_network() -> None:
         torch.testing.assert_close(found(IMAGES), module(IMAGES), rtol=0, atol=1e-4)
 
 
-def test_only_what_a_product_gives_is_freed_before_a_softmax() -> None:
+def test_what_one_layer_gives_stays_in_integers_before_a_softmax() -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -362,6 +363,60 @@ def test_only_what_a_product_gives_is_freed_before_a_softmax() -> None:
     target = target_named("x86")
     prepared = prepare(trace_calls(Head(), IMAGES), target.post_training("minmax"), IMAGES, target)
     assert free_scores(prepared) == 0
+
+
+class Shares(nn.Module):
+    """Mixes 256 tokens by shares of scores that a layer gives and an offset moves, as a state space does it."""
+
+    def __init__(self, softmax: nn.Module, offset: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.scores, self.head = nn.Conv2d(3, 16, 2, 2), nn.Conv2d(16, 16, 1), nn.Linear(256, 4)
+        self.softmax = softmax
+        self.register_buffer("offset", offset * torch.linspace(-1, 1, 16)[:, None])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        shares = self.softmax(self.scores(x).flatten(2) + self.offset)
+        return self.head(torch.matmul(x.flatten(2), shares.transpose(1, 2)).flatten(1))
+
+
+class Along(nn.Module):
+    """A softmax that is a function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(-1)
+
+
+def kept(module: nn.Module, target: str) -> float:
+    """How much of what differs between images integers keep, in dB."""
+    torch.manual_seed(0)
+    context, config = colours(), Ptq(images=32, target=target)
+    prepared = observing(lambda: module, config, resolve(lambda: module, config), context.example())("histogram")
+    calibrate(prepared, context, calibrating(config, context))
+    settle_weights(prepared, context.example())
+    form = reference_form(prepared, context.example(), target_named(target).backend_config())
+    images = context.example(32)
+    with torch.no_grad():
+        wanted, found = (each - each.mean(0) for each in (module(images), form(images)))
+    ratio = sqnr_db(wanted.numpy(), found.numpy())
+    assert ratio is not None
+    return ratio
+
+
+@pytest.mark.parametrize("target", ["x86", "x86-vnni", "tensorrt"])
+def test_a_softmax_that_is_a_module_is_the_function(target: str) -> None:
+    """Each share of 256 tokens is about one step of the 1/256 that torch.ao gives the module."""
+    module, function = (Shares(softmax).eval() for softmax in (nn.Softmax(-1), Along()))
+    assert kept(module, target) == pytest.approx(kept(function, target), abs=1e-3)
+
+
+@pytest.mark.parametrize("target", ["x86", "x86-vnni", "tensorrt"])
+def test_an_offset_that_no_share_depends_on_costs_nothing(target: str) -> None:
+    plain, moved = (Shares(Along(), offset).eval() for offset in (0.0, 50.0))
+    with torch.no_grad():
+        torch.testing.assert_close(plain(IMAGES), moved(IMAGES), rtol=0, atol=1e-4)
+    assert kept(moved, target) > kept(plain, target) - 0.5
 
 
 @needs_timm
