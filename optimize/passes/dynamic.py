@@ -23,6 +23,8 @@ from serve.runtime.integers import ANY_X86
 from serve.runtime.script_file import load_script
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+# How they are made, beside their sizes and biases.
+_WORDS = ("num_layers", "batch_first", "dropout", "bidirectional", "proj_size", "nonlinearity")
 
 
 class Dynamic(Gate):
@@ -50,11 +52,26 @@ def _called_layers(module: nn.Module, example: torch.Tensor) -> list[str]:
     return [name for name, layer in layers.items() if layer in called]
 
 
+def _give_biases(module: nn.Module, names: list[str]) -> None:
+    """Give recurrent layers without biases some of 0, in place: torch.ao (2.11 to 2.14) asserts that they have them."""
+    for name in names:
+        layer = module.get_submodule(name)
+        if not isinstance(layer, _RECURRENT) or layer.bias:
+            continue
+        given = {word: value for word in _WORDS if (value := getattr(layer, word, None))}
+        whole = type(layer)(layer.input_size, layer.hidden_size, **given)
+        for parameter in whole.parameters():
+            nn.init.zeros_(parameter)
+        whole.load_state_dict(layer.state_dict(), strict=False)
+        module.set_submodule(name, whole.train(layer.training))
+
+
 def _apply(parent: Artifact, config: Dynamic, context: Context, folder: Path) -> Product:
     module = parent.module()
     names = _called_layers(module, context.example())
     if not names:
         raise NotApplicableError("the model has no linear or recurrent layer")
+    _give_biases(module, names)
     use_int8_kernels()
     linear = per_channel_dynamic_qconfig if config.per_channel else default_dynamic_qconfig
     recipe = {

@@ -258,6 +258,35 @@ def test_dynamic_quantizes_recurrent_layers(tmp_path):
         assert program(batch[:1]).shape == (1, 4)
 
 
+class Unbiased(nn.Module):
+    """Recurrent layers of every kind, whose sums begin with nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 8, num_layers=2, bias=False, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(16, 8, bias=False, batch_first=True)
+        self.cells = nn.ModuleList(
+            [nn.LSTMCell(8, 8, bias=False), nn.GRUCell(8, 8, bias=False), nn.RNNCell(8, 4, bias=False, nonlinearity="relu")]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last = self.gru(self.lstm(x[:, 0])[0])[0][:, -1]
+        lstm, gru, plain = self.cells
+        return plain(gru(lstm(last)[0]))
+
+
+def test_dynamic_takes_recurrent_layers_without_biases(tmp_path):
+    torch.manual_seed(0)
+    module, context = Unbiased().eval(), noise_context()
+    product = DYNAMIC.apply(parent_of(module, context, tmp_path / "parent"), Dynamic(), context, tmp_path)
+    assert product.notes[0].startswith("5 layers quantized")
+    batch = context.example(6)
+    use_int8_kernels()
+    with torch.no_grad():
+        found, wanted = torch.jit.load(str(tmp_path / "model.pt"))(batch), module(batch)
+    assert 0 < (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
 class Reads(nn.Module):
     """Calls one linear layer and reads the weight of another, as Swin's attention does."""
 
