@@ -5,7 +5,6 @@ Between a check of the file in the store and its use somebody could swap it; nob
 
 from __future__ import annotations
 
-import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,7 +118,7 @@ def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool 
 ForeignParts = Callable[[OpenArchive, Card], list[str]]
 
 
-def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, foreign: ForeignParts | None) -> Path:
+def verified_copy(source: Path, policy: Policy, into: Path, *, foreign: ForeignParts | None) -> Path:
     """Copy an archive or an artifact folder to where nobody else can write, check the copy, and return it.
 
     It is whole, by the hashes of its card; signed, where the policy says so, and then an archive of the model that its
@@ -128,7 +127,7 @@ def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, for
     Args:
         source: a ``.mar`` file, or an artifact folder.
         policy: what may be loaded.
-        into: a private folder (700) of the caller's; None: a new one in the temporary folder. The caller removes it.
+        into: a private folder (700) of the caller's.
         foreign: `serve.torchserve.archive.foreign_parts` where an archive's Python will be run, as TorchServe does.
             Then it must be signed, or be this installation's, unless the policy allows others. None: it is not run.
 
@@ -140,11 +139,10 @@ def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, for
         CardError: it is not whole, or no archive or artifact.
         UserError: it is not there or cannot be copied, or ``into`` is open to others.
     """
-    own = None if into is not None else Path(tempfile.mkdtemp(prefix="verified-"))
-    copy = (into or own or Path()) / source.name
+    copy = into / source.name
     signature = signature_path(copy)
     try:
-        private_copy(source, copy.parent)
+        private_copy(source, into)
         if policy.keys:
             if not signature_path(source).is_file():
                 raise SignatureError(
@@ -159,7 +157,7 @@ def verified_copy(source: Path, policy: Policy, into: Path | None = None, *, for
             with open_archive(copy) as archive:
                 _check_archive(source, archive, policy, foreign)
     except BaseException:
-        remove_copy(own or copy)
+        remove_copy(copy)
         raise
     finally:
         signature.unlink(missing_ok=True)

@@ -240,14 +240,11 @@ def test_all_that_is_checked_of_a_copy_is_read_of_one_file(
     assert opened == [copy]
 
 
-def test_a_folders_copy_loads(folder: Path, keys: Keys) -> None:
+def test_a_folders_copy_loads(folder: Path, keys: Keys, private: Path) -> None:
     sign(folder, keys.private)
-    copy = verified_copy(folder, Policy((keys.public,)), foreign=foreign_parts)
-    try:
-        assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700
-        assert load_card(copy) == load_card(folder)
-    finally:
-        shutil.rmtree(copy.parent)
+    copy = verified_copy(folder, Policy((keys.public,)), private, foreign=foreign_parts)
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o700
+    assert load_card(copy) == load_card(folder)
 
 
 @pytest.mark.parametrize("fault", ["unsigned", "other", "changed"])
@@ -303,11 +300,10 @@ def test_an_unsigned_archive_with_other_code_is_not_given_to_torchserve(
     with pytest.raises(SignatureError, match=name):
         verified_copy(archive, Policy(), private, foreign=foreign_parts)
     assert list(private.iterdir()) == []
-    for copy in (
-        verified_copy(archive, Policy(foreign_code=True), private, foreign=foreign_parts),
-        verified_copy(archive, Policy(), foreign=None),
-    ):
+    for policy, foreign in ((Policy(foreign_code=True), foreign_parts), (Policy(), None)):
+        copy = verified_copy(archive, policy, private, foreign=foreign)
         assert copy.read_bytes() == archive.read_bytes()
+        copy.unlink()
 
 
 def test_code_that_calls_itself_the_model_is_code(archive: Path, private: Path) -> None:
