@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from optimize.errors import NotApplicableError
 from optimize.measure.bench import Bench, Candidate
@@ -47,6 +47,8 @@ _FINALISTS = 3
 
 class Search(Config):
     """What a search is to find, and how."""
+
+    model_config = ConfigDict(title="")  # in messages, its settings are the command line's
 
     max_drop: float = Field(
         default=0.005, ge=0, le=1, description="largest loss of top-1, as a fraction, on the images that choose"

@@ -15,7 +15,7 @@ from torch import nn
 from optimize.context import Context
 from optimize.data.augment import AUGMENTATIONS, IN_WORDS
 from optimize.data.classes import check_classes, with_classes
-from optimize.data.formats.base import DEFAULT_DATA, open_data
+from optimize.data.formats.base import DEFAULT_DATA, SEEDS, open_data
 from optimize.data.records import Augmentation, ImageData
 from optimize.data.splits import subset
 from optimize.listener import SILENT, Listener
@@ -84,8 +84,7 @@ class Job(Config):
         default=False, description="let the run replace one of another model or other data that has its name"
     )
     trust_checkpoint: bool = Field(default=False, description="let the checkpoint's pickle run code")
-    # Smaller than what generators take, because trainings multiply it by a million for each process and epoch.
-    seed: int = Field(default=0, ge=0, lt=1 << 32, description="of every random choice")
+    seed: int = Field(default=0, ge=0, lt=SEEDS, description="of every random choice")
     processes: int | None = Field(
         default=None,
         ge=1,
@@ -99,6 +98,11 @@ class Job(Config):
     recommend: Mapping[str, object] = Field(
         default_factory=dict, description="what differs from the recipe's rule of the recommendation"
     )
+
+    @property
+    def brings_weights(self) -> bool:
+        """Whether the model need not be trained."""
+        return self.checkpoint is not None or self.weights is not None or isinstance(self.model, nn.Module)
 
     @field_validator("run")
     @classmethod

@@ -34,6 +34,7 @@ from optimize.run.rehearsal import check_teaching
 from optimize.run.results import measure
 from optimize.run.session import BASELINE, Step
 from optimize.store.files import write_atomically, write_json
+from optimize.training.config import trains
 from serve import layout
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 
@@ -64,6 +65,7 @@ def run(job: Job, listener: Listener) -> Outcome:
     path = job.recipe or DEFAULT_RECIPE
     recipe = load_recipe(path)
     rule = Recommend(**(recipe.recommend.model_dump() | dict(job.recommend)))
+    _refuse_idle(job, recipe, path)
     opened = open_job(job, listener, Wish(recipe.preprocessing, f"preprocessing.{{}} in {path.name}"))
     session, context = opened.session, opened.session.context
     folder = job.store / opened.run
@@ -121,6 +123,16 @@ def run(job: Job, listener: Listener) -> Outcome:
             if charts.paper is not None:
                 write_atomically(folder / "pareto.svg", charts.paper)
     return Outcome(report, folder)
+
+
+def _refuse_idle(job: Job, recipe: Recipe, path: Path) -> None:
+    """Refuse what is said of trainings where there will be none."""
+    trained = not job.brings_weights or any(trains(stage.config) for stage in recipe.stages)
+    said = {"--processes": job.processes, "--tensorboard": job.tensorboard}
+    if not trained and (idle := [f"{option} {value}" for option, value in said.items() if value not in (None, 1)]):
+        raise UserError(
+            f"{' and '.join(idle)}: nothing is trained, for the model brings its weights and no pass of {path} trains"
+        )
 
 
 def _check(opened: Opened, recipe: Recipe, path: Path) -> None:

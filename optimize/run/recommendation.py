@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from optimize.measure.figures import Measured
 from optimize.measure.latency import LEVEL, Speed, level
@@ -29,6 +29,8 @@ _LONG_TAIL = 2.0
 
 class Recommend(Config):
     """How the recommended artifact is chosen."""
+
+    model_config = ConfigDict(title="")  # in messages, its settings are the command line's
 
     objective: Objective = Field(
         default="latency",

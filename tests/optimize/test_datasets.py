@@ -82,6 +82,12 @@ def test_the_split_depends_on_the_seed_alone():
     assert first.fingerprint != other.fingerprint
 
 
+@pytest.mark.parametrize("seed", [-1, 1 << 32, 1 << 64])
+def test_a_seed_that_no_generator_takes_is_refused_before_anything_is_opened(seed: int) -> None:
+    with pytest.raises(UserError, match=f"^seed must be from 0 to 4294967295, got {seed}$"):
+        open_data("imagefolder:nowhere", seed=seed)
+
+
 def test_a_folder_of_classes_is_split_without_overlap(folder):
     data = open_data(f"imagefolder:{folder}")
     assert (data.name, data.classes, data.native_size, data.augment) == ("pets", ("cat", "dog"), (6, 8), "shift")

@@ -106,7 +106,7 @@ def test_what_a_search_cannot_train_is_one_line_with_its_traceback_in_a_file(tmp
         (("run", TINY, "--trust-checkpoint"), "--trust-checkpoint is of a checkpoint, and none is given"),
         (("run", TINY, "--name", 200 * "a"), "a run's name has at most 128 characters, this one has 200"),
         (("run", TINY, "--seed", 1 << 63), "seed: input should be less than 4294967296"),
-        (("run", TINY, "--confidence", 0.9999999999999999), "confidence: input should be less than or equal to"),
+        (("run", TINY, "--confidence", 0.9999999999999999), "^error: confidence: input should be less than or equal to"),
         (("run", TINY, "--tensorboard", TINY_NET), "tiny_net.py cannot be written: .*tiny_net.py is not a folder"),
     ],
 )
@@ -115,6 +115,19 @@ def test_words_that_mean_nothing_are_refused_at_once(words: tuple[object, ...], 
         pytest.importorskip("tensorboard")
     said = refused(*words, "--store", tmp_path / "store")
     assert re.search(fault, said), said
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("words", [("--processes", "2"), ("--tensorboard", "curves")])
+def test_what_is_said_of_trainings_is_refused_where_nothing_is_trained(words: tuple[str, str], tmp_path: Path) -> None:
+    torch.save(Tiny(10).state_dict(), tmp_path / "net.pt")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("stages: [{pass: fuse}, {pass: ptq, from: baseline}]\n")
+    given = ("run", f"{TINY_NET}:tiny", "--checkpoint", tmp_path / "net.pt", "--recipe", recipe, *words)
+    said = refused(*given, "--store", tmp_path / "store")
+    assert said == (
+        f"error: {' '.join(words)}: nothing is trained, for the model brings its weights and no pass of {recipe} trains"
+    )
     assert not (tmp_path / "store").exists()
 
 

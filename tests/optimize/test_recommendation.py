@@ -237,7 +237,7 @@ def test_where_nothing_was_measured_nothing_is_recommended() -> None:
     "rule", [{"objective": "speed"}, {"max_drop": -0.1}, {"max_drop": 1.1}, {"confidence": 1.0}, {"confidence": 0.2}]
 )
 def test_a_rule_that_is_none_is_refused_in_one_line(rule: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"Recommend: {next(iter(rule))}"):
+    with pytest.raises(UserError, match=f"^{next(iter(rule))}: "):
         Recommend(**rule)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from optimize.listener import SILENT, Listener
 from serve.layout import PLAIN_DATA
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 #: What is taken where no data is named: it needs no download.
 DEFAULT_DATA = PLAIN_DATA
+
+#: Seeds are below it: trainings multiply theirs by a million for each process and epoch, and generators take 64 bits.
+SEEDS: Final = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,15 @@ def open_data(reference: str, *, seed: int = 0, listener: Listener = SILENT) -> 
 
     Args:
         reference: what the user wrote; of a name without a place, case and hyphens do not matter.
-        seed: of the split, where the data set brings none.
+        seed: of the split, where the data set brings none; below `SEEDS`.
         listener: told how far it is.
 
     Raises:
-        UserError: there is no such format or folder, it cannot be read or downloaded, or it is not a
-            classification data set of at least two classes.
+        UserError: there is no such format or folder, it cannot be read or downloaded, it is not a classification data
+            set of at least two classes, or the seed is none.
     """
+    if not 0 <= seed < SEEDS:
+        raise UserError(f"seed must be from 0 to {SEEDS - 1}, got {seed}")
     known = formats()
     word, colon, place = reference.partition(":")
     entry = known.get(word) or known.get(word.lower().replace("-", "").replace("_", ""))
