@@ -31,7 +31,7 @@ from optimize.quantization.observers import settle_weights
 from optimize.quantization.qdq import reference_form
 from optimize.quantization.scores import free_scores
 from optimize.quantization.static import calibrating, observing
-from optimize.quantization.targets import target_named
+from optimize.quantization.targets import TargetName, target_named
 from optimize.store.artifact import Artifact
 from serve.runtime.card import Preprocessing
 
@@ -388,7 +388,7 @@ class Along(nn.Module):
         return x.softmax(-1)
 
 
-def kept(module: nn.Module, target: str) -> float:
+def kept(module: nn.Module, target: TargetName) -> float:
     """How much of what differs between images integers keep, in dB."""
     torch.manual_seed(0)
     context, config = colours(), Ptq(images=32, target=target)
@@ -405,14 +405,14 @@ def kept(module: nn.Module, target: str) -> float:
 
 
 @pytest.mark.parametrize("target", ["x86", "x86-vnni", "tensorrt"])
-def test_a_softmax_that_is_a_module_is_the_function(target: str) -> None:
+def test_a_softmax_that_is_a_module_is_the_function(target: TargetName) -> None:
     """Each share of 256 tokens is about one step of the 1/256 that torch.ao gives the module."""
     module, function = (Shares(softmax).eval() for softmax in (nn.Softmax(-1), Along()))
     assert kept(module, target) == pytest.approx(kept(function, target), abs=1e-3)
 
 
 @pytest.mark.parametrize("target", ["x86", "x86-vnni", "tensorrt"])
-def test_an_offset_that_no_share_depends_on_costs_nothing(target: str) -> None:
+def test_an_offset_that_no_share_depends_on_costs_nothing(target: TargetName) -> None:
     plain, moved = (Shares(Along(), offset).eval() for offset in (0.0, 50.0))
     with torch.no_grad():
         torch.testing.assert_close(plain(IMAGES), moved(IMAGES), rtol=0, atol=1e-4)
