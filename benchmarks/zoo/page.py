@@ -104,8 +104,9 @@ def _reading() -> Iterator[str]:
     yield from (
         "Seconds are of processor time, of all threads. Images differ by a share of the power of what the head "
         "reads, so far above what rounding each layer's weights and answers, and pooled maps, to 8 bits changes "
-        "there (with a star: not pooled maps; with two: answers alone; with a dagger: residual sums, too). Size is "
-        "that of the int8 graph, as a share of the float graph's. Agreement is that of top-1, SQNR that of the logits' "
+        "there (answers to 7 where it says so, as on a CPU without VNNI, whose int8 has as many; with a star: not "
+        "pooled maps; with two: answers alone; with a dagger: residual sums, too). Size is that of the int8 graph, as "
+        "a share of the float graph's. Agreement is that of top-1, SQNR that of the logits' "
         "part that differs between images, in dB. *Of the integers*: against float. *Of engines*: the lowest of "
         "torch's kernels, ONNX Runtime and OpenVINO against what the integers mean in exact arithmetic. The graph for "
         "TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: the "

@@ -77,8 +77,7 @@ class ModelQueue extends LinkedBlockingDeque<Job> {
         if (timeout == Long.MAX_VALUE) {
             Job first = super.poll(timeout, unit)
             int whole = model.getBatchSize()
-            int taken = size() + 1 >= whole ? whole : (whole + 1).intdiv(2)
-            room.set(first.getCmd() == WorkerCommands.PREDICT ? taken - 1 : 0)
+            room.set((size() + 1 >= whole ? whole : (whole + 1).intdiv(2)) - 1)
             return first
         }
         if (room.get() == 0) {
@@ -93,18 +92,23 @@ class ModelQueue extends LinkedBlockingDeque<Job> {
      * maxBatchDelay lasts, which is 1 ms: a thread that was kept from its core for so long leaves with a few of many.
      */
     void fill(Map<String, Job> batch) {
-        while (room.get() > 0) {
+        boolean open = batch.values().every { Job job -> goesWithOthers(job) }
+        while (open && room.get() > 0) {
             Job job = poll()
-            if (job == null || job.getCmd() != WorkerCommands.PREDICT) {
-                room.set(0)
-                if (job != null) {
-                    addFirst(job)  // it goes alone
-                }
-            } else {
+            open = job != null && goesWithOthers(job)
+            if (open) {
                 room.set(room.get() - 1)
                 batch.put(job.getJobId(), job)
+            } else if (job != null) {
+                addFirst(job)
             }
         }
+        room.set(0)
+    }
+
+    /** Whether a request goes with others. */
+    private static boolean goesWithOthers(Job job) {
+        return job.getCmd() == WorkerCommands.PREDICT
     }
 
     @Override
