@@ -15,7 +15,9 @@ from typer.core import TyperCommand, TyperGroup
 from serve.runtime.errors import PipelineError
 
 # Typer has its own copy of click since 0.20, and exports only this exception of it.
-_CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+_USAGE_ERROR: type[Exception]
+_CLICK_ERROR: type[Exception]
+_, _USAGE_ERROR, _CLICK_ERROR = typer.BadParameter.__mro__[:3]
 
 
 class OneLineGroup(TyperGroup):
@@ -31,7 +33,9 @@ class OneLineGroup(TyperGroup):
         **extra: Any,
     ) -> Any:
         """Run a command; see `TyperGroup.main`."""
+        args = sys.argv[1:] if args is None else args
         try:
+            _refuse_empty(args)
             outcome = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except _CLICK_ERROR as error:
             if not standalone_mode:
@@ -81,6 +85,19 @@ def _write_sections(formatter: Any, entries: Sequence[tuple[str, tuple[str, str]
     for title in dict.fromkeys(title for title, _ in entries):
         with formatter.section(title):
             formatter.write_dl([entry for other, entry in entries if other == title])
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Refuse options without a value in their quotes, such as ``--store ''``, which would mean the current folder.
+
+    Raises:
+        click's UsageError: it names the option.
+    """
+    for number, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        empty = not value if equals else words[number + 1 : number + 2] in ([""], ("",))
+        if option.startswith("--") and empty:
+            raise _USAGE_ERROR(f"{option} is given nothing: leave it out, or write a value behind it")
 
 
 def _complain_of_usage(error: Any) -> int:

@@ -388,3 +388,14 @@ def test_a_usage_error_is_one_line(words, fault) -> None:
     assert result.exit_code == 2
     assert re.fullmatch(f"error: {fault}.*--help`\n", result.stderr)
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("words", [("list", "--store", ""), ("list", "--store="), ("run", "resnet18", "--data", "")])
+def test_an_option_that_is_given_nothing_is_refused_and_does_not_mean_this_folder(words: tuple[str, ...]) -> None:
+    result = invoke(*words)
+    option = words[1] if words[0] == "list" else words[2]
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: {option.rstrip('=')} is given nothing: leave it out, or write a value behind it\n"
+    )
+    assert result.stdout == ""
