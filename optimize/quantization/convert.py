@@ -42,6 +42,7 @@ from optimize.quantization.scalars import free_scalars
 from optimize.quantization.scores import call_softmax, free_scores
 from optimize.quantization.shared import share_watchers
 from optimize.quantization.slices import drop_whole_slices
+from optimize.quantization.stream import free_stream
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -137,6 +138,7 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         lost = bind(prepared, bounds)
         if not lost:
             free_scores(prepared)
+            free_stream(prepared)
             if not target.packed:
                 free_outputs(prepared, target.backend_config())
             free_between(prepared)

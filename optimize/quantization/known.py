@@ -1,10 +1,10 @@
 """Operators whose range is known, kept in float where 7 bits are wanted: torch's kernels of them give all 8.
 
-Of a tanh, a sigmoid and a hardsigmoid torch.ao (2.11 to 2.14) knows the range, and its kernels give 256 integers whatever
-the target. A layer with weights that reads them has products that a CPU without VNNI adds in 16 bits, in torch, ONNX
-Runtime and OpenVINO alike: behind the tanh of a small MaxViT's head two thirds of the last layer's integers were others.
-In float they are rounded by the quantizer of what reads them, to 7 bits. What a sigmoid multiplies (a squeeze and
-excitation) is no sum of products, and takes 8.
+Of a tanh, a sigmoid and a hardsigmoid torch.ao (2.11 to 2.14) knows the range, and its kernels give 256 integers
+whatever the target. A layer with weights that reads them has products that a CPU without VNNI adds in 16 bits, in
+torch, ONNX Runtime and OpenVINO alike: behind the tanh of a small MaxViT's head two thirds of the last layer's
+integers were others. In float they are rounded by the quantizer of what reads them, to 7 bits. What a sigmoid
+multiplies (a squeeze and excitation) is no sum of products, and takes 8.
 """
 
 from __future__ import annotations

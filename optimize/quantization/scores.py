@@ -1,4 +1,4 @@
-"""The scores of attention in float: what lies between a product, or a layer, and the softmax behind it is not quantized.
+"""The scores of attention in float: what is computed between a product, or a layer, and a softmax is not quantized.
 
 A softmax is exponential in its scores: a step of their range is an error of the share, and none of what adds a position
 or a mask to them gains from integers. TensorRT's documentation ("Explicit Quantization") and ONNX Runtime's own
@@ -31,8 +31,8 @@ _BETWEEN = _ARITHMETIC | {"view", "reshape", "unsqueeze", "squeeze", "contiguous
 def call_softmax(module: fx.GraphModule) -> None:
     """Make each softmax that is a module a function's call, in place.
 
-    What the module gives, torch.ao (2.11 to 2.14) rounds to steps of 1/256 whatever it is: of 200 tokens that are looked
-    at alike, a share is one step. What the function gives has the range that is seen.
+    What the module gives, torch.ao (2.11 to 2.14) rounds to steps of 1/256 whatever it is: of 200 tokens that are
+    looked at alike, a share is one step. What the function gives has the range that is seen.
     """
     for node in list(module.graph.nodes):
         called = called_module(module, node)

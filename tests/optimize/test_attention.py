@@ -419,6 +419,54 @@ def test_an_offset_that_no_share_depends_on_costs_nothing(target: TargetName) ->
     assert kept(moved, target) > kept(plain, target) - 0.5
 
 
+class Stream(nn.Module):
+    """Blocks that add to one tensor from the stem to the head, which norms read; and a layer, if one is given."""
+
+    def __init__(self, reader: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.drop, self.places = (
+            nn.Conv2d(3, 24, 8, 8),
+            nn.Dropout(0.1),
+            nn.Parameter(torch.randn(1, 16, 24)),
+        )
+        self.norms = nn.ModuleList([nn.LayerNorm(24) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Linear(24, 24) for _ in range(3)])
+        self.scale, self.reader = nn.Parameter(torch.rand(24)), reader
+        self.last, self.head = nn.LayerNorm(24), nn.Linear(24, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.stem(x).flatten(2).transpose(1, 2) + self.places)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + self.drop(layer(norm(x)) * self.scale)
+        read = self.last(x) if self.reader is None else self.last(x) + self.reader(x)
+        return self.head(read[:, 0])
+
+
+def rounded(module: nn.Module, target: TargetName) -> list[str]:
+    """What gives the tensors that are rounded."""
+    context, config = colours(), Ptq(images=32, target=target)
+    prepared = observing(lambda: module, config, resolve(lambda: module, config), context.example())("histogram")
+    calibrate(prepared, context, calibrating(config, context))
+    settle_weights(prepared, context.example())
+    graph = reference_form(prepared, context.example(), target_named(target).backend_config()).graph
+    return [_origin(node.args[0]) for node in graph.nodes if "quantize_per_tensor" in str(node.target)[:40]]
+
+
+@pytest.mark.parametrize("target", ["x86", "x86-vnni", "tensorrt"])
+def test_a_transformers_stream_is_not_rounded_and_what_its_layers_read_is(target: TargetName) -> None:
+    found = rounded(Stream().eval(), target)
+    assert found.count("aten.layer_norm.default") == 3  # and of the last what the head reads
+    assert found.count("aten.select.int") == 1
+    assert "aten.add.Tensor" not in found
+    assert "aten.mul.Tensor" not in found
+
+
+@pytest.mark.parametrize("target", ["x86", "x86-vnni", "tensorrt"])
+def test_a_sum_that_a_layer_reads_is_rounded_for_it(target: TargetName) -> None:
+    assert rounded(Stream(nn.Linear(24, 24)).eval(), target).count("aten.add.Tensor") == 5
+
+
 @needs_timm
 def test_timms_vit_is_written_out() -> None:
     import timm

@@ -265,14 +265,12 @@ class Unbiased(nn.Module):
         super().__init__()
         self.lstm = nn.LSTM(16, 8, num_layers=2, bias=False, batch_first=True, bidirectional=True)
         self.gru = nn.GRU(16, 8, bias=False, batch_first=True)
-        self.cells = nn.ModuleList(
-            [nn.LSTMCell(8, 8, bias=False), nn.GRUCell(8, 8, bias=False), nn.RNNCell(8, 4, bias=False, nonlinearity="relu")]
-        )
+        self.lstm_cell, self.gru_cell = nn.LSTMCell(8, 8, bias=False), nn.GRUCell(8, 8, bias=False)
+        self.plain_cell = nn.RNNCell(8, 4, bias=False, nonlinearity="relu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         last = self.gru(self.lstm(x[:, 0])[0])[0][:, -1]
-        lstm, gru, plain = self.cells
-        return plain(gru(lstm(last)[0]))
+        return self.plain_cell(self.gru_cell(self.lstm_cell(last)[0]))
 
 
 def test_dynamic_takes_recurrent_layers_without_biases(tmp_path):

@@ -1,0 +1,94 @@
+"""The stream of a transformer in float: what its blocks add up, which norms read and nothing in integers does.
+
+Of trained transformers a few channels of that sum are far larger than the others, so that steps of its range are coarse
+for the rest (Bondarenko, Nagel and Blankevoort, "Understanding and Overcoming the Challenges of Efficient Transformer
+Quantization", EMNLP 2021, section 3); and each block rounds it once more. Integers win nothing there: a layer norm is
+computed in float, and rounded behind it for the layers that read it.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from optimize.quantization.watchers import called_module, is_watcher, remove_watcher
+
+_SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
+#: What hands numbers on as they are.
+_MOVING = (
+    *(torch.cat, torch.flatten, torch.permute, torch.transpose, torch.reshape, torch.roll, operator.getitem),
+    *("flatten", "permute", "transpose", "reshape", "view", "contiguous", "unsqueeze", "squeeze", "expand", "roll"),
+    functional.dropout,
+)
+_MOVING_MODULES = (nn.Dropout, nn.Identity, nn.Flatten)
+_NORMS = (functional.layer_norm, nn.LayerNorm)
+
+
+def free_stream(prepared: fx.GraphModule) -> int:
+    """Take away what watches sums that norms read, and nothing in integers, in place.
+
+    Args:
+        prepared: with observers or fake-quantize modules.
+
+    Returns:
+        How many watchers were taken away.
+    """
+    floats = {
+        node
+        for node in prepared.graph.nodes
+        if is_watcher(prepared, node) and _on_the_way(prepared, node.all_input_nodes[0])
+    }
+    before = -1
+    while len(floats) != before:
+        # A sum that is rounded for a reader is one of integers: the linter's `residual-in-float` says why.
+        before = len(floats)
+        floats -= {node for node in floats if not all(_reads_floats(prepared, user, floats) for user in node.users)}
+    freed = [node for node in floats if _leads_to_norm(prepared, node)]
+    for node in freed:
+        remove_watcher(prepared, node)
+    prepared.recompile()
+    return len(freed)
+
+
+def _on_the_way(prepared: fx.GraphModule, given: fx.Node) -> bool:
+    """Whether a node adds, scales by a constant, moves, or is one."""
+    called = called_module(prepared, given)
+    if called is not None:
+        return isinstance(called, _MOVING_MODULES)
+    if given.target in _PRODUCTS:
+        return any(_constant(prepared, factor) for factor in given.all_input_nodes)
+    return given.op == "get_attr" or given.target in (*_SUMS, *_MOVING)
+
+
+def _constant(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    while is_watcher(prepared, node):
+        node = node.all_input_nodes[0]
+    return node.op == "get_attr"
+
+
+def _reads_floats(prepared: fx.GraphModule, user: fx.Node, floats: set[fx.Node]) -> bool:
+    """Whether a reader needs no integers: a norm, or what is on the way and not rounded itself."""
+    if user in floats or _is_norm(prepared, user):
+        return True
+    return _on_the_way(prepared, user) and bool(user.users) and floats.issuperset(user.users)
+
+
+def _is_norm(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    called = called_module(prepared, node)
+    return (node.target if called is None else type(called)) in _NORMS
+
+
+def _leads_to_norm(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    waiting, seen = [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            if _is_norm(prepared, user):
+                return True
+            if user not in seen and (is_watcher(prepared, user) or _on_the_way(prepared, user)):
+                seen.add(user)
+                waiting.append(user)
+    return False
