@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -93,10 +94,9 @@ def _refuse_empty(words: Sequence[str]) -> None:
     Raises:
         click's UsageError: it names the option.
     """
-    for number, word in enumerate(words):
+    for word, following in itertools.zip_longest(words, words[1:]):
         option, equals, value = word.partition("=")
-        empty = not value if equals else words[number + 1 : number + 2] in ([""], ("",))
-        if option.startswith("--") and empty:
+        if option.startswith("--") and (value if equals else following) == "":
             raise _USAGE_ERROR(f"{option} is given nothing: leave it out, or write a value behind it")
 
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from optimize.quantization.between import has_weights
-from optimize.quantization.watchers import called_module
+from optimize.quantization.watchers import called_module, leads_to
 
 
 class FloatTanh(nn.Tanh):
@@ -92,12 +92,4 @@ def _read_afterwards(module: fx.GraphModule, node: fx.Node, called: nn.Module | 
 
 def _weighed(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a layer with weights reads what a node gives, or what is only moved, pooled or put together of it."""
-    waiting, seen = [node], {node}
-    while waiting:
-        for user in waiting.pop().users:
-            if has_weights(module, user):
-                return True
-            if user.target not in _OTHERS and user not in seen:
-                seen.add(user)
-                waiting.append(user)
-    return False
+    return leads_to(node, lambda user: has_weights(module, user), lambda user: user.target not in _OTHERS)

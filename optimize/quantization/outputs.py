@@ -7,10 +7,8 @@ convolution that gives its other addend. With quantizers on both, the sum is a l
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 from torch.ao.quantization.backend_config import BackendConfig
@@ -18,9 +16,7 @@ from torch.ao.quantization.observer import ObserverBase
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from optimize.quantization.watchers import called_module, remove_watcher
-
-_SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
+from optimize.quantization.watchers import SUMS, called_module, remove_watcher
 
 
 def free_outputs(prepared: fx.GraphModule, backend: BackendConfig) -> int:
@@ -47,7 +43,7 @@ def free_outputs(prepared: fx.GraphModule, backend: BackendConfig) -> int:
         and all(not _reads_integers(prepared, user, quantized) for user in node.users)
     ]
     for node in prepared.graph.nodes:
-        if node.op == "call_module" or node.target not in _SUMS or len(node.all_input_nodes) != 2:
+        if node.op == "call_module" or node.target not in SUMS or len(node.all_input_nodes) != 2:
             continue
         if branches := [addend for addend in node.args if _convolved(prepared, addend)]:
             freed.append(max(branches, key=depths.__getitem__))

@@ -28,7 +28,7 @@ from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import explicit_form
 from optimize.quantization.ranges import Granularity, Observer, WeightObserver, cut, weight_observer
 from optimize.quantization.targets import Target
-from optimize.quantization.watchers import called_module
+from optimize.quantization.watchers import called_module, holds_watcher
 
 _ATEN = torch.ops.aten
 
@@ -129,7 +129,7 @@ def watched_layers(prepared: fx.GraphModule) -> Iterator[str]:
     """Name of the layer whose output each observer sees, with its activation or without; '' for what no layer gave."""
     seen: set[str] = set()
     for node in prepared.graph.nodes:
-        if not _is_watcher(prepared, node) or node.target in seen:
+        if not holds_watcher(prepared, node) or node.target in seen:
             continue
         seen.add(str(node.target))
         before = node.args[0]
@@ -142,7 +142,7 @@ def watched_layers(prepared: fx.GraphModule) -> Iterator[str]:
 def weighted_layers(prepared: fx.GraphModule) -> Iterator[str]:
     """Names of the layers whose weights are watched."""
     for node in prepared.graph.nodes:
-        if node.target in _WEIGHTED and _is_watcher(prepared, node.args[1]):
+        if node.target in _WEIGHTED and holds_watcher(prepared, node.args[1]):
             yield _module_of(node)
 
 
@@ -151,7 +151,7 @@ def left_in_float(prepared: fx.GraphModule) -> tuple[str, ...]:
     left = [
         _module_of(node) or node.name
         for node in prepared.graph.nodes
-        if node.target in _WEIGHTED and not _is_watcher(prepared, node.args[1])
+        if node.target in _WEIGHTED and not holds_watcher(prepared, node.args[1])
     ]
     if not left:
         return ()
@@ -328,11 +328,6 @@ def _in_global_pool(node: fx.Node) -> bool:
     """Whether a node is of the pool that stays in float; see `optimize.quantization.pools`."""
     stack = node.meta.get("nn_module_stack") or {}
     return any(GlobalPool.__name__ in str(kind) for _, kind in stack.values())
-
-
-def _is_watcher(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    called = called_module(prepared, node)
-    return isinstance(getattr(called, "observer", None), ObserverBase)
 
 
 def _only_reader(node: fx.Node) -> fx.Node | None:

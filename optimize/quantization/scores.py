@@ -14,13 +14,13 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.watchers import called_module, is_watcher, remove_watcher
+from optimize.quantization.watchers import SUMS, called_module, is_watcher, remove_watcher
 
 _SOFTMAX = (functional.softmax, torch.softmax, "softmax")
 #: What computes with scores on their way, with constants or masks.
 _ARITHMETIC = frozenset(
     {
-        *(operator.add, operator.iadd, torch.add, "add", "add_"),
+        *SUMS,
         *(operator.sub, operator.mul, operator.imul, operator.truediv, torch.sub, torch.mul, torch.div),
         *("sub", "mul", "mul_", "div", "div_", "masked_fill", "masked_fill_"),
     }

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.watchers import is_watcher
+from optimize.quantization.watchers import called_module, is_layer_norm, is_watcher
 
 #: Operators that only say otherwise in which order a tensor's elements are, or take some of them.
 _VIEWS = frozenset(
@@ -32,7 +32,7 @@ def share_watchers(prepared: fx.GraphModule) -> None:
         prepared: with observers or fake-quantize modules.
     """
     for node in list(prepared.graph.nodes):
-        if _is_norm(prepared, node):
+        if is_layer_norm(prepared, node):
             _read_alike(prepared, node)
     for node in prepared.graph.nodes:
         if not is_watcher(prepared, node) or not _is_view(prepared, node.args[0]):
@@ -41,12 +41,6 @@ def share_watchers(prepared: fx.GraphModule) -> None:
         if is_watcher(prepared, before):
             _replace(prepared, _watcher(prepared, before), _watcher(prepared, node))
     prepared.recompile()
-
-
-def _is_norm(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return type(prepared.get_submodule(str(node.target))) is nn.LayerNorm
-    return node.target is functional.layer_norm  # as timm's norms are
 
 
 def _read_alike(prepared: fx.GraphModule, norm: fx.Node) -> None:
@@ -64,8 +58,7 @@ def _read_alike(prepared: fx.GraphModule, norm: fx.Node) -> None:
 
 
 def _is_view(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    pooled = node.op == "call_module" and type(prepared.get_submodule(str(node.target))) is nn.MaxPool2d
-    return pooled or node.target in _VIEWS
+    return type(called_module(prepared, node)) is nn.MaxPool2d or node.target in _VIEWS
 
 
 def _watcher(prepared: fx.GraphModule, node: fx.Node) -> nn.Module:

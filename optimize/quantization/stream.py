@@ -14,9 +14,15 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.watchers import called_module, is_watcher, remove_watcher
+from optimize.quantization.watchers import (
+    SUMS,
+    called_module,
+    is_layer_norm,
+    is_watcher,
+    leads_to,
+    remove_watcher,
+)
 
-_SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 #: What hands numbers on as they are.
 _MOVING = (
@@ -25,7 +31,6 @@ _MOVING = (
     functional.dropout,
 )
 _MOVING_MODULES = (nn.Dropout, nn.Identity, nn.Flatten)
-_NORMS = (functional.layer_norm, nn.LayerNorm)
 
 
 def free_stream(prepared: fx.GraphModule) -> int:
@@ -42,12 +47,17 @@ def free_stream(prepared: fx.GraphModule) -> int:
         for node in prepared.graph.nodes
         if is_watcher(prepared, node) and _on_the_way(prepared, node.all_input_nodes[0])
     }
-    before = -1
-    while len(floats) != before:
-        # A sum that is rounded for a reader is one of integers: the linter's `residual-in-float` says why.
-        before = len(floats)
-        floats -= {node for node in floats if not all(_reads_floats(prepared, user, floats) for user in node.users)}
-    freed = [node for node in floats if _leads_to_norm(prepared, node)]
+    # A sum that is rounded for a reader is one of integers: the linter's `residual-in-float` says why.
+    while rounded := {node for node in floats if not all(_reads_floats(prepared, user, floats) for user in node.users)}:
+        floats -= rounded
+
+    def is_norm(user: fx.Node) -> bool:
+        return is_layer_norm(prepared, user)
+
+    def goes_on(user: fx.Node) -> bool:
+        return is_watcher(prepared, user) or _on_the_way(prepared, user)
+
+    freed = [node for node in floats if leads_to(node, is_norm, goes_on)]
     for node in freed:
         remove_watcher(prepared, node)
     prepared.recompile()
@@ -61,7 +71,7 @@ def _on_the_way(prepared: fx.GraphModule, given: fx.Node) -> bool:
         return isinstance(called, _MOVING_MODULES)
     if given.target in _PRODUCTS:
         return any(_constant(prepared, factor) for factor in given.all_input_nodes)
-    return given.op == "get_attr" or given.target in (*_SUMS, *_MOVING)
+    return given.op == "get_attr" or given.target in (*SUMS, *_MOVING)
 
 
 def _constant(prepared: fx.GraphModule, node: fx.Node) -> bool:
@@ -72,23 +82,6 @@ def _constant(prepared: fx.GraphModule, node: fx.Node) -> bool:
 
 def _reads_floats(prepared: fx.GraphModule, user: fx.Node, floats: set[fx.Node]) -> bool:
     """Whether a reader needs no integers: a norm, or what is on the way and not rounded itself."""
-    if user in floats or _is_norm(prepared, user):
+    if user in floats or is_layer_norm(prepared, user):
         return True
     return _on_the_way(prepared, user) and bool(user.users) and floats.issuperset(user.users)
-
-
-def _is_norm(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    called = called_module(prepared, node)
-    return (node.target if called is None else type(called)) in _NORMS
-
-
-def _leads_to_norm(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    waiting, seen = [node], {node}
-    while waiting:
-        for user in waiting.pop().users:
-            if _is_norm(prepared, user):
-                return True
-            if user not in seen and (is_watcher(prepared, user) or _on_the_way(prepared, user)):
-                seen.add(user)
-                waiting.append(user)
-    return False

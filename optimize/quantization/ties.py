@@ -17,7 +17,7 @@ from torch import fx
 from torch.ao.quantization import FakeQuantizeBase
 from torch.ao.quantization.observer import FixedQParamsObserver, ObserverBase
 
-from optimize.quantization.watchers import called_module, is_watcher
+from optimize.quantization.watchers import holds_watcher, is_watcher
 
 #: A place counts as a tie where it is nearer to one than this, in steps: float32 errs by some 0.00002 of them.
 _NEAR = 0.001
@@ -98,5 +98,4 @@ def _watcher(prepared: fx.GraphModule, node: fx.Node) -> str:
     """Name of the observer or fake-quantize module that a node calls; in PT2E's watchers it lies inside."""
     if is_watcher(prepared, node):
         return str(node.target)
-    called = called_module(prepared, node)
-    return f"{node.target}.observer" if isinstance(getattr(called, "observer", None), ObserverBase) else ""
+    return f"{node.target}.observer" if holds_watcher(prepared, node) else ""

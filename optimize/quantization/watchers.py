@@ -1,12 +1,19 @@
-"""Nodes of a prepared graph: the modules that they call, and those that only watch what others give."""
+"""Nodes of a graph: the modules that they call, what reads them, and those that only watch what others give."""
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Any, Final
 
+import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 from torch.ao.quantization.observer import ObserverBase
+from torch.nn import functional
+
+#: What adds two tensors.
+SUMS: Final = (operator.add, operator.iadd, torch.add, "add", "add_")
 
 
 def called_module(module: fx.GraphModule, node: Any) -> nn.Module | None:
@@ -14,9 +21,33 @@ def called_module(module: fx.GraphModule, node: Any) -> nn.Module | None:
     return module.get_submodule(str(node.target)) if isinstance(node, fx.Node) and node.op == "call_module" else None
 
 
+def is_layer_norm(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node is a layer norm, as a module or, as timm's are, as a function."""
+    called = called_module(module, node)
+    return node.target is functional.layer_norm if called is None else type(called) is nn.LayerNorm
+
+
+def leads_to(node: fx.Node, wanted: Callable[[fx.Node], bool], onward: Callable[[fx.Node], bool]) -> bool:
+    """Whether a wanted node reads what another gives, or what becomes of it in nodes that are gone on from."""
+    waiting, seen = [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            if wanted(user):
+                return True
+            if user not in seen and onward(user):
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
 def is_watcher(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node is an observer or a fake-quantize module."""
     return isinstance(called_module(module, node), (ObserverBase, FakeQuantizeBase))
+
+
+def holds_watcher(module: fx.GraphModule, node: Any) -> bool:
+    """Whether a node is a watcher of PT2E's, which hold an observer."""
+    return isinstance(getattr(called_module(module, node), "observer", None), ObserverBase)
 
 
 def remove_watcher(prepared: fx.GraphModule, node: fx.Node) -> None:

@@ -26,6 +26,7 @@ from optimize.quantization.attention import write_out_attention
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import check_choices, resolve
 from optimize.quantization.convert import prepare, trace_calls
+from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.qdq import reference_form
@@ -249,15 +250,20 @@ def colours() -> Context:
     return dataclasses.replace(noise_context(), preprocessing=Preprocessing(32, (32, 32)))
 
 
-@pytest.mark.parametrize("name", ["vit", "swin", "swin_v2", "maxvit"])
-def test_products_read_integers_and_scores_stay_in_float(name: str) -> None:
-    """In the reference form, of which the programs and graphs are made."""
-    context, config, module = colours(), Ptq(images=32), shaken(build(name))
+def integers_of(module: nn.Module, target: TargetName = "auto") -> fx.GraphModule:
+    """The reference form of a module after ``ptq``."""
+    context, config = colours(), Ptq(images=32, target=target)
     example = context.example()
     prepared = observing(lambda: module, config, resolve(lambda: module, config), example)("histogram")
     calibrate(prepared, context, calibrating(config, context))
     settle_weights(prepared, example)
-    form = reference_form(prepared, example, target_named("auto").backend_config())
+    return reference_form(prepared, example, target_named(target).backend_config())
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "swin_v2", "maxvit"])
+def test_products_read_integers_and_scores_stay_in_float(name: str) -> None:
+    """In the reference form, of which the programs and graphs are made."""
+    form = integers_of(shaken(build(name)))
     graph = form.graph
     products = [node for node in graph.nodes if node.target is torch.ops.aten.matmul.default]
     assert len(products) == 2 * ATTENTIONS[name]
@@ -391,12 +397,7 @@ class Along(nn.Module):
 def kept(module: nn.Module, target: TargetName) -> float:
     """How much of what differs between images integers keep, in dB."""
     torch.manual_seed(0)
-    context, config = colours(), Ptq(images=32, target=target)
-    prepared = observing(lambda: module, config, resolve(lambda: module, config), context.example())("histogram")
-    calibrate(prepared, context, calibrating(config, context))
-    settle_weights(prepared, context.example())
-    form = reference_form(prepared, context.example(), target_named(target).backend_config())
-    images = context.example(32)
+    form, images = integers_of(module, target), colours().example(32)
     with torch.no_grad():
         wanted, found = (each - each.mean(0) for each in (module(images), form(images)))
     ratio = sqnr_db(wanted.numpy(), found.numpy())
@@ -445,12 +446,8 @@ class Stream(nn.Module):
 
 def rounded(module: nn.Module, target: TargetName) -> list[str]:
     """What gives the tensors that are rounded."""
-    context, config = colours(), Ptq(images=32, target=target)
-    prepared = observing(lambda: module, config, resolve(lambda: module, config), context.example())("histogram")
-    calibrate(prepared, context, calibrating(config, context))
-    settle_weights(prepared, context.example())
-    graph = reference_form(prepared, context.example(), target_named(target).backend_config()).graph
-    return [_origin(node.args[0]) for node in graph.nodes if "quantize_per_tensor" in str(node.target)[:40]]
+    nodes = integers_of(module, target).graph.nodes
+    return [_origin(node.args[0]) for node in nodes if quantizing(node) == "quantize_per_tensor"]
 
 
 @pytest.mark.parametrize("target", ["x86", "x86-vnni", "tensorrt"])
