@@ -369,6 +369,8 @@ def test_what_one_layer_gives_stays_in_integers_before_a_softmax() -> None:
     target = target_named("x86")
     prepared = prepare(trace_calls(Head(), IMAGES), target.post_training("minmax"), IMAGES, target)
     assert free_scores(prepared) == 0
+    # It has been asked before, in `prepare`: what stands in the form is what counts.
+    assert rounded(Head().eval(), "x86") == ["aten.mean.dim", "aten.linear.default"]
 
 
 class Shares(nn.Module):
