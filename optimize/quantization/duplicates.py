@@ -1,4 +1,4 @@
-"""What is moved, scaled and quantized alike several times, made one: the exporter does it and the count is off."""
+"""What is computed alike several times, made one: the exporter does it, and the count of quantizers would be off."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ _READING = frozenset(
     {_ATEN.expand.default, _ATEN.repeat.default, _ATEN.repeat_interleave.self_int}
     | {_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.sym_size.int}
 )
-_SCALING = frozenset({_ATEN.mul.Tensor, _ATEN.div.Tensor})
 
 
 def merge_alike(module: fx.GraphModule) -> None:
-    """Quantize once what is moved, scaled and quantized alike several times, as the exporter does.
+    """Compute and quantize once what is computed and quantized alike several times, as the exporter does.
 
     GCViT's blocks all read one query, and each moves and scales it for itself; ConViT's have the same places each, as
-    constants.
+    constants; DLA's trees pool one map on two levels.
     """
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and node.users and all(_only_moves(user) for user in node.users):
             key = content(constant_value(module, node))
-        elif _only_moves(node) or _scales(node) or quantizing(node):
-            key = (node.target, node.args, tuple(sorted(node.kwargs.items())))
+        elif _only_moves(node) or quantizing(node) or _computes(node):
+            key = (node.target, repr((node.args, sorted(node.kwargs.items()))))  # to which 1, 1.0 and True differ
         else:
             continue
         if (first := known.setdefault(key, node)) is not node:
@@ -49,9 +48,30 @@ def _only_moves(node: fx.Node) -> bool:
     return node.target in MOVES or node.target in _READING
 
 
-def _scales(node: fx.Node) -> bool:
-    """Whether it multiplies or divides by a number that stands in the graph."""
-    return node.target in _SCALING and len(node.args) == 2 and isinstance(node.args[1], int | float)
+def _computes(node: fx.Node) -> bool:
+    """Whether it gives a tensor of its own, by its inputs alone, that nobody writes into."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and not target._schema.is_mutable
+        and not _aliases(node)
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not _written(node)
+    )
+
+
+def _written(node: fx.Node) -> bool:
+    """Whether somebody changes a tensor where it lies, or by a view of it (a program has its ``relu_`` still)."""
+    return any(
+        user.target._schema.is_mutable or (_aliases(user) and _written(user))
+        for user in node.users
+        if isinstance(user.target, torch._ops.OpOverload)
+    )
+
+
+def _aliases(node: fx.Node) -> bool:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return any(returned.alias_info is not None for returned in node.target._schema.returns)
 
 
 def content(constant: torch.Tensor) -> tuple[Any, ...]:

@@ -383,6 +383,19 @@ class QueriedToScale(nn.Module):
         return torch.flatten((query * 0.5) @ self.left(tokens) + (query * 0.5) @ self.right(tokens), 1)
 
 
+class Pooled(nn.Module):
+    """DLA's: the trees of two levels pool one map, each for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        left, right = (nn.functional.max_pool2d(x, 2, 2) for _ in range(2))
+        return torch.flatten(self.left(left) + self.right(right), 1)
+
+
 class Placed(nn.Module):
     """ConViT's: each layer has the same places, as a constant of its own that it repeats for each image."""
 
@@ -435,7 +448,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", [Scaled, ScaledByView, Ghost, Queried, QueriedToScale, Placed, OnItsDevice, Upsampling, Twice]
+    "kind", [Scaled, ScaledByView, Ghost, Queried, QueriedToScale, Pooled, Placed, OnItsDevice, Upsampling, Twice]
 )
 def test_unusual_constants_are_lowered_too(kind, tmp_path):
     torch.manual_seed(0)

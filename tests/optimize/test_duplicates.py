@@ -1,0 +1,70 @@
+"""What a network computes twice is computed once: where that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from optimize.quantization.duplicates import merge_alike
+
+
+class Both(nn.Module):
+    """The sum of two halves that are made of one image."""
+
+    def __init__(self, halves: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self.halves = halves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.halves(x)
+        return left + 3 * right
+
+
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.max_pool2d(x, 2)
+
+
+def in_place(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    left, right = pooled(x), pooled(x)
+    return left.add_(1), right
+
+
+def in_place_by_a_view(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    left, right = pooled(x), pooled(x)
+    left.view(2, -1).add_(1)
+    return left, right
+
+
+def of_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.int() * 2 / 4, x.int() * 2.0 / 4
+
+
+@pytest.mark.parametrize(
+    ("halves", "operator", "left"),
+    [
+        (lambda x: (pooled(x), pooled(x)), torch.ops.aten.max_pool2d.default, 1),
+        (lambda x: (pooled(x).view(2, -1), pooled(x).view(2, -1)), torch.ops.aten.view.default, 1),
+        (
+            lambda x: (pooled(x), nn.functional.max_pool2d(x, 2, 2, 1)[:, :, :2, :2]),
+            torch.ops.aten.max_pool2d.default,
+            2,
+        ),
+        (in_place, torch.ops.aten.max_pool2d.default, 2),
+        (in_place_by_a_view, torch.ops.aten.max_pool2d.default, 2),
+        (lambda x: (torch.rand_like(x), torch.rand_like(x)), torch.ops.aten.rand_like.default, 2),
+        (of_integers, torch.ops.aten.mul.Tensor, 3),
+    ],
+    ids=["pools", "what follows them", "another border", "written into", "by a view", "drawn", "of another type"],
+)
+def test_what_is_computed_alike_is_computed_once(halves, operator, left):
+    example = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    module = torch.export.export(Both(halves), (example,)).module()
+    torch.manual_seed(1)
+    expected = module(example.clone())
+    merge_alike(module)
+    torch.manual_seed(1)
+    assert torch.equal(module(example.clone()), expected)
+    assert sum(node.target is operator for node in module.graph.nodes) == left
