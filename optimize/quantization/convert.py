@@ -20,6 +20,7 @@ from optimize.errors import NotApplicableError
 from optimize.export.layers import left_whole
 from optimize.export.program import write_script
 from optimize.export.trace import note_shapes, trace
+from optimize.quantization.answer import free_answer
 from optimize.quantization.attention import write_out_attention
 from optimize.quantization.between import free_between, free_image
 from optimize.quantization.biases import repack, round_biases
@@ -139,6 +140,7 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         if not lost:
             free_scores(prepared)
             free_stream(prepared)
+            free_answer(prepared)
             if not target.packed:
                 free_outputs(prepared, target.backend_config())
             free_between(prepared)

@@ -11,26 +11,18 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch import fx, nn
-from torch.nn import functional
+from torch import fx
 
 from optimize.quantization.watchers import (
     SUMS,
-    called_module,
     is_layer_norm,
     is_watcher,
     leads_to,
+    only_moves,
     remove_watcher,
 )
 
 _PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
-#: What hands numbers on as they are.
-_MOVING = (
-    *(torch.cat, torch.flatten, torch.permute, torch.transpose, torch.reshape, torch.roll, operator.getitem),
-    *("flatten", "permute", "transpose", "reshape", "view", "contiguous", "unsqueeze", "squeeze", "expand", "roll"),
-    functional.dropout,
-)
-_MOVING_MODULES = (nn.Dropout, nn.Identity, nn.Flatten)
 
 
 def free_stream(prepared: fx.GraphModule) -> int:
@@ -66,12 +58,9 @@ def free_stream(prepared: fx.GraphModule) -> int:
 
 def _on_the_way(prepared: fx.GraphModule, given: fx.Node) -> bool:
     """Whether a node adds, scales by a constant, moves, or is one."""
-    called = called_module(prepared, given)
-    if called is not None:
-        return isinstance(called, _MOVING_MODULES)
     if given.target in _PRODUCTS:
         return any(_constant(prepared, factor) for factor in given.all_input_nodes)
-    return given.op == "get_attr" or given.target in (*SUMS, *_MOVING)
+    return given.op == "get_attr" or given.target in SUMS or only_moves(prepared, given)
 
 
 def _constant(prepared: fx.GraphModule, node: fx.Node) -> bool:

@@ -14,6 +14,12 @@ from torch.nn import functional
 
 #: What adds two tensors.
 SUMS: Final = (operator.add, operator.iadd, torch.add, "add", "add_")
+_MOVING = (
+    *(torch.cat, torch.flatten, torch.permute, torch.transpose, torch.reshape, torch.roll, operator.getitem),
+    *("flatten", "permute", "transpose", "reshape", "view", "contiguous", "unsqueeze", "squeeze", "expand", "roll"),
+    functional.dropout,
+)
+_MOVING_MODULES = (nn.Dropout, nn.Identity, nn.Flatten)
 
 
 def called_module(module: fx.GraphModule, node: Any) -> nn.Module | None:
@@ -25,6 +31,12 @@ def is_layer_norm(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node is a layer norm, as a module or, as timm's are, as a function."""
     called = called_module(module, node)
     return node.target is functional.layer_norm if called is None else type(called) is nn.LayerNorm
+
+
+def only_moves(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node hands numbers on as they are, in another shape or order or put together."""
+    called = called_module(module, node)
+    return node.target in _MOVING if called is None else isinstance(called, _MOVING_MODULES)
 
 
 def leads_to(node: fx.Node, wanted: Callable[[fx.Node], bool], onward: Callable[[fx.Node], bool]) -> bool:
