@@ -53,6 +53,13 @@ def gif_with_a_frame_of(side: int) -> bytes:
     return bytes(data)
 
 
+def gif_of(blocks: bytes) -> bytes:
+    """A small GIF with extensions, or bytes that are nothing, before its image."""
+    data = encoded(picture(1).quantize(8), "GIF")
+    colours = 13 + 3 * 8
+    return data[:colours] + blocks + data[colours:]
+
+
 def bmp_that_claims(side: int) -> bytes:
     """A BMP whose header claims a size."""
     data = bytearray(encoded(picture(1), "BMP"))
@@ -149,6 +156,9 @@ _MAKERS: dict[str, Callable[[], bytes]] = {
     "tiff of tags": lambda: tiff_of_tags(60_000),
     "gif": lambda: gif_that_claims(60_000),
     "gif with a frame": lambda: gif_with_a_frame_of(60_000),
+    "gif of comments": lambda: gif_of(b"!\xfe\x01a\0" * 200_000),
+    "gif of a comment in bytes": lambda: gif_of(b"!\xfe" + b"\x01a" * 500_000 + b"\0"),
+    "gif of stray bytes": lambda: gif_of(b"\x01" * 1_000_000),
     "bmp": lambda: bmp_that_claims(60_000),
     "jpeg": lambda: jpeg_that_claims(60_000),
     "progressive jpeg": lambda: progressive(2000),

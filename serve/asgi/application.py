@@ -69,6 +69,7 @@ class Application:
         self.in_flight += 1
         try:
             response = await self._answer(call, scope)
+            call.release()  # its client may take its time to read the answer
             observation.status = response.status
             head = self.headers(response, observation, call.arrived)
             whole = scope.get("extensions", {}).get(WHOLE)

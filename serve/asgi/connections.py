@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
@@ -28,6 +28,11 @@ _HEAD_END = b"\r\n\r\n"
 # quarter of a megabyte, has room for 14,000.
 _MOST_WAITING = 32
 
+# Chunks of a body beyond one for each `_SMALL_CHUNK` bytes of it. Each is a call from the parser, and what libuv reads
+# of a connection before it looks at another, 8 MB, has room for 1.4 million of a byte: 3 s in which nobody is answered.
+_MOST_CHUNKS = 4096
+_SMALL_CHUNK = 64
+
 # For what a client still sends when it has its answer (413, 401): closed at once, the answer would be lost with it.
 _LINGER_S = 5.0
 
@@ -36,7 +41,7 @@ _ON_ITS_WAY_S = 1.0
 
 
 class _TooManyError(Exception):
-    """More requests wait on a connection than may: raised within its parser, which then reads no further."""
+    """More requests, chunks or trailers than may come on a connection: raised in its parser, which reads no further."""
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -59,6 +64,10 @@ class GuardedConnection(HttpToolsProtocol):
         self._to_drop = 0  # bytes of the body of a request that was answered early
         self._dropped = 0  # those of them that the parser had
         self._answered_early = False  # by `early`: of this request there is no cycle
+        self._chunks = self._chunked_bytes = self._trailer_bytes = 0  # of the body that comes
+        self._head_again = False  # whether the parser reads a head for the second time
+        self._unread = 0  # bytes of answers when it was last looked whether the client reads
+        self._reader_timer: asyncio.TimerHandle | None = None
         self._tell_gone: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -73,6 +82,8 @@ class GuardedConnection(HttpToolsProtocol):
         """End."""
         self._head_is_there()
         self._body_is_there()
+        self._reader_is_there()
+        self._unset_keepalive_if_required()  # uvicorn 0.54 keeps it, and all this, for its time where the client resets
         super().connection_lost(exc)
         if self._tell_gone is not None:
             self._tell_gone()
@@ -97,7 +108,7 @@ class GuardedConnection(HttpToolsProtocol):
             return
         if not self._in_body:
             self._head_bytes += len(data)
-        super().data_received(data)  # type: ignore[arg-type]
+        self._feed(data)
         if self._in_body or not self._head_bytes or self.transport.is_closing():
             return
         if self._head_bytes > self._limits.head_bytes:
@@ -105,10 +116,40 @@ class GuardedConnection(HttpToolsProtocol):
         else:
             self._await_head()  # most come whole, and need no timer
 
+    def _feed(self, data: memoryview) -> None:
+        """As uvicorn, but for a head with ``Upgrade``: nothing else is spoken here, and what follows it is its body."""
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stopped:
+                data = data[stopped.args[0] :]
+                self._read_on()
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _read_on(self) -> None:
+        """Have the body read of a head with ``Upgrade``, behind which httptools 0.9 takes all for another protocol.
+
+        A client that offers one (curl --http2, Java's) sends its body, and a body that is read as the next request is
+        one that whoever is before this server has not seen.
+        """
+        self._renew_parser()
+        framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
+        self._head_again = True
+        try:
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(b"%s: %s\r\n" % pair for pair in framing))
+        finally:
+            self._head_again = False
+
     def _drop_body(self, data: memoryview) -> memoryview:
         """Begin to pass over a body behind its head, where its request is answered and its length known."""
         if self._answered_early and self._in_body:
-            length = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+            length = next(
+                (int(value.lstrip(b"0") or b"0") for name, value in self.headers if name == b"content-length"), 0
+            )
             self._to_drop = max(0, length - self._dropped)
         return self._drop(data) if self._to_drop else data
 
@@ -129,16 +170,36 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request begins."""
+        if self._head_again:
+            return
         self._head_bytes = self._head_bytes or 1  # behind the end of a body
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        """A part of its path is there."""
+        if not self._head_again:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of its headers is there. What comes behind a body is no header (RFC 9110, 6.5.1), and none is kept."""
+        if self._head_again:
+            return
+        if not self._in_body:
+            super().on_header(name, value)
+            return
+        self._trailer_bytes += len(name) + len(value) + 4
+        if self._trailer_bytes > self._limits.head_bytes:
+            self._read_no_further()
+
     def on_headers_complete(self) -> None:
         """Its headers are there."""
+        if self._head_again:
+            return
         self._head_is_there()
         if len(self.pipeline) >= _MOST_WAITING:
-            self.transport.close()
-            raise _TooManyError
+            self._read_no_further()
         self._in_body = True
+        self._chunks = self._chunked_bytes = self._trailer_bytes = 0
         found = self._early(self.parser.get_method(), self.url, self.headers) if self._is_plain() else None
         self._answered_early, self._dropped = found is not None, 0
         if found is None:
@@ -149,8 +210,15 @@ class GuardedConnection(HttpToolsProtocol):
         self._write(*found)
         super().on_response_complete()
 
+    def on_chunk_header(self) -> None:
+        """A chunk of its body begins."""
+        self._chunks += 1
+        if self._chunks > _MOST_CHUNKS + self._chunked_bytes // _SMALL_CHUNK:
+            self._read_no_further()
+
     def on_body(self, body: bytes) -> None:
         """A part of its body is there."""
+        self._chunked_bytes += len(body)
         if self._answered_early:
             self._dropped += len(body)
             return
@@ -169,6 +237,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Its body is there."""
+        if self.parser.should_upgrade():  # its head is: see `_read_on`
+            return
         self._in_body = False
         self._body_is_there()
         if not self._answered_early:
@@ -184,6 +254,24 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self._in_body:
             self._linger()
+
+    def pause_writing(self) -> None:
+        """The client does not read what it is answered: not for long."""
+        super().pause_writing()
+        self._unread = self.transport.get_write_buffer_size()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        """It has."""
+        self._reader_is_there()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """It has lain idle for too long; where it has not read its last answer, closing it would wait for that."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
         """What the parser could not read is told, unless the connection is closed already."""
@@ -238,6 +326,28 @@ class GuardedConnection(HttpToolsProtocol):
             and not self.parser.should_upgrade()
             and self.parser.get_http_version() == "1.1"
         )
+
+    def _read_no_further(self) -> NoReturn:
+        """Close, and end the parser in which this is called."""
+        self.transport.close()
+        raise _TooManyError
+
+    def _await_reader(self) -> None:
+        self._reader_timer = self.loop.call_later(self._limits.body_s, self._look_at_reader)
+
+    def _reader_is_there(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _look_at_reader(self) -> None:
+        """Give up a client that has read nothing; one that reads slowly is waited for."""
+        left = self.transport.get_write_buffer_size()
+        if left >= self._unread:
+            self.transport.abort()
+        else:
+            self._unread = left
+            self._await_reader()
 
     def _await_head(self) -> None:
         if self._head_timer is None:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from serve.asgi import oip, oip_grpc
 from serve.asgi.application import CLIENT_GONE, server_timing
 from serve.asgi.asking import Asking, ClientGoneError
 from serve.asgi.listening import Listening
 from serve.asgi.messages import RefusedError, bad_request
-from serve.asgi.oip_messages import SERVICE, message
+from serve.asgi.oip_messages import SERVICE, message, read_message
 from serve.asgi.oip_routes import project_version, refusal, signature
 from serve.asgi.reading import Reading
 from serve.runtime.errors import RequestError, UserError
@@ -191,9 +190,9 @@ class GrpcServer:
         if not whole:
             raise RefusedError(400, "the request has more than one message", "bad-request")
         try:
-            return message(f"{asked.method}Request").FromString(content)
-        except DecodeError:
-            raise RefusedError(400, f"the message is no {asked.method}Request", "bad-request") from None
+            return read_message(f"{asked.method}Request", content)
+        except ValueError as error:
+            raise RefusedError(400, str(error), "bad-request") from None
 
     async def _server_live(self, _: Any, __: _Asked) -> Any:
         return message("ServerLiveResponse")(live=True)

@@ -89,7 +89,10 @@ class Metrics:
 
     async def answer(self, call: Call) -> Response:
         """Everything, in the exposition format that the scraper asks for."""
-        encode, content_type = choose_encoder(call.headers.get("accept", ""))
+        try:
+            encode, content_type = choose_encoder(call.headers.get("accept", ""))
+        except TypeError:  # prometheus_client 0.26, of a version that is no number
+            encode, content_type = choose_encoder("")
         return Response(200, encode(self.registry), content_type)
 
     def _child(self, metric: _Metric, *values: str) -> _Metric:

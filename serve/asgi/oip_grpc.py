@@ -23,6 +23,7 @@ from serve.asgi.oip_messages import message
 from serve.asgi.oip_rest import packed, unpacked
 from serve.runtime.errors import RequestError
 from serve.runtime.fields import shown
+from serve.runtime.protocol import MOST_VALUES
 
 _CONTENTS = {"BYTES": "bytes_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
 
@@ -95,6 +96,8 @@ def write_metadata(signature: Signature) -> Any:
 def _typed(entry: Any) -> tuple[bytes, ...] | bytes:
     if entry.datatype == "BYTES":
         return tuple(entry.contents.bytes_contents)
+    if len(entry.contents.uint_contents) > MOST_VALUES:
+        raise RequestError(f"input {shown(entry.name)} has more than {MOST_VALUES} values: send them raw", 413)
     try:
         return bytes(entry.contents.uint_contents)
     except ValueError:

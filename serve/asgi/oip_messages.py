@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 PACKAGE: Final = "inference"
@@ -134,6 +135,60 @@ def _typed(field: FieldDescriptorProto, name: str) -> None:
 
 _POOL = DescriptorPool()
 _POOL.Add(_file())
+
+
+#: Fields of a message, and of those in it, that are read. A request has some ten, and one for each image; one of 64 MB
+#: could have 32 million that are empty, and protobuf makes an object of 150 bytes of each before anybody counts them.
+MOST_FIELDS: Final = 16_384
+
+
+def read_message(name: str, content: bytes) -> Any:
+    """A message of its bytes.
+
+    Raises:
+        ValueError: it is none, or has more fields than are read.
+    """
+    kind = message(name)
+    try:
+        left = _fields_left(kind.DESCRIPTOR, content, 0, len(content), MOST_FIELDS)
+        if left < 0:
+            raise ValueError(f"the message has more than {MOST_FIELDS} fields")
+        return kind.FromString(content)
+    except (DecodeError, IndexError):
+        raise ValueError(f"the message is no {name}") from None
+
+
+def _fields_left(kind: Any, content: bytes, place: int, end: int, left: int) -> int:
+    """How many of so many fields are left behind those of a message from ``place``; below 0: there are more."""
+    while place < end and left >= 0:
+        left -= 1
+        key, place = _number(content, place)
+        wire = key & 7
+        if wire == 2:  # with a length
+            length, place = _number(content, place)
+            field = kind.fields_by_number.get(key >> 3)
+            if field is not None and field.message_type is not None:
+                left = _fields_left(field.message_type, content, place, min(end, place + length), left)
+            place += length
+        elif wire == 0:
+            _, place = _number(content, place)
+        elif wire in (1, 5):
+            place += 8 if wire == 1 else 4
+        else:  # groups, which no message has
+            raise DecodeError
+    return left
+
+
+def _number(content: bytes, place: int) -> tuple[int, int]:
+    """A number of seven bits in each byte, and the place behind it; none has more than ten bytes."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = content[place]
+        place += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, place
+    raise DecodeError
 
 
 def message(name: str) -> Any:

@@ -6,7 +6,6 @@ Sources: the protocol's ``inference_rest.md``, and its binary tensor data extens
 
 from __future__ import annotations
 
-import base64
 import binascii
 import json
 import re
@@ -21,6 +20,7 @@ import numpy as np
 from serve.asgi.oip import Inference, Output, Signature, Tensor, Wanted, all_outputs, read_inference
 from serve.runtime.errors import RequestError
 from serve.runtime.fields import shown
+from serve.runtime.protocol import read_base64, read_json
 
 #: Header, of request and answer, with the length of the JSON that binary data follows.
 LENGTH_HEADER = "inference-header-content-length"
@@ -126,10 +126,7 @@ def _split(body: bytes, json_length: str | None) -> tuple[Mapping[str, Any], byt
                 f"{LENGTH_HEADER} must be a number of bytes up to the body's {len(body)}, got {shown(json_length)}"
             )
         length = int(json_length)
-    try:
-        document = json.loads(body[:length])
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {str(error)[:100]}") from None
+    document = read_json(body[:length])
     if not isinstance(document, dict):
         raise RequestError('the JSON body must be {"inputs": [{"name", "datatype", "shape", "data"}]}')
     return document, body[length:]
@@ -186,7 +183,7 @@ def _element(index: int, item: object, parameters: Mapping[str, Any]) -> bytes:
     if not isinstance(item, str):
         raise RequestError(f"element {index} must be a text, found {shown(item)}")
     try:
-        return base64.b64decode("".join(item.split()), validate=True)
+        return read_base64(item)
     except (binascii.Error, ValueError) as error:
         if parameters.get("content_type") == "base64":
             raise RequestError(f"element {index} is not valid base64 ({str(error)[:80]})") from None

@@ -52,7 +52,8 @@ async def predict(call: Call) -> Response:
     body = await call.body()
     kind = call.headers.get("content-type", "")
     try:
-        if len(body) > LONG_BODY and (kind.startswith(("application/json", "multipart/")) or body[:1] == b"{"):
+        large = len(body) > LONG_BODY
+        if large and (kind.lower().startswith(("application/json", "multipart/")) or protocol.looks_like_json(body)):
             request = await asyncio.to_thread(parse, call, body, kind, served.serving)
         else:
             request = parse(call, body, kind, served.serving)

@@ -125,10 +125,11 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
     settings = replace(settings, limits=_with_files(settings.limits, ports=1 if settings.grpc_port is None else 2))
     opened = settings.listening.open()
     with _lock_in_turns(), opened, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        process = _Process(settings, wanted, say)
         try:
-            return runner.run(_Process(settings, wanted, say).serve(opened, first))
+            return runner.run(process.serve(opened, first))
         finally:
-            if settings.listening.path is not None:
+            if settings.listening.path is not None and not process.stopped:
                 settings.listening.path.unlink(missing_ok=True)
 
 
@@ -175,8 +176,10 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = True
 
-    async def stop(self, opened: socket.socket) -> None:
+    async def stop(self, opened: socket.socket, path: Path | None = None) -> None:
         """Listen no more, and let what was accepted be answered.
+
+        The path of a unix socket is given up in the same moment: what is there later is another server's.
 
         A client whose connection waits to be accepted when the socket is closed gets a reset for its request: all that
         wait are accepted in the moment before.
@@ -187,6 +190,8 @@ class _Uvicorn(uvicorn.Server):
                 waiting.append(opened.accept()[0])
         for server in self.servers:
             server.close()
+        if path is not None:
+            path.unlink(missing_ok=True)
         loop = asyncio.get_running_loop()
         for connection in waiting:
             await loop.connect_accepted_socket(self._connection, connection, ssl=self.config.ssl)
@@ -206,6 +211,7 @@ class _Process:
         self._ending = asyncio.Event()
         self._failure: PipelineError | None = None
         self._hangs = False
+        self.stopped = False  # whether it listens no more
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, opened: socket.socket, first: Sequence[Wanted]) -> int:
@@ -242,7 +248,8 @@ class _Process:
         if self._failure is None:
             await asyncio.sleep(settings.drain_delay_s)
         if server.started:
-            await server.stop(opened)
+            self.stopped = True
+            await server.stop(opened, settings.listening.path)
         server.should_exit = True
         await serving
         if self._hangs:  # its thread cannot be ended
@@ -256,7 +263,7 @@ class _Process:
         await asyncio.gather(watching, ending, return_exceptions=True)
         for stop in reversed(self._application.on_stop):
             await stop()
-        if not loading.done():
+        if not loading.done() or self._tasks:
             _LOG.warning("ended while a model was being opened")
             logging.shutdown()
             os._exit(0 if self._failure is None else 1)

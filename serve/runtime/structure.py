@@ -17,6 +17,7 @@ _PNG_CHUNKS = 4096  # beside those of the pixels
 _PNG_PIXEL_CHUNKS = 32_768
 _PNG_COMPRESSED = 32
 _TIFF_TAGS = 4096
+_GIF_BLOCKS = 32_768  # before the first image, of 255 bytes at most, and stray bytes
 _TIFF_STRIPS = 32_768  # or tiles; 10 s for a million
 
 # A marker, and not a fill byte, an escaped FF of the coded data (FF00) or a restart (FFD0 to FFD7).
@@ -33,7 +34,7 @@ _TIFF_STRIP_TAGS = frozenset((273, 279, 324, 325))  # offsets and byte counts of
 def check_structure(data: bytes, budget: Budget) -> None:
     """See that opening ``data`` takes Pillow milliseconds, and decoding it no time but for its pixels.
 
-    What is broken passes: a decoder will say so. GIF, BMP and WebP need no bounds of this kind.
+    What is broken passes: a decoder will say so. BMP and WebP need no bounds of this kind.
 
     Raises:
         ImageError: with status 413, it has more parts than anybody writes.
@@ -42,6 +43,8 @@ def check_structure(data: bytes, budget: Budget) -> None:
         _check_jpeg(data, budget)
     elif data.startswith(b"\x89PNG\r\n\x1a\n"):
         _check_png(data)
+    elif data.startswith((b"GIF87a", b"GIF89a")):
+        _check_gif(data)
     elif data.startswith((b"II", b"MM")) and len(data) > 8:
         _check_tiff(data)
 
@@ -159,6 +162,26 @@ def _check_png(data: bytes) -> None:
         if kind == b"IEND":
             return
         position += 12 + length
+
+
+def _check_gif(data: bytes) -> None:
+    """Bound what a GIF has before its first image: comments and other extensions, and bytes that are nothing.
+
+    Raises:
+        ImageError: 413, there is more than anybody writes.
+    """
+    position = 13 + (3 << (data[10] & 7) + 1 if data[10:11] > b"\x7f" else 0)
+    blocks = 0
+    while position < len(data) and data[position] not in b",;":
+        extension = data[position] == 0x21
+        position += 2 if extension else 1
+        blocks += 1
+        while extension and position < len(data) and data[position] and blocks <= _GIF_BLOCKS:
+            position += 1 + data[position]
+            blocks += 1
+        position += extension
+        if blocks > _GIF_BLOCKS:
+            raise ImageError(f"the GIF has more than {_GIF_BLOCKS} blocks before its first image", 413)
 
 
 def _check_tiff(data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -11,6 +12,7 @@ import os
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -28,9 +30,11 @@ from hypothesis import strategies as st
 
 from serve.asgi import process
 from serve.asgi.application import Application
-from serve.asgi.call import Limits
+from serve.asgi.call import Call, Limits
+from serve.asgi.connections import GuardedConnection
 from serve.asgi.listening import Listening
 from serve.asgi.loading import Wanted
+from serve.asgi.messages import Response
 from serve.asgi.models import Models, Served
 from serve.asgi.process import Settings
 from serve.runtime.errors import EngineError
@@ -627,3 +631,179 @@ def test_a_connection_that_waits_to_be_accepted_when_the_server_ends_is_answered
                 return await asyncio.to_thread(client.recv, 4096)
 
     assert asyncio.run(end()).startswith(b"HTTP/1.1 200 ")
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAAAA\r\n"
+
+
+@asynccontextmanager
+async def connection(connect: Connect) -> AsyncIterator[Streams]:
+    reader, writer = await connect()
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+def add_echo(application: Application) -> None:
+    """Answer ``POST /echo`` with its body, and ``GET /much`` with more than a connection takes in."""
+
+    async def echo(call: Call) -> Response:
+        return Response(200, await call.body(), headers=(("x-told", call.headers.get("x-told", "nothing")),))
+
+    async def much(_: Call) -> Response:
+        return Response(200, bytes(32 << 20))
+
+    application.router.add("POST", "/echo", echo)
+    application.router.add("GET", "/much", much)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 500])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_that_offers_another_protocol_is_answered_and_its_body_is_no_request(
+    parts: int, chunked: bool
+) -> None:
+    inner = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(inner)
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(inner), inner) if chunked else inner
+    request = b"POST /echo HTTP/1.1\r\nHost: x\r\n" + UPGRADE + framing + b"\r\n\r\n" + body
+    last = b"GET /ping HTTP/1.1\r\nHost: x\r\n" + UPGRADE.replace(b"Upgrade,", b"close, Upgrade,") + b"\r\n"
+    sent = request + request + last
+
+    async def run() -> bytes:
+        async with listening(settings(), stuck_model(Stuck())) as (connect, application):
+            add_echo(application)
+            async with connection(connect) as (reader, writer):
+                size = -(-len(sent) // parts)
+                for start in range(0, len(sent), size):
+                    writer.write(sent[start : start + size])
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                return await read(reader, 5)
+
+    told = asyncio.run(run())
+    assert told.count(b"HTTP/1.1 200") == 3
+    assert told.count(inner) == 2  # as bodies
+
+
+def test_what_comes_behind_a_body_is_no_header_and_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("t" * 32)
+    (tmp_path / "tokens").chmod(0o600)
+    with_tokens = dataclasses.replace(settings(), token_file=tmp_path / "tokens")
+    token = b"Authorization: Bearer " + b"t" * 32 + b"\r\n"
+    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+
+    async def run() -> None:
+        async with listening(with_tokens) as (connect, application):
+            add_echo(application)
+            async with connection(connect) as (reader, writer):
+                writer.write(head + b"\r\n0\r\n" + token + b"\r\n")
+                assert b" 401 " in await reader.readline()
+            async with connection(connect) as (reader, writer):
+                writer.write(head + token + b"Connection: close\r\n\r\n0\r\nx-told: behind\r\n\r\n")
+                assert b"x-told: nothing" in await read(reader)
+            async with connection(connect) as (reader, writer):
+                writer.write(head + b"\r\n0\r\n" + b"a:b\r\n" * 1_000_000)  # and no end
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+                assert await read(reader, 5) == b""
+
+    asyncio.run(run())
+
+
+def test_a_body_in_chunks_of_a_byte_each_is_not_read_on() -> None:
+    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def run() -> None:
+        async with listening(settings()) as (connect, application):
+            add_echo(application)
+            async with connection(connect) as (reader, writer):
+                writer.write(head + b"1\r\na\r\n" * 4000 + b"0\r\n\r\n")
+                assert b" 200 " in await reader.readline()
+            async with connection(connect) as (reader, writer):
+                writer.write(head + b"1\r\na\r\n" * 500_000)
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+                assert await read(reader, 5) == b""
+
+    asyncio.run(run())
+
+
+def test_who_does_not_read_its_answer_keeps_no_body_in_memory_and_is_cut_off() -> None:
+    async def run() -> None:
+        async with listening(settings(body_s=0.5)) as (connect, application):
+            add_echo(application)
+            async with connection(connect) as (_, writer):
+                writer.write(b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n")
+                writer.write(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + bytes(1_000_000))
+                await asyncio.sleep(0.3)
+                assert (application.in_flight, application.held.bytes) == (1, 0)
+                await asyncio.sleep(1.2)
+                assert application.in_flight == 0
+
+    asyncio.run(run())
+
+
+def test_a_length_of_many_digits_is_read_as_the_number_that_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> bytes:
+        async with (
+            listening(settings(), stuck_model(Full())) as (connect, _),
+            connection(connect) as (reader, writer),
+        ):
+            writer.write(
+                b"POST /predictions/stuck HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"0" * 5000 + b"5\r\n\r\n"
+            )
+            writer.write(b"hello" + PING.replace(b"Host", b"Connection: close\r\nHost"))
+            return await read(reader)
+
+    told = asyncio.run(run())
+    assert told.startswith(b"HTTP/1.1 503")
+    assert b"HTTP/1.1 200" in told
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_told_to_end_while_it_changes_models_it_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ExitedError(Exception):
+        pass
+
+    def leave(status: int) -> None:
+        opening.set()
+        raise ExitedError(status)
+
+    opening = threading.Event()
+    wanted = [Wanted("stuck", "1.0", Path())]
+
+    def load(entry: Wanted, **_: Any) -> Served:
+        if entry.version == "2.0":
+            os.kill(os.getpid(), signal.SIGTERM)
+            opening.wait(10)
+        return stuck_model(Stuck())
+
+    def say(line: str) -> None:
+        if line.startswith("ready"):
+            wanted[:] = [Wanted("stuck", "2.0", Path())]
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr("serve.asgi.changing.load", load)
+    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
+    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    with pytest.raises(ExitedError, match="0"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: list(wanted), say)
+
+
+def test_a_connection_that_its_client_resets_is_not_kept() -> None:
+    async def run() -> int:
+        async with listening(settings()) as (connect, _):
+            for _ in range(20):
+                reader, writer = await connect()
+                writer.write(PING)
+                await reader.readexactly(1)
+                opened = writer.get_extra_info("socket")
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                writer.transport.abort()
+            del reader, writer, opened
+            await asyncio.sleep(0.3)
+            gc.collect()
+            return sum(isinstance(found, GuardedConnection) for found in gc.get_objects())
+
+    assert asyncio.run(run()) == 0

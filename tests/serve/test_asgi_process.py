@@ -400,3 +400,27 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says:
     result = CliRunner().invoke(app, ["run", "--store", str(archives), *words])
     assert result.exit_code == 2
     assert says in result.output
+
+
+def test_a_server_that_takes_the_socket_of_one_that_ends_keeps_it(archives: Path, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    words = (str(archives / "v1.mar"), "--no-token", "--socket", str(path))
+    with running(archives, *words) as first, socket.socket(socket.AF_UNIX) as slow:
+        slow.connect(str(path))
+        slow.sendall(b"POST /predictions/v1 HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
+        time.sleep(0.2)
+        first.process.send_signal(signal.SIGTERM)
+        first.await_line("SIGTERM")
+        while path.exists():
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(path))
+                time.sleep(0.05)
+                continue
+            break
+        with running(archives, *words) as second:
+            slow.sendall(b"ab")
+            assert slow.recv(100).startswith(b"HTTP/1.1 415")
+            assert first.process.wait(30) == 0
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
+                assert client.get("/health/ready").status_code == 200
+            assert second.process.poll() is None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import struct
 import time
 import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -362,3 +364,18 @@ def test_any_damage_to_an_image_gives_a_tensor_or_an_image_error(
         reach = data.draw(st.sampled_from((min(64, len(seed)), len(seed))))
         damaged[int(place * reach)] = value
     only_an_image_error(bytes(damaged[: data.draw(st.integers(len(seed) // 2, len(seed)))]))
+
+
+def test_an_image_that_is_turned_costs_no_more_for_what_its_exif_has_beside() -> None:
+    image = picture(1)
+    numbers = 250_000
+    tags = ((0x0112, 3, 1, 6), (0x9999, 5, numbers, 38))  # turned right; numbers of 8 bytes each
+    exif = b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    data = encoded(image, "PNG")
+    chunk = b"eXIf" + exif + bytes(4) + b"\1\0\0\0" * 2 * numbers
+    head = data.index(b"IDAT") - 4
+    data = data[:head] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[head:]
+    started = time.thread_time()
+    found = decode(data)
+    assert time.thread_time() - started < 0.3
+    assert np.array_equal(found.permute(1, 2, 0).numpy(), np.asarray(image.transpose(Image.Transpose.ROTATE_270)))

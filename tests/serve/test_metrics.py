@@ -160,6 +160,12 @@ def grouped_by(query: str) -> set[str]:
     return {label.strip() for labels in re.findall(r"\bby \(([^)]*)\)", query) for label in labels.split(",")}
 
 
+def test_a_version_that_is_no_number_is_answered_as_if_none_were_asked_for(client: httpx.Client) -> None:
+    for kind in ("application/openmetrics-text", "text/plain"):
+        answer = client.get("/metrics", headers={"accept": f"{kind}; version=latest"})
+        assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, "text/plain")
+
+
 def test_the_dashboard_is_the_one_that_is_written_by_its_maker() -> None:
     assert (ROOT / "docs" / "grafana-dashboard.json").read_text() == grafana_dashboard.text()
 

@@ -361,3 +361,22 @@ def wait_for(reached: Callable[[], bool]) -> None:
     while not reached():
         assert time.monotonic() < until
         time.sleep(0.002)
+
+
+@pytest.mark.parametrize("field", ["inputs", "outputs", "raw_input_contents", "parameters", "bytes_contents"])
+def test_a_message_of_millions_of_fields_is_refused_before_it_is_read(field: str, own_server: Running) -> None:
+    request = message("ModelInferRequest")(model_name="small")
+    tensor = request.inputs.add(name="image", datatype="BYTES", shape=[1])
+    many = {"inputs": b"\x2a\0", "outputs": b"\x32\0", "raw_input_contents": b"\x3a\0"}
+    content = request.SerializeToString() + many.get(field, b"") * 500_000
+    if field == "bytes_contents":
+        tensor.contents.bytes_contents.extend([b""] * 500_000)
+        content = request.SerializeToString()
+    if field == "parameters":
+        for number in range(100_000):
+            request.parameters[str(number)].bool_param = True
+        content = request.SerializeToString()
+    with grpc.insecure_channel(own_server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(f"/{SERVICE}/ModelInfer")(content, metadata=tuple(bearer().items()))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "more than 16384 fields" in caught.value.details()

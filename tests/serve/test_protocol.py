@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -122,3 +123,23 @@ def test_text_with_an_unpaired_surrogate_is_the_requests_own_fault(parameters: d
     got = read(parameters)
     assert isinstance(got, RequestError)
     assert got.status == 400
+
+
+@pytest.mark.parametrize(
+    "values", [b"[],", b"1,", b"{},", b'{"a":1},', b"[[[[1]]]],", b"[" * 500_000 + b"]" * 500_000 + b","]
+)
+def test_json_of_millions_of_values_is_refused_before_it_is_read(values: bytes) -> None:
+    body = b'{"instances": [' + values * (6_000_000 // len(values)) + b"1]}"
+    with pytest.raises(RequestError, match="more than 1048576 values") as caught:
+        parse({"body": body}, says_json=True, request_type="", default_k=1, instance_limit=64)
+    assert caught.value.status == 413
+
+
+def test_base64_of_nothing_but_blanks_takes_no_more_memory_than_it_has() -> None:
+    body = b'{"instances": [{"b64": "' + b"ab " * 1_000_000 + b'"}]}'
+    tracemalloc.start()
+    try:
+        parse({"body": body}, says_json=True, request_type="", default_k=1, instance_limit=64)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
+    finally:
+        tracemalloc.stop()
