@@ -29,9 +29,11 @@ from optimize.quantization.calls import another_call
 from optimize.quantization.choices import Chosen
 from optimize.quantization.computed import store_weights
 from optimize.quantization.forgetting import forgotten
+from optimize.quantization.in_place import name_written
 from optimize.quantization.inexact import IN_FLOAT, free_inexact
-from optimize.quantization.known import KNOWN_IN_FLOAT, free_known
-from optimize.quantization.means import flatten_places
+from optimize.quantization.known import KNOWN_IN_FLOAT, free_given, free_known
+from optimize.quantization.lifting import InFloat, free_endless, lift_functions, write_out_padding
+from optimize.quantization.means import flatten_places, free_means
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.norms import with_factors
 from optimize.quantization.observers import settle_weights
@@ -44,7 +46,8 @@ from optimize.quantization.scores import call_softmax, free_scores
 from optimize.quantization.shared import share_watchers
 from optimize.quantization.slices import drop_whole_slices
 from optimize.quantization.stream import free_stream
-from optimize.quantization.targets import Target
+from optimize.quantization.targets import DROPOUTS, Target
+from optimize.quantization.watchers import called_module
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.integers import ANY_X86
@@ -76,9 +79,13 @@ def trace_calls(
         NotApplicableError: a norm has no running statistics.
     """
     graph_module = trace(module, example)
+    name_written(graph_module, example)
     store_weights(graph_module)
     with_factors(graph_module)
     write_out_attention(graph_module, example, in_float)
+    lift_functions(graph_module)
+    write_out_padding(graph_module)
+    free_endless(graph_module)
     call_softmax(graph_module)
     note_shapes(graph_module, example)  # of what attention has become, too
     flatten_places(graph_module)
@@ -119,17 +126,19 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
     """
     # FX would trace into layers of foreign classes again, and fail.
     whole = PrepareCustomConfig().set_non_traceable_module_classes(
-        [*left_whole(module), GlobalPool, *IN_FLOAT, *KNOWN_IN_FLOAT]
+        [*left_whole(module), GlobalPool, InFloat, *IN_FLOAT, *KNOWN_IN_FLOAT]
     )
     insert = prepare_qat_fx if module.training else prepare_fx
     unbound: frozenset[str] = frozenset()
     while True:
         bounded = copy.deepcopy(module)
+        if not module.training:
+            drop_dropouts(bounded)
         if target.packed:
             free_last_pool(bounded, example)
             free_inexact(bounded)
-        if target.name == ANY_X86:
-            free_known(bounded)
+        if target.packed:
+            free_known(bounded, weighed=target.name == ANY_X86)
         bounds = bound_relus(bounded, mapping, but_not=unbound)
         with forgotten(bounded):
             prepared: fx.GraphModule = insert(
@@ -138,7 +147,9 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         share_watchers(prepared)
         lost = bind(prepared, bounds)
         if not lost:
+            free_given(prepared)
             free_scores(prepared)
+            free_means(prepared, target.backend_config())
             free_stream(prepared)
             free_answer(prepared)
             if not target.packed:
@@ -147,6 +158,28 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
             free_image(prepared)
             return prepared
         unbound |= lost
+
+
+def drop_dropouts(module: fx.GraphModule) -> int:
+    """Take away dropouts, in place: in eval mode they give what they are given.
+
+    FX (2.11 to 2.14) gives one that reads no integers the range of the nearest that are: of what a pool reads that is
+    computed in float, or of what a GELU reads.
+
+    Returns:
+        How many.
+    """
+    found = [
+        node
+        for node in module.graph.nodes
+        if node.target is functional.dropout or isinstance(called_module(module, node), DROPOUTS)
+    ]
+    for node in found:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        module.graph.erase_node(node)
+    module.delete_all_unused_submodules()
+    module.recompile()
+    return len(found)
 
 
 def choose(

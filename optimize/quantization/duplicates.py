@@ -28,7 +28,7 @@ def merge_alike(module: fx.GraphModule) -> None:
     """
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(module.graph.nodes):
-        if node.op == "get_attr" and node.users and all(_only_moves(user) for user in node.users):
+        if node.op == "get_attr" and node.users and not _written(node):
             key = content(constant_value(module, node))
         elif _only_moves(node) or quantizing(node) or _computes(node):
             key = (node.target, repr((node.args, sorted(node.kwargs.items()))))  # to which 1, 1.0 and True differ

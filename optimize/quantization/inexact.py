@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from torch import nn
+from torch import fx, nn
+from torch.nn import functional
+
+from optimize.quantization.lifting import call_in_float
 
 
 class FloatPReLU(nn.PReLU):
@@ -39,7 +42,11 @@ _IN_FLOAT: Final[dict[type[nn.Module], type[nn.Module]]] = {
 IN_FLOAT: Final = tuple(_IN_FLOAT.values())
 
 
-def free_inexact(module: nn.Module) -> None:
+def free_inexact(module: fx.GraphModule) -> None:
     """Make these layers of classes that stay in float, in place; they compute the same and have the same state."""
+    for node in list(module.graph.nodes):
+        if node.target is functional.instance_norm:
+            call_in_float(module, node)
+    module.recompile()
     for layer in module.modules():
         layer.__class__ = _IN_FLOAT.get(type(layer), type(layer))

@@ -14,10 +14,12 @@ from typing import Any, Final
 
 import torch
 from torch import fx, nn
+from torch.ao.quantization.fake_quantize import FixedQParamsFakeQuantize
+from torch.ao.quantization.observer import FixedQParamsObserver
 from torch.nn import functional
 
 from optimize.quantization.between import has_weights
-from optimize.quantization.watchers import called_module, leads_to
+from optimize.quantization.watchers import called_module, leads_to, remove_watcher
 
 
 class FloatTanh(nn.Tanh):
@@ -49,11 +51,18 @@ _OTHERS: Final = frozenset(
 )
 
 
-def free_known(module: fx.GraphModule) -> int:
+#: What gives all that it is given one range: torch.ao takes that of the first.
+_TOGETHER: Final = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack})
+
+
+def free_known(module: fx.GraphModule, weighed: bool = True) -> int:
     """Make operators of known range, which layers with weights read, ones that stay in float, in place.
+
+    So are those, whatever reads them, that are put together with others, which would have their range.
 
     Args:
         module: traced, before anything watches its tensors.
+        weighed: whether what layers with weights read is.
 
     Returns:
         How many.
@@ -61,7 +70,7 @@ def free_known(module: fx.GraphModule) -> int:
     freed = 0
     for node in list(module.graph.nodes):
         known = _in_float(module, node)
-        if known is None or not _weighed(module, node):
+        if known is None or not ((weighed and _weighed(module, node)) or _put_together(module, node)):
             continue
         name = f"{node.name}_in_float"
         module.add_submodule(name, known)
@@ -71,6 +80,43 @@ def free_known(module: fx.GraphModule) -> int:
         freed += 1
     module.recompile()
     return freed
+
+
+def free_given(prepared: fx.GraphModule) -> int:
+    """Take away watchers of known range from what such operators are given, in place.
+
+    Where nothing in integers gives it, torch.ao (2.11 to 2.14) watches it with the operator's own watcher: of the
+    ``1.702 * x`` of a GELU's approximation by a sigmoid, all beyond 0 to 1 would be cut off.
+
+    Args:
+        prepared: with observers or fake-quantize modules.
+
+    Returns:
+        How many were taken away.
+    """
+    freed = 0
+    for node in list(prepared.graph.nodes):
+        if not isinstance(called_module(prepared, node), (FixedQParamsObserver, FixedQParamsFakeQuantize)):
+            continue
+        if node.users and all(_known(prepared, user) for user in node.users) and not _known(prepared, node.args[0]):
+            remove_watcher(prepared, node)
+            freed += 1
+    prepared.recompile()
+    return freed
+
+
+def _known(module: fx.GraphModule, node: Any) -> bool:
+    """Whether a node is an operator of known range."""
+    called = called_module(module, node)
+    return (node.target if called is None else type(called)) in _OPERATORS
+
+
+def _put_together(module: fx.GraphModule, node: fx.Node) -> bool:
+    return leads_to(
+        node,
+        lambda user: user.target in _TOGETHER,
+        lambda user: user.target not in _OTHERS and not has_weights(module, user),
+    )
 
 
 def _in_float(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:

@@ -11,9 +11,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.ao.quantization.backend_config import BackendConfig
 
 from optimize.lint.graph import of_a_map
+from optimize.quantization.outputs import reads_integers
+from optimize.quantization.watchers import is_watcher, remove_watcher
 from optimize.quantization.writing import replace, shape_of
+
+_MEANS = ("mean", torch.mean)
 
 
 def flatten_places(module: fx.GraphModule) -> int:
@@ -26,7 +31,7 @@ def flatten_places(module: fx.GraphModule) -> int:
         How many means were replaced.
     """
     written = 0
-    for node in [node for node in module.graph.nodes if node.target in ("mean", torch.mean)]:
+    for node in [node for node in module.graph.nodes if node.target in _MEANS]:
         given: Any = node.args[0] if node.args else node.kwargs.get("input")
         axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         shape, after = shape_of(given), shape_of(node)
@@ -38,3 +43,37 @@ def flatten_places(module: fx.GraphModule) -> int:
             written += 1
     module.recompile()
     return written
+
+
+def free_means(prepared: fx.GraphModule, backend: BackendConfig) -> int:
+    """Take away watchers of means that nothing in integers gives or reads, in place.
+
+    FX (2.11 to 2.14) gives a mean the range of what it is the mean of. Of squares (a norm that is written out, a pool
+    by a power) that is far more than means reach, and a variance of a few steps is divided by.
+
+    Args:
+        prepared: with observers or fake-quantize modules.
+        backend: what it was prepared for.
+
+    Returns:
+        How many were taken away.
+    """
+    quantized = {config.pattern for config in backend.configs}
+
+    def in_floats(node: Any) -> bool:
+        return not is_watcher(prepared, node) and not reads_integers(prepared, node, quantized)
+
+    freed: list[fx.Node] = []
+    for node in prepared.graph.nodes:
+        if node.target not in _MEANS:
+            continue
+        given = node.args[0] if node.args else node.kwargs["input"]
+        if is_watcher(prepared, given) and all(user.target in _MEANS for user in given.users):
+            source = given.args[0]
+            freed += [given] if in_floats(source) and source.op != "placeholder" else []
+        freed += [user for user in node.users if is_watcher(prepared, user) and all(map(in_floats, user.users))]
+    freed = [watcher for watcher in dict.fromkeys(freed) if watcher.users]
+    for watcher in freed:
+        remove_watcher(prepared, watcher)
+    prepared.recompile()
+    return len(freed)

@@ -40,7 +40,7 @@ def free_outputs(prepared: fx.GraphModule, backend: BackendConfig) -> int:
         node
         for node in prepared.graph.nodes
         if _layer_before(prepared, node) is not None
-        and all(not _reads_integers(prepared, user, quantized) for user in node.users)
+        and all(not reads_integers(prepared, user, quantized) for user in node.users)
     ]
     for node in prepared.graph.nodes:
         if node.op == "call_module" or node.target not in SUMS or len(node.all_input_nodes) != 2:
@@ -77,7 +77,7 @@ def _convolved(module: fx.GraphModule, addend: Any) -> bool:
     return any(isinstance(part, _ConvNd) for part in parts) and not activated
 
 
-def _reads_integers(module: fx.GraphModule, user: fx.Node, quantized: set[Any]) -> bool:
+def reads_integers(module: fx.GraphModule, user: fx.Node, quantized: set[Any]) -> bool:
     """Whether an operator has a pattern of the backend's, and so takes integers."""
     if user.op == "output":
         return False

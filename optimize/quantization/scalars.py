@@ -42,14 +42,18 @@ def free_scalars(module: fx.GraphModule) -> int:
     for node in found:
         settings = dict(node.kwargs)
         operands = [*node.args, *(settings.pop(name) for name in ("input", "other") if name in settings)]
-        tensors = [operand for operand in operands if shape_of(operand) is not None]
-        if len(operands) != 2 or not tensors:
+        if len(operands) != 2 or all(shape_of(operand) is None for operand in operands):
             continue  # of sizes
-        if len(tensors) == 1 or settings:
+        if not all(_is_float(operand) for operand in operands) or settings:
             # With a setting the tensor comes first: only numbers alone stand in front of one.
-            operands.sort(key=lambda operand: shape_of(operand) is None)
+            operands.sort(key=lambda operand: (not _is_float(operand), shape_of(operand) is None))
             node.op, node.target = "call_method", _METHODS[node.target]
             written += 1
         node.args, node.kwargs = tuple(operands), settings
     module.recompile()
     return written
+
+
+def _is_float(operand: Any) -> bool:
+    """Whether an operand is a tensor of floats: masks, whole and complex numbers have no range."""
+    return shape_of(operand) is not None and operand.meta["tensor_meta"].dtype.is_floating_point

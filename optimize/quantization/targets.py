@@ -36,7 +36,7 @@ from serve.runtime.errors import UserError
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86, has_vnni, saturates
 
 _TRANSPOSED = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
-_DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
+DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Target:
         # Served, dropout does nothing, and torch's packed form lets its input through; a range of its own
         # would be trained and exported (a second rounding and clipping) and then not be served.
         # TensorRT's backend config says so itself.
-        for dropout in (*_DROPOUTS, torch.nn.functional.dropout) if self.packed else ():
+        for dropout in (*DROPOUTS, torch.nn.functional.dropout) if self.packed else ():
             mapping = mapping.set_object_type(dropout, default_reuse_input_qconfig)
         # torch's x86 kernels of these give other numbers than its reference form (2.14: 70 steps off, seen).
         for transposed in _TRANSPOSED:
@@ -135,7 +135,7 @@ def _tensorrt_backend_config() -> BackendConfig:
     """What torch has for TensorRT, with what it leaves out: an activation goes through a dropout as it is."""
     config = get_tensorrt_backend_config()
     as_it_is = DTypeConfig(input_dtype=torch.qint8, output_dtype=torch.qint8)
-    for dropout in (*_DROPOUTS, torch.nn.functional.dropout):
+    for dropout in (*DROPOUTS, torch.nn.functional.dropout):
         config.set_backend_pattern_config(
             BackendPatternConfig(dropout)
             .set_observation_type(ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT)

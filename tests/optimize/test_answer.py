@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import onnx
@@ -11,11 +10,9 @@ import torch
 from torch import nn
 
 from optimize.export.onnx import run_onnx
-from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
-from optimize.passes.ptq import PTQ, Ptq
-from optimize.store.artifact import Artifact
+from optimize.quantization.targets import TargetName
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
-from tests.optimize.workbench import GREY16, noise_context, parent_of
+from tests.optimize.workbench import lowered, noise_context
 
 _TARGETS = (ANY_X86, VNNI_X86, TENSORRT)
 
@@ -47,18 +44,9 @@ def means() -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
 
 
-def lowered(head: list[nn.Module], target: str, folder: Path) -> Path:
+def answering(head: list[nn.Module], target: TargetName, folder: Path) -> Path:
     torch.manual_seed(0)
-    context = noise_context()
-    parent = parent_of(Headed(*head).eval(), context, folder / "parent")
-    for name in ("ptq", "int8"):
-        (folder / name).mkdir()
-    config = Ptq(images=8, observer="minmax", target=target)
-    made = PTQ.apply(parent, config, context, folder / "ptq")
-    card = dataclasses.replace(parent.card, target=made.target)
-    quantized = Artifact("ptq", "quantized", "1" * 64, folder / "ptq", card, parent)
-    graph = ONNX_INT8.apply(quantized, OnnxInt8(), context, folder / "int8")
-    return folder / "int8" / graph.file
+    return lowered(Headed(*head).eval(), folder, target)[1]
 
 
 def last_operator(path: Path) -> str:
@@ -83,19 +71,17 @@ def last_operator(path: Path) -> str:
     ids=["softmax", "sigmoid", "pool", "two heads"],
 )
 def test_what_is_computed_of_the_last_layers_is_not_rounded(head, operator, target, tmp_path):
-    path = lowered(head, target, tmp_path)
-    assert last_operator(path) == operator
+    assert last_operator(answering(head, target, tmp_path)) == operator
 
 
 @pytest.mark.parametrize("head", [[nn.Linear(16, 10)], [nn.Linear(16, 10), nn.ReLU()]], ids=["layer", "activated"])
 @pytest.mark.parametrize("target", [ANY_X86, VNNI_X86])
 def test_a_layers_own_answer_is_its_integer_kernels(head, target, tmp_path):
-    assert last_operator(lowered([*means(), *head], target, tmp_path)) == "DequantizeLinear"
+    assert last_operator(answering([*means(), *head], target, tmp_path)) == "DequantizeLinear"
 
 
 @pytest.mark.parametrize("target", _TARGETS)
 def test_probabilities_add_up_to_one(target, tmp_path):
-    path = lowered([*means(), nn.Linear(16, 10), nn.Softmax(1)], target, tmp_path)
-    pixels = torch.randint(256, (16, *GREY16.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    answers = run_onnx(path, pixels)
+    path = answering([*means(), nn.Linear(16, 10), nn.Softmax(1)], target, tmp_path)
+    answers = run_onnx(path, noise_context().example(16))
     torch.testing.assert_close(answers.sum(dim=1), torch.ones(16), rtol=0, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -14,9 +15,10 @@ from optimize.errors import PassError
 from optimize.lint.base import lint
 from serve.runtime.engines.base import execution_id
 from serve.runtime.execution import Execution
+from serve.runtime.integers import ANY_X86
 
 from .test_certify_layers import GRAPHS, TORCH, Made, quantized
-from .workbench import quantizers
+from .workbench import is_meant, quantizers
 
 
 class Bounded(nn.Module):
@@ -59,7 +61,7 @@ def test_what_layers_with_weights_read_has_seven_bits_in_every_engine(bounded: M
 def test_a_graph_in_which_a_layer_reads_eight_bits_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optimize.quantization.convert.free_known", lambda module: 0)
+    monkeypatch.setattr("optimize.quantization.convert.free_known", lambda module, weighed=True: 0)
     with pytest.raises(PassError, match="a layer's input reaches 255, where 7 bits end at 127"):
         quantized(Bounded(), tmp_path, "x86")
 
@@ -68,6 +70,46 @@ def test_what_is_multiplied_alone_keeps_its_eight(bounded: Made) -> None:
     highs = [high for _, _, _, high in quantizers(bounded.packed)]
     assert highs.count(255) == 1, "the gate"
     assert lint(onnx.load(bounded.graph / "model.onnx"), "x86") == ()
+
+
+class Computed(nn.Module):
+    """A sigmoid of what no layer gives."""
+
+    def __init__(self, inner: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = 3 * self.first(x)
+        return self.head(self.second(x * torch.sigmoid(self.inner(x))).mean((2, 3)))
+
+
+class Together(nn.Module):
+    """Gates and what is not one, put together, and multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(1, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = 3 * self.first(x)
+        gated = torch.cat([given[:, :4].sigmoid(), given[:, 4:]], 1)
+        return self.head((gated * self.other(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda: Computed(lambda x: 1.702 * x),
+        lambda: Computed(lambda x: functional.layer_norm(x, x.shape[1:])),
+        Together,
+    ],
+    ids=["gelu by a sigmoid", "of a norm", "put together"],
+)
+def test_what_a_known_range_does_not_hold_is_not_cut_off(kind, tmp_path) -> None:
+    torch.manual_seed(0)
+    is_meant(kind(), tmp_path, ANY_X86, above=30)
 
 
 @pytest.mark.peers

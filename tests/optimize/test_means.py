@@ -1,4 +1,4 @@
-"""Means over maps of one place: torch's int8 kernel fails on them, so they are written as what they are."""
+"""Means: over maps of one place torch's int8 kernel fails, and of powers they have no range of theirs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from optimize.export.trace import note_shapes, trace
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.means import flatten_places
 from serve.runtime.card import Preprocessing
+from serve.runtime.integers import TENSORRT
 
-from .workbench import noise_context, parent_of
+from .workbench import is_meant, noise_context, parent_of
 
 
 class Mean(nn.Module):
@@ -65,3 +66,20 @@ def test_a_network_that_ends_in_a_mean_over_one_place_becomes_int8(tmp_path: Pat
     torch.manual_seed(0)
     product = PTQ.apply(parent_of(Mean(32).eval(), context, tmp_path), Ptq(images=32), context, tmp_path)
     assert any(note.startswith("2 quantized layers") for note in product.notes)
+
+
+class PooledByPower(nn.Module):
+    """A generalised mean, as retrieval networks pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.second(torch.relu(self.first(x))))
+        return self.head(x.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3))
+
+
+def test_a_mean_of_powers_is_not_rounded_to_the_powers_steps(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    is_meant(PooledByPower(), tmp_path, TENSORRT, above=30)

@@ -25,7 +25,6 @@ from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.qdq import NarrowRange, explicit_form, verify
 from optimize.quantization.slices import drop_whole_slices
-from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
@@ -33,6 +32,7 @@ from tests.processor import NEEDS_VNNI
 
 from .explicit_nets import Int8Linear
 from .workbench import (
+    lowered,
     noise_context,
     packed_in_torchscript,
     packed_weights,
@@ -177,19 +177,6 @@ def test_a_graph_that_is_not_what_torch_meant_is_refused(model, expected, compla
 
 
 # --- from torch.ao to ONNX Runtime -------------------------------------------------------------------------------
-
-
-def lowered(module: nn.Module, folder: Path, target: TargetName = "auto") -> tuple[Path, Path]:
-    """``ptq`` with min-max ranges, then ``onnx-int8``; returns the folder of the first and the file of the second."""
-    context = noise_context()
-    parent = parent_of(module, context, folder / "parent")
-    (folder / "ptq").mkdir(parents=True, exist_ok=True)
-    product = PTQ.apply(parent, Ptq(observer="minmax", target=target), context, folder / "ptq")
-    card = dataclasses.replace(parent.card, target=product.target)
-    artifact = type(parent)("ptq", "quantized", "1" * 64, folder / "ptq", card, parent)
-    (folder / "onnx").mkdir()
-    ONNX_INT8.apply(artifact, OnnxInt8(input="float"), context, folder / "onnx")
-    return folder / "ptq", folder / "onnx" / "model.onnx"
 
 
 def integer_weights(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import fcntl
 import io
 import os
@@ -17,8 +18,12 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.data.records import ImageData, Split
+from optimize.export.onnx import run_onnx
 from optimize.export.program import write_weights
 from optimize.listener import Silent
+from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
+from optimize.passes.ptq import PTQ, Ptq
+from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact
 from serve.runtime.card import Card, Preprocessing, sha256_file
 from serve.runtime.engines.base import open_engine, preferred
@@ -181,3 +186,32 @@ def _nodes(folder: Path, operator: str) -> Iterator[torch.fx.Node]:
     for node in load_program(folder / REFERENCE_FILE).graph.nodes:
         if getattr(node.target, "_schema", None) is not None and node.target._schema.name.endswith(f"::{operator}"):
             yield node
+
+
+def lowered(module: nn.Module, folder: Path, target: TargetName = "auto") -> tuple[Path, Path]:
+    """``ptq`` with min-max ranges, then ``onnx-int8``; returns the folder of the first and the file of the second."""
+    context = noise_context()
+    parent = parent_of(module, context, folder / "parent")
+    (folder / "ptq").mkdir(parents=True, exist_ok=True)
+    product = PTQ.apply(parent, Ptq(observer="minmax", target=target), context, folder / "ptq")
+    card = dataclasses.replace(parent.card, target=product.target)
+    artifact = Artifact("ptq", "quantized", "1" * 64, folder / "ptq", card, parent)
+    (folder / "onnx").mkdir()
+    ONNX_INT8.apply(artifact, OnnxInt8(input="float"), context, folder / "onnx")
+    return folder / "ptq", folder / "onnx" / "model.onnx"
+
+
+def decibels(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """How far a signal stands out of what was made of it."""
+    noise = (found.double() - expected.double()).square().sum()
+    return float(10 * torch.log10(expected.double().square().sum() / noise))
+
+
+def is_meant(module: nn.Module, folder: Path, target: TargetName, above: float) -> None:
+    """Assert that the int8 graph of a network answers as the network does, to so many decibels."""
+    _, path = lowered(module.eval(), folder, target)
+    batch = noise_context().example(32)
+    with torch.no_grad():
+        expected = module(batch)
+    found = decibels(expected, run_onnx(path, batch))
+    assert found > above, f"{found:.1f} dB"

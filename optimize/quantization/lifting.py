@@ -1,0 +1,182 @@
+"""Convolutions and linear layers that a network calls as functions, and padding that kernels have none of, as layers.
+
+torch.ao (2.11 to 2.14) packs a function's convolution only if each of its arguments stands in its place, as a tuple;
+``conv2d(x, weight, padding=1)`` fails. Its quantized layers refuse "same" and "valid", its packed ones know reflection
+alone, and its reference layers, which graphs are made of, fill with zeros whatever the layer's ``padding_mode`` is.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+
+from optimize.export.constants import constant_value
+from optimize.quantization.watchers import called_module
+from optimize.quantization.writing import computed, replace
+
+_CONVOLUTIONS: dict[Any, Any] = {
+    functional.conv1d: nn.Conv1d,
+    functional.conv2d: nn.Conv2d,
+    functional.conv3d: nn.Conv3d,
+}
+_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys(_CONVOLUTIONS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
+    functional.linear: ("input", "weight", "bias"),
+}
+_PADDED = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class InFloat(nn.Module):
+    """A function's call, of a class that torch.ao has no kernel for.
+
+    Args:
+        function: what is called.
+    """
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **settings: Any) -> torch.Tensor:
+        """What the function gives."""
+        return self.function(*args, **settings)
+
+
+def call_in_float(module: fx.GraphModule, node: fx.Node) -> None:
+    """Let a function's call stay in float, in place."""
+    name = f"{node.name}_in_float"
+    assert callable(node.target)
+    module.add_submodule(name, InFloat(node.target))
+    with module.graph.inserting_before(node):
+        replace(node, module.graph.create_node("call_module", name, node.args, node.kwargs))
+
+
+def lift_functions(module: fx.GraphModule) -> int:
+    """Write convolutions and linear layers that are called as functions of constants as layers, in place.
+
+    One whose weight depends on the image, as a dynamic convolution's, has no integers for it and stays in float.
+
+    Args:
+        module: traced.
+
+    Returns:
+        How many were written.
+    """
+    lifted = 0
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.target not in _ARGUMENTS:
+            continue
+        given: dict[str, Any] = {**dict(zip(_ARGUMENTS[node.target], node.args, strict=False)), **node.kwargs}
+        if any(computed(value) for name, value in given.items() if name != "input"):
+            call_in_float(module, node)  # the integers of such weights are no constants
+            continue
+        if not computed(given["input"]):
+            continue
+        read = given.pop("input")
+        with torch.no_grad():
+            values = {name: constant_value(module, value) for name, value in given.items()}
+        name = f"{node.name}_layer"
+        module.add_submodule(name, _layer(node.target, values))
+        with module.graph.inserting_before(node):
+            replace(node, module.graph.call_module(name, (read,)))
+        lifted += 1
+    module.graph.eliminate_dead_code()
+    _drop_unread(module)
+    module.recompile()
+    return lifted
+
+
+def _drop_unread(module: fx.GraphModule) -> None:
+    """Delete parameters that are the network's own and that no node reads: each layer has its own by now."""
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for name, _ in list(module.named_parameters(recurse=False)):
+        if name not in read:
+            delattr(module, name)
+    module.delete_all_unused_submodules()
+
+
+def _layer(function: Any, values: dict[str, Any]) -> nn.Module:
+    weight, bias = values.pop("weight"), values.pop("bias", None)
+    outputs, inputs, *kernel = weight.shape
+    layer: Any
+    if function in _CONVOLUTIONS:
+        inputs *= values.get("groups", 1)
+        layer = _CONVOLUTIONS[function](inputs, outputs, kernel, bias=bias is not None, **values)
+    else:
+        layer = nn.Linear(inputs, outputs, bias=bias is not None)
+    layer.weight = nn.Parameter(weight.detach().clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().clone())
+    return cast("nn.Module", layer)
+
+
+def write_out_padding(module: fx.GraphModule) -> int:
+    """Pad in front of convolutions that fill their borders with anything but zeros, or by a word, in place.
+
+    Args:
+        module: traced.
+
+    Returns:
+        In front of how many.
+    """
+    written = 0
+    changed: dict[int, _ConvNd] = {}
+    for node in list(module.graph.nodes):
+        layer = called_module(module, node)
+        if type(layer) not in _PADDED or not isinstance(layer, _ConvNd):
+            continue
+        borders = list(layer._reversed_padding_repeated_twice)  # in the order of `functional.pad`
+        if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
+            continue
+        even = layer.padding_mode == "zeros" and borders[::2] == borders[1::2]
+        if id(layer) not in changed:
+            twin = changed[id(layer)] = copy.copy(layer)
+            sides: tuple[Any, ...] = tuple(borders[::-2]) if even else (0,) * (len(borders) // 2)
+            twin.padding_mode, twin.padding = "zeros", sides
+            twin._reversed_padding_repeated_twice = [side for side in reversed(sides) for _ in range(2)]
+        module.set_submodule(str(node.target), changed[id(layer)])
+        if not even:
+            mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+            with module.graph.inserting_before(node):
+                padded = module.graph.call_function(functional.pad, (node.args[0], borders), {"mode": mode})
+            node.args = (padded, *node.args[1:])
+        written += 1
+    module.recompile()
+    return written
+
+
+def free_endless(module: fx.GraphModule) -> int:
+    """Let maxima over a border of minus infinity (timm's ``MaxPool2dSame``) stay in float, in place: it has no range.
+
+    Args:
+        module: traced.
+
+    Returns:
+        How many.
+    """
+    freed = 0
+    for node in list(module.graph.nodes):
+        before = node.all_input_nodes[0] if node.all_input_nodes else None
+        if (
+            before is None
+            or before.target is not functional.pad
+            or not any(value == -math.inf for value in (*before.args[2:], *before.kwargs.values()))
+        ):
+            continue
+        layer = called_module(module, node)
+        if node.target is functional.max_pool2d:
+            call_in_float(module, node)
+        elif isinstance(layer, nn.MaxPool2d):
+            module.set_submodule(str(node.target), InFloat(layer.forward))
+        else:
+            continue
+        freed += 1
+    module.recompile()
+    return freed

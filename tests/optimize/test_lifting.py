@@ -1,0 +1,107 @@
+"""Layers that are called as functions, and borders that integer kernels do not know, reach int8 as they are meant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from optimize.export.trace import trace
+from optimize.quantization.convert import trace_calls
+from optimize.quantization.lifting import lift_functions, write_out_padding
+from serve.runtime.integers import ANY_X86, TENSORRT
+from tests.optimize.workbench import is_meant
+
+
+class Bordered(nn.Module):
+    """A wide convolution, most of whose answers depend on how it fills the border."""
+
+    def __init__(self, kernel: int = 7, **settings: object) -> None:
+        super().__init__()
+        self.first, self.wide = nn.Conv2d(1, 8, 3, 2, 1), nn.Conv2d(8, 8, kernel, **settings)  # type: ignore[arg-type]
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.wide(torch.relu(self.first(x))).mean((2, 3)))
+
+
+class Called(nn.Module):
+    """Layers as functions of parameters, with their arguments by place and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8, 1, 3, 3) / 3), nn.Parameter(torch.randn(8, 4, 3, 3) / 6)
+        self.head, self.bias = nn.Parameter(torch.randn(4, 8) / 3), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(functional.conv2d(x, self.first, stride=2, padding=1))
+        x = torch.relu(functional.conv2d(x, self.second - self.second.mean(), None, 1, 1, 1, 2))
+        return functional.linear(x.mean((2, 3)), weight=self.head, bias=self.bias)
+
+
+class Dynamic(nn.Module):
+    """A convolution whose weight depends on the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Conv2d(1, 8, 3, 2, 1), nn.Parameter(torch.randn(8, 8, 3, 3) / 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        return self.head(functional.conv2d(x, self.weight * x.mean(), padding=1).mean((2, 3)))
+
+
+BORDERS = [
+    pytest.param({"padding": 3, "padding_mode": "reflect"}, id="reflect"),
+    pytest.param({"padding": 3, "padding_mode": "circular"}, id="circular"),
+    pytest.param({"padding": (3, 1), "padding_mode": "replicate"}, id="replicate"),
+    pytest.param({"padding": "same"}, id="same"),
+    pytest.param(
+        {"padding": "same", "kernel": 4},
+        id="same, of an even kernel",
+        marks=pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning"),
+    ),
+    pytest.param({"padding": "valid"}, id="valid"),
+]
+
+
+@pytest.mark.parametrize("target", [ANY_X86, TENSORRT])
+@pytest.mark.parametrize("settings", BORDERS)
+def test_a_border_is_filled_in_int8_as_in_float(settings, target, tmp_path):
+    torch.manual_seed(0)
+    is_meant(Bordered(**settings), tmp_path, target, above=18)
+
+
+@pytest.mark.parametrize("settings", BORDERS)
+def test_what_fills_a_border_gives_the_layers_own_numbers(settings):
+    torch.manual_seed(0)
+    module = Bordered(**settings).eval()
+    batch = torch.randn(2, 1, 16, 16)
+    traced = trace(module, batch)
+    assert write_out_padding(traced) == 1
+    assert torch.equal(traced(batch), module(batch))
+
+
+@pytest.mark.parametrize("target", [ANY_X86, TENSORRT])
+@pytest.mark.parametrize("kind", [Called, Dynamic])
+def test_layers_that_are_called_as_functions_are_lowered(kind, target, tmp_path):
+    torch.manual_seed(0)
+    is_meant(kind(), tmp_path, target, above=18)
+
+
+def test_a_function_of_constants_becomes_a_layer_and_one_of_the_image_does_not():
+    torch.manual_seed(0)
+    batch = torch.randn(2, 1, 16, 16)
+    for module, layers in ((Called().eval(), 3), (Dynamic().eval(), 0)):
+        traced = trace(module, batch)
+        assert lift_functions(traced) == layers
+        torch.testing.assert_close(traced(batch), module(batch), rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_lifted_can_be_trained():
+    torch.manual_seed(0)
+    traced = trace_calls(Called().eval(), torch.randn(2, 1, 16, 16))
+    weights = [weight for weight in traced.parameters() if weight.requires_grad]
+    assert sorted(tuple(weight.shape) for weight in weights) == [(4,), (4, 8), (8, 1, 3, 3), (8, 4, 3, 3)], "no other"
