@@ -28,6 +28,7 @@ from optimize.quantization.bounds import bind, bound_relus
 from optimize.quantization.calls import another_call
 from optimize.quantization.choices import Chosen
 from optimize.quantization.computed import store_weights
+from optimize.quantization.dropouts import drop_dropouts
 from optimize.quantization.forgetting import forgotten
 from optimize.quantization.in_place import name_written
 from optimize.quantization.inexact import IN_FLOAT, free_inexact
@@ -46,8 +47,7 @@ from optimize.quantization.scores import call_softmax, free_scores
 from optimize.quantization.shared import share_watchers
 from optimize.quantization.slices import drop_whole_slices
 from optimize.quantization.stream import free_stream
-from optimize.quantization.targets import DROPOUTS, Target
-from optimize.quantization.watchers import called_module
+from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.integers import ANY_X86
@@ -158,28 +158,6 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
             free_image(prepared)
             return prepared
         unbound |= lost
-
-
-def drop_dropouts(module: fx.GraphModule) -> int:
-    """Take away dropouts, in place: in eval mode they give what they are given.
-
-    FX (2.11 to 2.14) gives one that reads no integers the range of the nearest that are: of what a pool reads that is
-    computed in float, or of what a GELU reads.
-
-    Returns:
-        How many.
-    """
-    found = [
-        node
-        for node in module.graph.nodes
-        if node.target is functional.dropout or isinstance(called_module(module, node), DROPOUTS)
-    ]
-    for node in found:
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        module.graph.erase_node(node)
-    module.delete_all_unused_submodules()
-    module.recompile()
-    return len(found)
 
 
 def choose(

@@ -23,6 +23,7 @@ from torch.ao.quantization.observer import ObserverBase
 
 from optimize.quantization.between import integers_at
 from optimize.quantization.choices import Chosen
+from optimize.quantization.dropouts import drop_dropouts
 from optimize.quantization.explicit import quantizing
 from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import explicit_form
@@ -96,6 +97,7 @@ def prepare_program(
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
 
     whole = copy.deepcopy(module)
+    drop_dropouts(whole)
     if target.packed:
         free_last_pool(whole, example)
     _cut_weights(whole, watching)
