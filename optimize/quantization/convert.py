@@ -137,7 +137,6 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         if target.packed:
             free_last_pool(bounded, example)
             free_inexact(bounded)
-        if target.packed:
             free_known(bounded, weighed=target.name == ANY_X86)
         bounds = bound_relus(bounded, mapping, but_not=unbound)
         with forgotten(bounded):

@@ -32,7 +32,7 @@ def name_written(module: fx.GraphModule, example: torch.Tensor) -> int:
     Raises:
         PassError: a part of a tensor is written into, and the whole is read afterwards.
     """
-    if not any(_writes(module, node) and _read_afterwards(module, node) for node in module.graph.nodes):
+    if not any(writes(module, node) and _read_afterwards(module, node) for node in module.graph.nodes):
         return 0  # it is not run for that
     seen = _Writing(copy.deepcopy(module))
     with torch.no_grad():
@@ -61,7 +61,7 @@ def name_written(module: fx.GraphModule, example: torch.Tensor) -> int:
     return named
 
 
-def _writes(module: fx.GraphModule, node: fx.Node) -> bool:
+def writes(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node may write into what it is given first."""
     if not node.all_input_nodes or node.op in ("output", "get_attr"):
         return False

@@ -19,6 +19,7 @@ from torch.ao.quantization.observer import FixedQParamsObserver
 from torch.nn import functional
 
 from optimize.quantization.between import has_weights
+from optimize.quantization.in_place import writes
 from optimize.quantization.watchers import called_module, leads_to, remove_watcher
 
 
@@ -55,7 +56,7 @@ _OTHERS: Final = frozenset(
 _TOGETHER: Final = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack})
 
 
-def free_known(module: fx.GraphModule, weighed: bool = True) -> int:
+def free_known(module: fx.GraphModule, *, weighed: bool) -> int:
     """Make operators of known range, which layers with weights read, ones that stay in float, in place.
 
     So are those, whatever reads them, that are put together with others, which would have their range.
@@ -123,17 +124,16 @@ def _in_float(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     """What computes in float what a node does; None if torch.ao knows no range of it."""
     called = called_module(module, node)
     kind = _OPERATORS.get(node.target if called is None else type(called))
-    if kind is None or _read_afterwards(module, node, called):
+    if kind is None or _read_afterwards(module, node):
         return None
     return kind()
 
 
-def _read_afterwards(module: fx.GraphModule, node: fx.Node, called: nn.Module | None) -> bool:
+def _read_afterwards(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node writes into a tensor that something else may read behind it, by that name or as a view of it."""
-    in_place = node.kwargs.get("inplace") or getattr(called, "inplace", False) or str(node.target).endswith("_")
     others = [user for user in node.all_input_nodes[0].users if user is not node]
     # What a layer with weights gives lies in memory of its own.
-    return bool(in_place) and not all(user < node and has_weights(module, user) for user in others)
+    return writes(module, node) and not all(user < node and has_weights(module, user) for user in others)
 
 
 def _weighed(module: fx.GraphModule, node: fx.Node) -> bool:

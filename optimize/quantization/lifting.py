@@ -30,7 +30,7 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys(_CONVOLUTIONS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
     functional.linear: ("input", "weight", "bias"),
 }
-_PADDED = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PADDED = tuple(_CONVOLUTIONS.values())
 
 
 class InFloat(nn.Module):

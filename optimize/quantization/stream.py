@@ -13,14 +13,7 @@ import operator
 import torch
 from torch import fx
 
-from optimize.quantization.watchers import (
-    SUMS,
-    is_layer_norm,
-    is_watcher,
-    leads_to,
-    only_moves,
-    remove_watcher,
-)
+from optimize.quantization.watchers import SUMS, is_layer_norm, is_watcher, leads_to, only_moves, remove_watcher
 
 _PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 

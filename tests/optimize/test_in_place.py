@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -13,19 +11,7 @@ from optimize.errors import PassError
 from optimize.export.trace import trace
 from optimize.quantization.in_place import name_written
 from serve.runtime.integers import ANY_X86, TENSORRT
-from tests.optimize.workbench import is_meant
-
-
-class Between(nn.Module):
-    """Two convolutions, and what is done between them."""
-
-    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.between = between
-        self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.second(self.between(3 * self.first(x))).mean((2, 3)))
+from tests.optimize.workbench import Between, is_meant
 
 
 def rectified(x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -18,7 +17,7 @@ from serve.runtime.execution import Execution
 from serve.runtime.integers import ANY_X86
 
 from .test_certify_layers import GRAPHS, TORCH, Made, quantized
-from .workbench import is_meant, quantizers
+from .workbench import Between, is_meant, quantizers
 
 
 class Bounded(nn.Module):
@@ -72,19 +71,6 @@ def test_what_is_multiplied_alone_keeps_its_eight(bounded: Made) -> None:
     assert lint(onnx.load(bounded.graph / "model.onnx"), "x86") == ()
 
 
-class Computed(nn.Module):
-    """A sigmoid of what no layer gives."""
-
-    def __init__(self, inner: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.inner = inner
-        self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = 3 * self.first(x)
-        return self.head(self.second(x * torch.sigmoid(self.inner(x))).mean((2, 3)))
-
-
 class Together(nn.Module):
     """Gates and what is not one, put together, and multiplied."""
 
@@ -101,8 +87,8 @@ class Together(nn.Module):
 @pytest.mark.parametrize(
     "kind",
     [
-        lambda: Computed(lambda x: 1.702 * x),
-        lambda: Computed(lambda x: functional.layer_norm(x, x.shape[1:])),
+        lambda: Between(lambda x: x * torch.sigmoid(1.702 * x)),
+        lambda: Between(lambda x: x * torch.sigmoid(functional.layer_norm(x, x.shape[1:]))),
         Together,
     ],
     ids=["gelu by a sigmoid", "of a norm", "put together"],

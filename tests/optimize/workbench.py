@@ -215,3 +215,15 @@ def is_meant(module: nn.Module, folder: Path, target: TargetName, above: float) 
         expected = module(batch)
     found = decibels(expected, run_onnx(path, batch))
     assert found > above, f"{found:.1f} dB"
+
+
+class Between(nn.Module):
+    """Two convolutions, and what is done between them."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.between = between
+        self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.between(3 * self.first(x))).mean((2, 3)))
