@@ -14,6 +14,7 @@ from torch import nn
 
 from optimize.errors import PassError
 from optimize.export.alike import require_alike
+from optimize.export.decomposing import decomposed_where_needed
 from optimize.export.plain import write_out_borders, write_out_copies, write_out_pools
 from optimize.export.rewriting import let_go
 from optimize.export.translations import read_once
@@ -53,7 +54,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         write_out_pools(exported.graph_module)
         write_out_borders(exported.graph_module)
         write_out_copies(exported)
-        with read_once():
+        with read_once(), decomposed_where_needed():
             try:
                 program = torch.onnx.export(
                     exported,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.ao.quantization.fx._decomposed  # what registers `torch.ops.quantized_decomposed`
 from torch import fx
 from torch.export import ExportedProgram
 
