@@ -27,7 +27,7 @@ from serve.runtime.engines.base import engines_for, executions_for
 from serve.runtime.program_file import load_program
 from tests.narrow import layer
 
-from .workbench import noise_context, parent_of, quantizers, run, with_running_statistics
+from .workbench import decibels, noise_context, parent_of, quantizers, run, with_running_statistics
 
 Chain = Callable[..., tuple[Artifact, Artifact]]
 
@@ -197,6 +197,43 @@ def test_the_stem_may_stay_in_float(tmp_path: Path) -> None:
     assert (stem.input[0], values[stem.input[1]].data_type) == (model.graph.input[0].name, TensorProto.FLOAT)
     assert [by[name].op_type for name in other.input[:2]] == ["DequantizeLinear"] * 2
     assert lint(model, "tensorrt") == ()
+
+
+class Pooled(nn.Module):
+    """Wide ranges in front of a mean: what is left of them there is a small part."""
+
+    def __init__(self, pool: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.pool, self.head = (
+            nn.Conv2d(1, 16, 3),
+            nn.Conv2d(16, 16, 3),
+            pool,
+            nn.Linear(16, 4),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.pool(self.second(torch.relu(self.first(x))).relu()))
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3))
+
+
+@pytest.mark.parametrize("pool", [nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), Mean()], ids=["pool", "mean"])
+def test_means_have_a_range_of_their_own(pool: nn.Module, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Pooled(pool).eval()
+    folder, path = lowered(module, tmp_path)
+    scales = [scale for scale, *_ in quantizers(folder)]
+    assert 0 < scales[-1] < scales[2] / 2, "of the means, and of what they are means of"
+    assert lint(onnx.load(path), "tensorrt") == ()
+    batch = noise_context().example(32)
+    with torch.no_grad():
+        expected = module(batch)
+    # What tells the images apart. With one scale for both it is 11 dB.
+    apart = [answers - answers.mean(0) for answers in (expected, literal(path, batch))]
+    assert decibels(*apart) > 15
 
 
 @pytest.mark.slow
