@@ -33,7 +33,7 @@ from optimize.quantization.forgetting import forgotten
 from optimize.quantization.in_place import name_written
 from optimize.quantization.inexact import IN_FLOAT, free_inexact
 from optimize.quantization.known import KNOWN_IN_FLOAT, free_given, free_known
-from optimize.quantization.lifting import InFloat, free_endless, lift_functions, write_out_padding
+from optimize.quantization.lifting import InFloat, free_masks, free_maxima, lift_functions, write_out_padding
 from optimize.quantization.means import flatten_places, free_means
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.norms import with_factors
@@ -85,9 +85,10 @@ def trace_calls(
     write_out_attention(graph_module, example, in_float)
     lift_functions(graph_module)
     write_out_padding(graph_module)
-    free_endless(graph_module)
+    free_maxima(graph_module)
     call_softmax(graph_module)
     note_shapes(graph_module, example)  # of what attention has become, too
+    free_masks(graph_module)
     flatten_places(graph_module)
     drop_whole_slices(graph_module)
     free_scalars(graph_module)

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from optimize.quantization.between import has_weights
 from optimize.quantization.in_place import writes
-from optimize.quantization.watchers import called_module, leads_to, remove_watcher
+from optimize.quantization.watchers import TOGETHER, called_module, leads_to, remove_watcher
 
 
 class FloatTanh(nn.Tanh):
@@ -50,10 +50,6 @@ _OTHERS: Final = frozenset(
         *("add", "add_", "sub", "mul", "mul_", "div", "matmul", "bmm"),
     }
 )
-
-
-#: What gives all that it is given one range: torch.ao takes that of the first.
-_TOGETHER: Final = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack})
 
 
 def free_known(module: fx.GraphModule, *, weighed: bool) -> int:
@@ -115,7 +111,7 @@ def _known(module: fx.GraphModule, node: Any) -> bool:
 def _put_together(module: fx.GraphModule, node: fx.Node) -> bool:
     return leads_to(
         node,
-        lambda user: user.target in _TOGETHER,
+        lambda user: user.target in TOGETHER,
         lambda user: user.target not in _OTHERS and not has_weights(module, user),
     )
 

@@ -17,9 +17,10 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
+from optimize.errors import NotApplicableError
 from optimize.export.constants import constant_value
-from optimize.quantization.watchers import called_module
-from optimize.quantization.writing import computed, replace
+from optimize.quantization.watchers import TOGETHER, called_module
+from optimize.quantization.writing import computed, is_float, replace, shape_of
 
 _CONVOLUTIONS: dict[Any, Any] = {
     functional.conv1d: nn.Conv1d,
@@ -31,6 +32,7 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     functional.linear: ("input", "weight", "bias"),
 }
 _PADDED = tuple(_CONVOLUTIONS.values())
+_MAXIMA = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
 
 class InFloat(nn.Module):
@@ -68,12 +70,20 @@ def lift_functions(module: fx.GraphModule) -> int:
 
     Returns:
         How many were written.
+
+    Raises:
+        NotApplicableError: a convolution has as many groups as there are images: what is traced has a number of them.
     """
     lifted = 0
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target not in _ARGUMENTS:
             continue
         given: dict[str, Any] = {**dict(zip(_ARGUMENTS[node.target], node.args, strict=False)), **node.kwargs}
+        if computed(given.get("groups")):
+            raise NotApplicableError(
+                f"{node.name}: a convolution whose number of groups is computed (a weight for each image, as "
+                f"CondConv's) works for one size of batch in what is traced; without it, the others can be quantized"
+            )
         if any(computed(value) for name, value in given.items() if name != "input"):
             call_in_float(module, node)  # the integers of such weights are no constants
             continue
@@ -152,8 +162,11 @@ def write_out_padding(module: fx.GraphModule) -> int:
     return written
 
 
-def free_endless(module: fx.GraphModule) -> int:
-    """Let maxima over a border of minus infinity (timm's ``MaxPool2dSame``) stay in float, in place: it has no range.
+def free_maxima(module: fx.GraphModule) -> int:
+    """Let maxima stay in float that torch.ao (2.11 to 2.14) cannot watch, in place.
+
+    Those over a border of minus infinity (timm's ``MaxPool2dSame``) have no range; those that say where they were found
+    (for ``MaxUnpool2d``) give a pair.
 
     Args:
         module: traced.
@@ -163,20 +176,36 @@ def free_endless(module: fx.GraphModule) -> int:
     """
     freed = 0
     for node in list(module.graph.nodes):
-        before = node.all_input_nodes[0] if node.all_input_nodes else None
-        if (
-            before is None
-            or before.target is not functional.pad
-            or not any(value == -math.inf for value in (*before.args[2:], *before.kwargs.values()))
-        ):
-            continue
         layer = called_module(module, node)
-        if node.target is functional.max_pool2d:
+        if isinstance(layer, _MAXIMA):
+            if layer.return_indices or _over_infinity(node):
+                module.set_submodule(str(node.target), InFloat(layer.forward))
+                freed += 1
+        elif node.target is functional.max_pool2d and _over_infinity(node):
             call_in_float(module, node)
-        elif isinstance(layer, nn.MaxPool2d):
-            module.set_submodule(str(node.target), InFloat(layer.forward))
-        else:
-            continue
-        freed += 1
+            freed += 1
     module.recompile()
     return freed
+
+
+def free_masks(module: fx.GraphModule) -> int:
+    """Let masks and whole numbers be put together in float, in place: torch.ao (2.11 to 2.14) would watch them.
+
+    Args:
+        module: traced, with the shapes that `note_shapes` notes.
+
+    Returns:
+        How many concatenations.
+    """
+    nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in TOGETHER]
+    freed = [node for node in nodes if any(shape_of(n) is not None and not is_float(n) for n in node.all_input_nodes)]
+    for node in freed:
+        call_in_float(module, node)
+    module.recompile()
+    return len(freed)
+
+
+def _over_infinity(node: fx.Node) -> bool:
+    before = node.all_input_nodes[0]
+    values = (*before.args[2:], *before.kwargs.values())
+    return before.target is functional.pad and any(value == -math.inf for value in values)

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from optimize.quantization.writing import shape_of
+from optimize.quantization.writing import is_float, shape_of
 
 _METHODS: Final[dict[Any, str]] = {
     **dict.fromkeys((operator.add, operator.iadd, torch.add), "add"),
@@ -44,16 +44,11 @@ def free_scalars(module: fx.GraphModule) -> int:
         operands = [*node.args, *(settings.pop(name) for name in ("input", "other") if name in settings)]
         if len(operands) != 2 or all(shape_of(operand) is None for operand in operands):
             continue  # of sizes
-        if not all(_is_float(operand) for operand in operands) or settings:
+        if not all(is_float(operand) for operand in operands) or settings:
             # With a setting the tensor comes first: only numbers alone stand in front of one.
-            operands.sort(key=lambda operand: (not _is_float(operand), shape_of(operand) is None))
+            operands.sort(key=lambda operand: (not is_float(operand), shape_of(operand) is None))
             node.op, node.target = "call_method", _METHODS[node.target]
             written += 1
         node.args, node.kwargs = tuple(operands), settings
     module.recompile()
     return written
-
-
-def _is_float(operand: Any) -> bool:
-    """Whether an operand is a tensor of floats: masks, whole and complex numbers have no range."""
-    return shape_of(operand) is not None and operand.meta["tensor_meta"].dtype.is_floating_point

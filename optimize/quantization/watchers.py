@@ -14,6 +14,8 @@ from torch.nn import functional
 
 #: What adds two tensors.
 SUMS: Final = (operator.add, operator.iadd, torch.add, "add", "add_")
+#: What gives all that it is given one range: torch.ao takes that of the first.
+TOGETHER: Final = frozenset({torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack})
 _MOVING = (
     *(torch.cat, torch.flatten, torch.permute, torch.transpose, torch.reshape, torch.roll, operator.getitem),
     *("flatten", "permute", "transpose", "reshape", "view", "contiguous", "unsqueeze", "squeeze", "expand", "roll"),

@@ -74,6 +74,11 @@ def shape_of(node: Any) -> torch.Size | None:
     return getattr(meta, "shape", None)
 
 
+def is_float(operand: Any) -> bool:
+    """Whether an operand is a tensor of floats: masks, whole and complex numbers have no range."""
+    return shape_of(operand) is not None and operand.meta["tensor_meta"].dtype.is_floating_point
+
+
 def computed(factor: Any) -> bool:
     """Whether a node depends on the images."""
     waiting, met = [factor], set()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from optimize.errors import NotApplicableError
 from optimize.export.trace import trace
 from optimize.quantization.convert import trace_calls
 from optimize.quantization.lifting import lift_functions, write_out_padding
@@ -53,6 +54,47 @@ class Dynamic(nn.Module):
         return self.head(functional.conv2d(x, self.weight * x.mean(), padding=1).mean((2, 3)))
 
 
+class ForEachImage(nn.Module):
+    """A convolution with a weight for each image, as many groups as there are images (CondConv)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts, self.head = nn.Conv2d(1, 8, 3, 2, 1), nn.Linear(8, 8 * 8 * 9), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        images, channels, *size = x.shape
+        weights = self.experts(x.mean((2, 3))).view(images * 8, 8, 3, 3)
+        x = functional.conv2d(x.reshape(1, images * channels, *size), weights, padding=1, groups=images)
+        return self.head(x.view(images, 8, *size).mean((2, 3)))
+
+
+class Indexed(nn.Module):
+    """A pool that says where it found its maxima."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pool = nn.Conv2d(1, 8, 3, padding=1), nn.MaxPool2d(2, return_indices=True)
+        self.second, self.head = nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        maxima, _ = self.pool(torch.relu(self.first(x)))
+        return self.head(self.second(maxima).mean((2, 3)))
+
+
+class Masked(nn.Module):
+    """Masks that are put together, and multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(16, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        masks = torch.cat([x > 0, x > 0.5], 1)
+        return self.head(self.second(torch.cat([x, x], 1) * masks).mean((2, 3)))
+
+
 BORDERS = [
     pytest.param({"padding": 3, "padding_mode": "reflect"}, id="reflect"),
     pytest.param({"padding": 3, "padding_mode": "circular"}, id="circular"),
@@ -85,10 +127,17 @@ def test_what_fills_a_border_gives_the_layers_own_numbers(settings):
 
 
 @pytest.mark.parametrize("target", [ANY_X86, TENSORRT])
-@pytest.mark.parametrize("kind", [Called, Dynamic])
-def test_layers_that_are_called_as_functions_are_lowered(kind, target, tmp_path):
+@pytest.mark.parametrize("kind", [Called, Dynamic, Indexed, Masked])
+def test_what_torch_ao_cannot_watch_as_it_stands_is_lowered(kind, target, tmp_path):
     torch.manual_seed(0)
     is_meant(kind(), tmp_path, target, above=18)
+
+
+def test_a_weight_for_each_image_is_refused_in_a_line():
+    torch.manual_seed(0)
+    with pytest.raises(NotApplicableError, match="a weight for each image") as caught:
+        trace_calls(ForEachImage().eval(), torch.randn(2, 1, 16, 16))
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_function_of_constants_becomes_a_layer_and_one_of_the_image_does_not():

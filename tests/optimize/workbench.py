@@ -28,6 +28,7 @@ from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact
 from serve.runtime.card import Card, Preprocessing, sha256_file
 from serve.runtime.engines.base import open_engine, preferred
 from serve.runtime.engines.torchscript import use_int8_kernels
+from serve.runtime.integers import TENSORRT
 from serve.runtime.program_file import load_program
 from tests.narrow import AnyModule
 
@@ -213,7 +214,8 @@ def is_meant(module: nn.Module, folder: Path, target: TargetName, above: float) 
     batch = noise_context().example(32)
     with torch.no_grad():
         expected = module(batch)
-    found = decibels(expected, run_onnx(path, batch))
+    # No CPU computes TensorRT's integers: those without VNNI would saturate.
+    found = decibels(expected, run_onnx(path, batch, literal=target == TENSORRT))
     assert found > above, f"{found:.1f} dB"
 
 
