@@ -107,7 +107,8 @@ def make_token_file(path: Path) -> bool:
 def _read(path: Path) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
     """SHA-256 of each token of a file, and the file's state when it was read."""
     try:
-        with path.open("rb") as stream:
+        # A pipe in its place would have the server wait for who writes into it.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
             status = os.fstat(stream.fileno())
             _check_private(path, status)
             content = stream.read(_LARGEST_FILE + 1)

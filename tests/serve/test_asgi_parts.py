@@ -189,6 +189,16 @@ def test_while_the_file_cannot_be_used_the_tokens_from_before_are_valid(
     assert accepted(tokens, f"Bearer {A}")
 
 
+def test_a_pipe_in_the_place_of_the_file_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = Tokens(token_file(tmp_path, A))
+    tokens.path.unlink()
+    os.mkfifo(tokens.path, mode=0o600)
+    assert accepted(tokens, f"Bearer {A}")
+    assert "no regular file" in caplog.text
+    with pytest.raises(UserError, match="no regular file"):
+        Tokens(tokens.path)
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o606, 0o660])
 def test_a_file_of_tokens_that_others_may_read_is_refused_with_what_mends_it(mode: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="chmod 600"):
