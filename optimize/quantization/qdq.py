@@ -33,6 +33,7 @@ from optimize.errors import PassError
 from optimize.export.constants import constant_value
 from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
+from optimize.quantization.clamps import round_clamps
 from optimize.quantization.duplicates import content, merge_alike
 from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
@@ -147,6 +148,7 @@ def lower(
     module = program.module()
     assert isinstance(module, fx.GraphModule)
     expected = Counter(quantizing(node) for node in module.graph.nodes if quantizing(node))
+    round_clamps(module)
     clamps = _clamp_narrow_ranges(module)
     raise_floors(module)
     if target.packed:  # what CPUs run
