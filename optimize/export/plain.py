@@ -52,6 +52,29 @@ def write_out_borders(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def write_out_circles(module: fx.GraphModule) -> None:
+    """Write a border of what lies on the other side as slices that are put together, in place.
+
+    Of ONNX's ``Pad`` OpenVINO 2026.4.1 does not know the mode ``wrap``.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.nodes:
+        if node.target is not aten.pad.default or node.args[2:] != ("circular",):
+            continue
+        given: Any = node.args[0]
+        borders: Any = node.args[1]
+        sizes = given.meta["val"].shape
+        with module.graph.inserting_before(node):
+            for axis, (before, behind) in enumerate(zip(borders[::2], borders[1::2], strict=True), 1):
+                size = sizes[-axis]
+                last = module.graph.call_function(aten.slice.Tensor, (given, -axis, size - before, size))
+                first = module.graph.call_function(aten.slice.Tensor, (given, -axis, 0, behind))
+                given = module.graph.call_function(aten.cat.default, ([last, given, first], -axis))
+        node.replace_all_uses_with(given)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
 def _shifted(node: Any) -> bool:
     """Whether a tensor comes from integers that do not have 0 for 0."""
     of_integers = node.target is torch.ops.quantized_decomposed.dequantize_per_tensor.default

@@ -122,6 +122,33 @@ def test_openvino_counts_zeros_around_a_quantized_image_as_zeros(ceil, tmp_path)
     assert sqnr(meant, in_openvino(path, pixels)) > 30 - COARSER_DB
 
 
+class Panorama(nn.Module):
+    """What lies beyond one side of the image is what lies at the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.wide = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 8, 5, padding=(2, 1), padding_mode="circular")
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.wide(self.stem(x).relu()).amax((2, 3)))
+
+
+def test_openvino_takes_borders_of_what_lies_on_the_other_side(tmp_path):
+    torch.manual_seed(0)
+    module = Panorama().eval()
+    batch = torch.randn(3, 3, 32, 32)
+    export_onnx(module, batch, tmp_path / "float.onnx")
+    with torch.no_grad():
+        torch.testing.assert_close(in_openvino(tmp_path / "float.onnx", batch), module(batch), rtol=1e-4, atol=1e-5)
+    path, context = int8_graph(module, tmp_path)
+    pixels = context.pixels(8)
+    meant = run_onnx(path, pixels, literal=True)
+    with torch.no_grad():
+        assert sqnr(module(context.example(8)), meant) > 20
+    assert sqnr(meant, in_openvino(path, pixels)) > 30
+
+
 def test_openvino_answers_as_the_integers_of_a_network_with_a_token_that_all_images_share(tmp_path):
     """Its Expand let OpenVINO 2026.4.1 lose the bias of the convolution beside it."""
     module = tokens()
