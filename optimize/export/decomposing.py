@@ -1,4 +1,4 @@
-"""What torch's ONNX exporter need not decompose: the half of an export's time.
+"""What torch's ONNX exporter need not decompose, which takes half of an export's time or more.
 
 ``torch.onnx.export`` (2.11 to 2.14) has each program traced anew, with symbolic sizes, to decompose what it knows no
 translation of and to write out what happens in place. Of most networks that is their batch norms and activations, which
@@ -31,8 +31,6 @@ _NEW_MEMORY = frozenset(
         *(_ATEN.layer_norm.default, _ATEN.group_norm.default, _ATEN.instance_norm.default),
     }
 )
-
-
 _VIEWS = frozenset({_ATEN.flatten.using_ints, _ATEN.reshape.default})
 #: Of these, in evaluation, nothing is left.
 _DROPOUTS = frozenset({_ATEN.dropout.default, _ATEN.dropout_.default, _ATEN.feature_dropout.default})
