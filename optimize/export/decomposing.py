@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx
@@ -31,7 +31,8 @@ _NEW_MEMORY = frozenset(
         *(_ATEN.layer_norm.default, _ATEN.group_norm.default, _ATEN.instance_norm.default),
     }
 )
-_VIEWS = frozenset({_ATEN.flatten.using_ints, _ATEN.reshape.default})
+_RESHAPING = frozenset({_ATEN.flatten.using_ints, _ATEN.reshape.default, _ATEN.unflatten.int})
+_CONTIGUOUS: Final[dict[str, Any]] = {"memory_format": torch.contiguous_format}
 #: Of these, in evaluation, nothing is left.
 _DROPOUTS = frozenset({_ATEN.dropout.default, _ATEN.dropout_.default, _ATEN.feature_dropout.default})
 
@@ -75,8 +76,15 @@ def write_out(graph: fx.Graph, translated: Collection[Any]) -> bool:
             graph.erase_node(node)
         elif node.target is _ATEN.batch_norm.default:
             _write_norm(graph, node)
-        elif node.target in _VIEWS:
-            node.target, node.args, node.kwargs = _ATEN.view.default, (node.args[0], _sizes(node)), {}
+        elif node.target in _RESHAPING:
+            _write_view(graph, node)
+        elif node.target is _ATEN.contiguous.default:
+            node.target, node.kwargs = _ATEN.clone.default, dict(_CONTIGUOUS)
+        elif node.target is _ATEN.swapaxes.default:
+            node.target = _ATEN.transpose.int
+        elif node.target is _ATEN.chunk.default:
+            axis = node.args[2] if len(node.args) > 2 else 0
+            node.target, node.args = _ATEN.split.Tensor, (node.args[0], _size_of_part(node), axis)
         elif _writes(node):
             node.target = _functional(node.target)
     graph.eliminate_dead_code()  # sizes that were asked for
@@ -88,18 +96,23 @@ def _can_be_written(node: fx.Node, translated: Collection[Any]) -> bool:
     target = node.target
     if node.op != "call_function" or target is operator.getitem:
         return True
-    if "val" not in node.meta or not isinstance(target, OpOverload):
+    if "val" not in node.meta:
         return False
     if target in _DROPOUTS:
         ready = node.args[2] is False and not _is_answer(node)
     elif target is _ATEN.batch_norm.default:
         ready = len(node.args) == 9 and not node.args[5] and None not in node.args[3:5] and not _is_answer(node)
-    elif target in _VIEWS:
+    elif target in _RESHAPING:
         ready = _sizes(node).count(-1) <= 1
+    elif target is _ATEN.contiguous.default:
+        ready = len(node.args) == 1 and not node.kwargs
+    elif target is _ATEN.chunk.default:
+        ready = isinstance(_size_of_part(node), int)
     elif _writes(node):
         ready = _functional(target) in translated and _is_new(node.args[0])
     else:  # of composite operators the tracing keeps those that are translated and give new tensors
-        ready = target in translated and not (_views(target) and target._can_decompose())
+        decomposed = isinstance(target, OpOverload) and _views(target) and target._can_decompose()
+        ready = target is _ATEN.swapaxes.default or (target in translated and not decomposed)
     return ready
 
 
@@ -121,9 +134,28 @@ def _write_norm(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
+def _write_view(graph: fx.Graph, node: fx.Node) -> None:
+    """Write a change of shape as a view, of a copy where the memory has another order."""
+    given, sizes = node.args[0], _sizes(node)
+    assert isinstance(given, fx.Node)
+    try:
+        given.meta["val"].view(sizes)
+    except (RuntimeError, ValueError):  # of a tensor, and of torch 2.14's FakeTensor
+        with graph.inserting_before(node):
+            copied = graph.call_function(_ATEN.clone.default, (given,), _CONTIGUOUS)
+        copied.meta = given.meta | {"val": given.meta["val"].clone(**_CONTIGUOUS)}
+        given = copied
+    node.target, node.args, node.kwargs = _ATEN.view.default, (given, sizes), {}
+
+
 def _sizes(node: fx.Node) -> list[int]:
     """The shape that a node gives, with −1 for each size that depends on the batch."""
     return [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+
+
+def _size_of_part(chunk: fx.Node) -> Any:
+    """How much each part of a tensor but the last has."""
+    return chunk.meta["val"][0].shape[chunk.args[2] if len(chunk.args) > 2 else 0]
 
 
 def _writes(node: fx.Node) -> bool:

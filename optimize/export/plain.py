@@ -75,6 +75,16 @@ def write_out_circles(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def note_values(module: fx.GraphModule) -> None:
+    """Note what nodes give that were written into an exported program, in ``meta["val"]`` as `torch.export` does."""
+    (mode,) = {value.fake_mode for node in module.graph.nodes if hasattr(value := node.meta.get("val"), "fake_mode")}
+    for node in module.graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            given, settings = fx.map_arg((node.args, node.kwargs), lambda before: before.meta["val"])
+            with mode:
+                node.meta["val"] = node.target(*given, **settings)
+
+
 def _shifted(node: Any) -> bool:
     """Whether a tensor comes from integers that do not have 0 for 0."""
     of_integers = node.target is torch.ops.quantized_decomposed.dequantize_per_tensor.default

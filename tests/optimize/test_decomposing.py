@@ -38,6 +38,23 @@ class Usual(nn.Module):
         return self.last(torch.flatten(functional.adaptive_avg_pool2d(y, 1), 1))
 
 
+class Tokens(nn.Module):
+    """Attention between patches and a class token, with the ways to change a shape that networks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.word = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, 1, 8))
+        self.all, self.last = nn.Linear(8, 24), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).swapaxes(1, 2)
+        x = torch.cat([self.word.expand(x.shape[0], -1, -1), x], 1)
+        queries, keys, values = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.all(x).chunk(3, -1))
+        scores = (queries @ keys.transpose(-2, -1)).softmax(-1)
+        x = x + (scores @ values).transpose(1, 2).contiguous().view(x.shape)
+        return self.last(x.transpose(1, 2).reshape(x.shape[0], -1).view(-1, 8, 17).mean(2))
+
+
 class ReadByTheOldName(nn.Module):
     """What is computed in place is read under the name that it had before."""
 
@@ -77,15 +94,22 @@ def never(*given: Any) -> Any:
     raise AssertionError("torch decomposed it")
 
 
+ACTIVATIONS = (
+    *(nn.ReLU(inplace=True), nn.ReLU6(inplace=True), nn.Hardswish(inplace=True)),
+    *(nn.SiLU(inplace=True), nn.GELU()),
+)
+
+
 @pytest.mark.parametrize(
-    "activation",
-    [nn.ReLU(inplace=True), nn.ReLU6(inplace=True), nn.Hardswish(inplace=True), nn.SiLU(inplace=True), nn.GELU()],
-    ids=lambda activation: type(activation).__name__,
+    "module",
+    [
+        *(pytest.param(Usual(layer), id=type(layer).__name__) for layer in ACTIVATIONS),
+        pytest.param(Tokens(), id="tokens"),
+    ],
 )
 def test_the_graph_is_the_one_of_torchs_decomposition_without_it(
-    activation: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = Usual(activation)
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "decomposed_where_needed", contextlib.nullcontext)
         expected = exported(module, tmp_path / "torch.onnx")
