@@ -15,7 +15,7 @@ MOVES = frozenset(
     {
         *(getattr(_ATEN, name).default for name in ("view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "t")),
         *(getattr(_ATEN, name).default for name in ("dropout", "alias", "clone", "contiguous", "permute")),
-        *(_ATEN.flatten.using_ints, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.transpose.int),
+        *(_ATEN.flatten.using_ints, _ATEN.unflatten.int, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.transpose.int),
     }
 )
 

@@ -48,6 +48,11 @@ def of_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (lambda x: (pooled(x), pooled(x)), torch.ops.aten.max_pool2d.default, 1),
         (lambda x: (pooled(x).view(2, -1), pooled(x).view(2, -1)), torch.ops.aten.view.default, 1),
         (
+            lambda x: (pooled(x.unflatten(1, (1, -1))[:, 0]), pooled(x.unflatten(1, (1, -1))[:, 0])),
+            torch.ops.aten.max_pool2d.default,
+            1,
+        ),
+        (
             lambda x: (pooled(x), nn.functional.max_pool2d(x, 2, 2, 1)[:, :, :2, :2]),
             torch.ops.aten.max_pool2d.default,
             2,
@@ -57,7 +62,16 @@ def of_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (lambda x: (torch.rand_like(x), torch.rand_like(x)), torch.ops.aten.rand_like.default, 2),
         (of_integers, torch.ops.aten.mul.Tensor, 3),
     ],
-    ids=["pools", "what follows them", "another border", "written into", "by a view", "drawn", "of another type"],
+    ids=[
+        "pools",
+        "what follows them",
+        "behind more dimensions",
+        "another border",
+        "written into",
+        "by a view",
+        "drawn",
+        "of another type",
+    ],
 )
 def test_what_is_computed_alike_is_computed_once(halves, operator, left):
     example = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
