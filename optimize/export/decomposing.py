@@ -184,8 +184,8 @@ def _is_new(given: Any) -> bool:
         return False
     if given.target is operator.getitem:
         given = given.args[0]
-    if not isinstance(given, fx.Node) or not isinstance(given.target, OpOverload):
-        return False
+    if not isinstance(given, fx.Node) or not isinstance(given.target, OpOverload) or given.target in _DROPOUTS:
+        return False  # what a dropout gives is what it is given
     if _writes(given):
         return True
     return not _views(given.target) and (given.target in _NEW_MEMORY or not given.target._can_decompose())

@@ -123,10 +123,11 @@ def test_the_graph_is_the_one_of_torchs_decomposition_without_it(
     [
         lambda x: x.relu_(),
         lambda x: functional.dropout(x, training=False).relu_(),
+        lambda x: functional.dropout(x, training=False, inplace=True).relu_(),
         lambda x: x.view(x.shape).mul_(3.0),
         lambda x: x[:, :, 1:].mul_(0.5).sum() + x,
     ],
-    ids=["itself", "behind a dropout", "a view", "a part"],
+    ids=["itself", "behind a dropout", "behind one in place", "a view", "a part"],
 )
 def test_what_is_written_in_place_and_read_by_its_old_name_is_what_torch_computes(
     between: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
