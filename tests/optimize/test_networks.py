@@ -33,8 +33,8 @@ from serve.runtime.script_file import load_script
 from tests.optimize.networks import CLASSES, SIDE, Spec, networks
 from tests.optimize.workbench import CPU, image_data, parent_of, png
 
-#: A network takes seconds, most of them to export it; only who searches has time for more.
-EXAMPLES = 2 if settings().derandomize else settings().max_examples
+#: A network takes seconds, most of them to export it: a usual run has time for few, and a search for a tenth of others.
+EXAMPLES = 2 if settings().derandomize else settings().max_examples // 10
 
 #: How many dB a graph may stay below a network of which each tensor is rounded once; see `rounded`. Of 46 that were
 #: drawn (22 for x86), five were more than 1 dB below, and the lowest 4.9: too few to say how far the rarest come.
