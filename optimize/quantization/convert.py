@@ -144,7 +144,7 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
             prepared: fx.GraphModule = insert(
                 bounded, mapping, (example,), whole, backend_config=target.backend_config()
             )
-        share_watchers(prepared)
+        share_watchers(prepared, target)
         lost = bind(prepared, bounds)
         if not lost:
             free_given(prepared)

@@ -5,18 +5,25 @@ Two faults of torch.ao (2.11 to 2.14) in preparing for its packed kernels:
 - A layer norm has no range of its own in the x86 backend; each of its readers that takes integers has. When it is
   packed, with one of their quantizers, the others are given integers and quantize them again, or normalise them, which
   fails (Swin's second version, where a sum and a view read one norm; timm's MambaOut, where a sum and a norm do).
-- What is concatenated shares one range, and so does what a view gives with what it is given; where a view is
-  concatenated (the patches of a ViT behind its class token), or the maxima of a pool (Inception), the first takes it
-  away from the second. The packed program then concatenates integers of different scales, and warns of it.
+- What is concatenated shares one range, and so does what a view, a pool or a clamp gives with what it is given; where
+  that is concatenated (the patches of a ViT behind its class token, a pool in Inception, a ReLU6 in a Res2Net), the
+  first takes it away from the second. The packed program then concatenates integers of different scales, and warns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from torch import fx, nn
+from torch.ao.quantization.backend_config import ObservationType
 from torch.nn import functional
 
-from optimize.quantization.watchers import called_module, is_layer_norm, is_watcher
+from optimize.quantization.targets import Target
+from optimize.quantization.watchers import TOGETHER, called_module, is_layer_norm, is_watcher
+
+_SHARED = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
 
 #: Operators that only say otherwise in which order a tensor's elements are, or take some of them.
 _VIEWS = frozenset(
@@ -25,17 +32,20 @@ _VIEWS = frozenset(
 )
 
 
-def share_watchers(prepared: fx.GraphModule) -> None:
-    """Let all readers of a layer norm read one watcher, and views share theirs with what they view, in place.
+def share_watchers(prepared: fx.GraphModule, target: Target) -> None:
+    """Let all readers of a layer norm read one watcher, and what keeps a scale share it with what it reads, in place.
 
     Args:
         prepared: with observers or fake-quantize modules.
+        target: what it was prepared for; its kernels, if torch has any, are what keeps a scale.
     """
+    configs = target.backend_config().configs if target.packed else ()
+    keeping = {config.pattern for config in configs if config.observation_type is _SHARED} - TOGETHER
     for node in list(prepared.graph.nodes):
         if is_layer_norm(prepared, node):
             _read_alike(prepared, node)
     for node in prepared.graph.nodes:
-        if not is_watcher(prepared, node) or not _is_view(prepared, node.args[0]):
+        if not is_watcher(prepared, node) or not _is_one_of(prepared, node.args[0], keeping | _VIEWS):
             continue
         before = node.args[0].args[0]
         if is_watcher(prepared, before):
@@ -57,8 +67,9 @@ def _read_alike(prepared: fx.GraphModule, norm: fx.Node) -> None:
             user.replace_input_with(norm, first)
 
 
-def _is_view(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    return type(called_module(prepared, node)) is nn.MaxPool2d or node.target in _VIEWS
+def _is_one_of(prepared: fx.GraphModule, node: fx.Node, operators: Collection[Any]) -> bool:
+    called = called_module(prepared, node)
+    return (node.target if called is None else type(called)) in operators
 
 
 def _watcher(prepared: fx.GraphModule, node: fx.Node) -> nn.Module:

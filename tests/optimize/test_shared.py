@@ -65,3 +65,40 @@ def test_a_norm_that_a_norm_and_a_sum_read_runs_in_integers_and_means_what_the_f
         expected = module(context.example(8))
         assert sqnr(expected, packed(context.example(8))) > 25
     assert sqnr(expected, run_onnx(path, context.pixels(8), literal=True)) > 25
+
+
+class Gathered(nn.Module):
+    """What keeps its numbers' scale in integers lies behind a layer, and beside another's answer, as in a Res2Net."""
+
+    def __init__(self, keep: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.layer, self.keep = nn.Conv2d(3, 8, 3, stride=2), nn.Conv2d(8, 8, 3, padding=1), keep
+        self.mix, self.head = nn.Conv2d(16, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = 8 * self.stem(images)
+        return self.head(self.mix(torch.cat([x, self.keep(self.layer(x))], 1)).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        nn.ReLU6(),
+        nn.Hardtanh(-1, 1),
+        nn.AvgPool2d(3, 1, 1),
+        nn.MaxPool2d(3, 1, 1),
+        nn.Sequential(nn.Dropout(), nn.ReLU6()),
+    ],
+    ids=["ReLU6", "Hardtanh", "AvgPool2d", "MaxPool2d", "behind a dropout"],
+)
+def test_what_keeps_a_scale_has_that_of_what_it_is_put_together_with(keep: nn.Module, tmp_path: Path) -> None:
+    """Else torch's kernels warn, which fails here, and put integers of different scales together."""
+    torch.manual_seed(0)
+    module = Gathered(keep).eval()
+    path, context = int8_graph(module, tmp_path)
+    with torch.no_grad():
+        expected = module(context.example(8))
+        packed = torch.jit.load(tmp_path / "ptq" / "model.pt")(context.example(8))
+    meant = run_onnx(path, context.pixels(8), literal=True)
+    assert sqnr(expected, meant) > 20
+    assert sqnr(meant, packed) > 25
