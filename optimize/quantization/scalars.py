@@ -9,6 +9,9 @@ Inception, which normalise their images once more, had an SQNR of 15 and 14 dB t
 Called as a method, the same sum is one that FX has no kernel for, as it has none for a difference or a quotient: in
 every engine it is computed in float, between a dequantizer and the quantizer of what reads it.
 
+So is that of a column and a row: torch's integer sum (2.11 to 2.14) makes room for as much as its first operand has,
+and warns that it soon will not make more.
+
 Arguments by name are FX's other blind spot: of ``torch.add(x, y, alpha=3)`` it drops the 3, and on ``other=`` it fails.
 """
 
@@ -44,7 +47,8 @@ def free_scalars(module: fx.GraphModule) -> int:
         operands = [*node.args, *(settings.pop(name) for name in ("input", "other") if name in settings)]
         if len(operands) != 2 or all(shape_of(operand) is None for operand in operands):
             continue  # of sizes
-        if not all(is_float(operand) for operand in operands) or settings:
+        grows = shape_of(node) is not None and shape_of(node) not in map(shape_of, operands)
+        if not all(is_float(operand) for operand in operands) or settings or grows:
             # With a setting the tensor comes first: only numbers alone stand in front of one.
             operands.sort(key=lambda operand: (not is_float(operand), shape_of(operand) is None))
             node.op, node.target = "call_method", _METHODS[node.target]

@@ -15,6 +15,8 @@ from optimize.quantization.observers import settle_weights
 from optimize.quantization.qdq import reference_form
 from optimize.quantization.targets import x86_target
 from serve.runtime.engines.torchscript import use_int8_kernels
+from serve.runtime.integers import ANY_X86
+from tests.optimize.workbench import is_meant
 
 
 class Between(nn.Module):
@@ -80,3 +82,21 @@ def test_to_be_traced_a_network_is_run_once_and_the_images_stay_as_they_were() -
     assert len(runs) == 1
     assert torch.equal(images, before)
     assert [node.target for node in traced.graph.nodes if node.target in (torch.flatten, "mean")] == [torch.flatten]
+
+
+class Crossed(nn.Module):
+    """A column and a row of a map make a map (coordinate attention)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        return self.head(self.second(x.mean(3, keepdim=True) + x.mean(2, keepdim=True)).mean((2, 3)))
+
+
+def test_the_sum_of_a_column_and_a_row_is_what_it_means(tmp_path):
+    """In torch's integers it warns, which fails here."""
+    torch.manual_seed(0)
+    is_meant(Crossed(), tmp_path, ANY_X86, above=25)
