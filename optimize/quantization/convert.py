@@ -30,10 +30,11 @@ from optimize.quantization.choices import Chosen
 from optimize.quantization.computed import store_weights
 from optimize.quantization.dropouts import drop_dropouts
 from optimize.quantization.forgetting import forgotten
+from optimize.quantization.in_float import InFloat, free_masks, free_maxima
 from optimize.quantization.in_place import name_written
 from optimize.quantization.inexact import IN_FLOAT, free_inexact
 from optimize.quantization.known import KNOWN_IN_FLOAT, free_given, free_known
-from optimize.quantization.lifting import InFloat, free_masks, free_maxima, lift_functions, write_out_padding
+from optimize.quantization.lifting import lift_functions, write_out_padding
 from optimize.quantization.means import flatten_places, free_means
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.norms import with_factors

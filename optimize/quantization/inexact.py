@@ -12,7 +12,7 @@ from typing import Final
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.lifting import call_in_float
+from optimize.quantization.in_float import call_in_float
 
 
 class FloatPReLU(nn.PReLU):

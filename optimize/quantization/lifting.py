@@ -8,8 +8,6 @@ alone, and its reference layers, which graphs are made of, fill with zeros whate
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,8 +17,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from optimize.errors import NotApplicableError
 from optimize.export.constants import constant_value
-from optimize.quantization.watchers import TOGETHER, called_module
-from optimize.quantization.writing import computed, is_float, replace, shape_of
+from optimize.quantization.in_float import call_in_float
+from optimize.quantization.watchers import called_module
+from optimize.quantization.writing import computed, replace
 
 _CONVOLUTIONS: dict[Any, Any] = {
     functional.conv1d: nn.Conv1d,
@@ -32,32 +31,6 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     functional.linear: ("input", "weight", "bias"),
 }
 _PADDED = tuple(_CONVOLUTIONS.values())
-_MAXIMA = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-
-
-class InFloat(nn.Module):
-    """A function's call, of a class that torch.ao has no kernel for.
-
-    Args:
-        function: what is called.
-    """
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **settings: Any) -> torch.Tensor:
-        """What the function gives."""
-        return self.function(*args, **settings)
-
-
-def call_in_float(module: fx.GraphModule, node: fx.Node) -> None:
-    """Let a function's call stay in float, in place."""
-    name = f"{node.name}_in_float"
-    assert callable(node.target)
-    module.add_submodule(name, InFloat(node.target))
-    with module.graph.inserting_before(node):
-        replace(node, module.graph.create_node("call_module", name, node.args, node.kwargs))
 
 
 def lift_functions(module: fx.GraphModule) -> int:
@@ -160,52 +133,3 @@ def write_out_padding(module: fx.GraphModule) -> int:
         written += 1
     module.recompile()
     return written
-
-
-def free_maxima(module: fx.GraphModule) -> int:
-    """Let maxima stay in float that torch.ao (2.11 to 2.14) cannot watch, in place.
-
-    Those over a border of minus infinity (timm's ``MaxPool2dSame``) have no range; those that say where they were found
-    (for ``MaxUnpool2d``) give a pair.
-
-    Args:
-        module: traced.
-
-    Returns:
-        How many.
-    """
-    freed = 0
-    for node in list(module.graph.nodes):
-        layer = called_module(module, node)
-        if isinstance(layer, _MAXIMA):
-            if layer.return_indices or _over_infinity(node):
-                module.set_submodule(str(node.target), InFloat(layer.forward))
-                freed += 1
-        elif node.target is functional.max_pool2d and _over_infinity(node):
-            call_in_float(module, node)
-            freed += 1
-    module.recompile()
-    return freed
-
-
-def free_masks(module: fx.GraphModule) -> int:
-    """Let masks and whole numbers be put together in float, in place: torch.ao (2.11 to 2.14) would watch them.
-
-    Args:
-        module: traced, with the shapes that `note_shapes` notes.
-
-    Returns:
-        How many concatenations.
-    """
-    nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in TOGETHER]
-    freed = [node for node in nodes if any(shape_of(n) is not None and not is_float(n) for n in node.all_input_nodes)]
-    for node in freed:
-        call_in_float(module, node)
-    module.recompile()
-    return len(freed)
-
-
-def _over_infinity(node: fx.Node) -> bool:
-    before = node.all_input_nodes[0]
-    values = (*before.args[2:], *before.kwargs.values())
-    return before.target is functional.pad and any(value == -math.inf for value in values)
