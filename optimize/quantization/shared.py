@@ -28,7 +28,7 @@ _SHARED = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
 #: Operators that only say otherwise in which order a tensor's elements are, or take some of them.
 _VIEWS = frozenset(
     {"reshape", "view", "permute", "transpose", "contiguous", "squeeze", "unsqueeze", torch.flatten, torch.transpose}
-    | {functional.max_pool2d}
+    | {functional.max_pool2d, nn.MaxPool2d}
 )
 
 
@@ -40,12 +40,12 @@ def share_watchers(prepared: fx.GraphModule, target: Target) -> None:
         target: what it was prepared for; its kernels, if torch has any, are what keeps a scale.
     """
     configs = target.backend_config().configs if target.packed else ()
-    keeping = {config.pattern for config in configs if config.observation_type is _SHARED} - TOGETHER
+    keeping = _VIEWS | {config.pattern for config in configs if config.observation_type is _SHARED} - TOGETHER
     for node in list(prepared.graph.nodes):
         if is_layer_norm(prepared, node):
             _read_alike(prepared, node)
     for node in prepared.graph.nodes:
-        if not is_watcher(prepared, node) or not _is_one_of(prepared, node.args[0], keeping | _VIEWS):
+        if not is_watcher(prepared, node) or not _is_one_of(prepared, node.args[0], keeping):
             continue
         before = node.args[0].args[0]
         if is_watcher(prepared, before):
