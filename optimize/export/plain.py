@@ -66,10 +66,13 @@ def write_out_circles(module: fx.GraphModule) -> None:
         sizes = given.meta["val"].shape
         with module.graph.inserting_before(node):
             for axis, (before, behind) in enumerate(zip(borders[::2], borders[1::2], strict=True), 1):
-                size = sizes[-axis]
-                last = module.graph.call_function(aten.slice.Tensor, (given, -axis, size - before, size))
-                first = module.graph.call_function(aten.slice.Tensor, (given, -axis, 0, behind))
-                given = module.graph.call_function(aten.cat.default, ([last, given, first], -axis))
+                parts, size = [given], sizes[-axis]
+                if before:
+                    parts.insert(0, module.graph.call_function(aten.slice.Tensor, (given, -axis, size - before, size)))
+                if behind:
+                    parts.append(module.graph.call_function(aten.slice.Tensor, (given, -axis, 0, behind)))
+                if len(parts) > 1:
+                    given = module.graph.call_function(aten.cat.default, (parts, -axis))
         node.replace_all_uses_with(given)
         module.graph.erase_node(node)
     module.recompile()

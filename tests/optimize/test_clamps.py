@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from optimize.export.onnx import run_onnx
 from optimize.quantization.clamps import round_clamps
-from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.integers import ANY_X86
+from tests.optimize.test_plain import in_openvino
 from tests.optimize.workbench import Between, lowered, noise_context
 
 DECOMPOSED = torch.ops.quantized_decomposed
@@ -34,9 +34,7 @@ def test_openvino_gives_what_the_integers_mean_behind_a_clamp(clamp, tmp_path):
     torch.manual_seed(0)
     _, path = lowered(Between(clamp).eval(), tmp_path, ANY_X86)
     batch = noise_context().example(32)
-    compiled = compile_bytes(path.read_bytes(), 1)
-    found = torch.from_numpy(compiled.create_infer_request().infer({0: batch.numpy()})[0].copy())
-    assert torch.equal(found, run_onnx(path, batch, literal=True))
+    assert torch.equal(in_openvino(path, batch), run_onnx(path, batch, literal=True))
 
 
 class Clamped(nn.Module):

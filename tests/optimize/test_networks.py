@@ -21,17 +21,17 @@ from optimize.context import Context
 from optimize.data.records import Split
 from optimize.export.folding import fuse_module
 from optimize.export.onnx import run_onnx
-from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
-from optimize.passes.ptq import PTQ, Ptq
+from optimize.passes.onnx_int8 import OnnxInt8
+from optimize.passes.ptq import Ptq
 from optimize.quantization.targets import TargetName
-from optimize.store.artifact import REFERENCE_FILE, Artifact
+from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.card import Preprocessing
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.integers import ANY_X86, TENSORRT
 from serve.runtime.program_file import load_program
 from serve.runtime.script_file import load_script
 from tests.optimize.networks import CLASSES, SIDE, Spec, networks
-from tests.optimize.workbench import CPU, image_data, parent_of, png
+from tests.optimize.workbench import CPU, image_data, png, through_int8
 
 #: A network takes seconds, most of them to export it: a usual run has time for few, and a search for a tenth of others.
 EXAMPLES = 2 if settings().derandomize else settings().max_examples // 10
@@ -81,29 +81,19 @@ def answers(module: nn.Module, target: TargetName, *, fuse: bool) -> Answers:
     with tempfile.TemporaryDirectory() as name, torch.no_grad():
         expected, folder = module(images), Path(name)
         before = fuse_module(copy.deepcopy(module), images[:4]) if fuse else module
-        parent = parent_of(before, seen(), folder / "parent")
-        (folder / "ptq").mkdir()
-        (folder / "onnx").mkdir()
-        product = PTQ.apply(parent, Ptq(observer="minmax", target=target, **floors), seen(), folder / "ptq")
-        card = dataclasses.replace(parent.card, target=product.target)
-        artifact = Artifact("ptq", "quantized", "1" * 64, folder / "ptq", card, parent)
-        ONNX_INT8.apply(artifact, OnnxInt8(input="float", **floors), seen(), folder / "onnx")
-        meant = load_program(folder / "ptq" / REFERENCE_FILE).module()(images)
+        config = Ptq(observer="minmax", target=target, **floors)
+        quantized, path = through_int8(before, folder, config, OnnxInt8(input="float", **floors), seen())
+        meant = load_program(quantized / REFERENCE_FILE).module()(images)
         packed = None
-        if product.file != REFERENCE_FILE:
+        if target == ANY_X86:
             use_int8_kernels()
-            packed = load_script(folder / "ptq" / product.file, CPU)(images)
-        graph, alone, three = (
-            run_onnx(folder / "onnx" / "model.onnx", images[:count], literal=True) for count in (32, 1, 3)
-        )
+            packed = load_script(quantized / "model.pt", CPU)(images)
+        graph, alone, three = (run_onnx(path, images[:count], literal=True) for count in (32, 1, 3))
     return Answers(expected, meant, packed, graph, alone, three)
 
 
 class EachRounded(TorchFunctionMode):
-    """Rounds what each function of torch gives, to integers between its least and its greatest number.
-
-    What it is given once, it notes the ends of; what it is given again, it rounds.
-    """
+    """Rounds what each function of torch gives, to integers between its least and its greatest number."""
 
     def __init__(self, target: TargetName) -> None:
         super().__init__()

@@ -15,15 +15,15 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.export.onnx import export_onnx, run_onnx
-from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
-from optimize.passes.ptq import PTQ, Ptq
+from optimize.passes.onnx_int8 import OnnxInt8
+from optimize.passes.ptq import Ptq
 from optimize.quantization.gate import sqnr
-from optimize.store.artifact import REFERENCE_FILE, Artifact
+from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.card import Preprocessing
 from serve.runtime.program_file import load_program
 from tests.processor import LARGEST
 
-from .workbench import noise_context, parent_of
+from .workbench import noise_context, through_int8
 
 #: Where engines round ties to different sides, they differ by a step. As many averages of integers are ties whatever
 #: the step is; with integers up to 127 it is twice that of those up to 255, and so is the difference: 6.05 dB. (A pool
@@ -84,14 +84,16 @@ def in_openvino(path: Path, images: torch.Tensor) -> torch.Tensor:
 def int8_graph(module: nn.Module, folder: Path) -> tuple[Path, Context]:
     """The graph for CPUs of a network of 32x32 images."""
     context = dataclasses.replace(noise_context(), preprocessing=Preprocessing(32, (32, 32)))
-    parent = parent_of(module, context, folder / "parent")
-    made, graph = folder / "ptq", folder / "graph"
-    for each in (made, graph):
-        each.mkdir()
-    product = PTQ.apply(parent, Ptq(images=32, observer="minmax"), context, made)
-    card = dataclasses.replace(parent.card, target=product.target)
-    quantized = Artifact("ptq", "quantized", "1" * 64, made, card, parent)
-    return graph / ONNX_INT8.apply(quantized, OnnxInt8(), context, graph).file, context
+    return through_int8(module, folder, Ptq(images=32, observer="minmax"), OnnxInt8(), context)[1], context
+
+
+def assert_openvino_gives_what_is_meant(module: nn.Module, folder: Path) -> None:
+    path, context = int8_graph(module, folder)
+    pixels = context.pixels(8)
+    meant = run_onnx(path, pixels, literal=True)
+    with torch.no_grad():
+        assert sqnr(module(context.example(8)), meant) > 20
+    assert sqnr(meant, in_openvino(path, pixels)) > 30
 
 
 class Shortcut(nn.Module):
@@ -125,39 +127,29 @@ def test_openvino_counts_zeros_around_a_quantized_image_as_zeros(ceil, tmp_path)
 class Panorama(nn.Module):
     """What lies beyond one side of the image is what lies at the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, padding: tuple[int, int]) -> None:
         super().__init__()
-        self.stem, self.wide = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 8, 5, padding=(2, 1), padding_mode="circular")
+        self.stem, self.wide = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 8, 5, padding=padding, padding_mode="circular")
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.wide(self.stem(x).relu()).amax((2, 3)))
 
 
-def test_openvino_takes_borders_of_what_lies_on_the_other_side(tmp_path):
+@pytest.mark.parametrize("padding", [(2, 1), (0, 2)])
+def test_openvino_takes_borders_of_what_lies_on_the_other_side(padding, tmp_path):
     torch.manual_seed(0)
-    module = Panorama().eval()
+    module = Panorama(padding).eval()
     batch = torch.randn(3, 3, 32, 32)
     export_onnx(module, batch, tmp_path / "float.onnx")
     with torch.no_grad():
         torch.testing.assert_close(in_openvino(tmp_path / "float.onnx", batch), module(batch), rtol=1e-4, atol=1e-5)
-    path, context = int8_graph(module, tmp_path)
-    pixels = context.pixels(8)
-    meant = run_onnx(path, pixels, literal=True)
-    with torch.no_grad():
-        assert sqnr(module(context.example(8)), meant) > 20
-    assert sqnr(meant, in_openvino(path, pixels)) > 30
+    assert_openvino_gives_what_is_meant(module, tmp_path)
 
 
 def test_openvino_answers_as_the_integers_of_a_network_with_a_token_that_all_images_share(tmp_path):
     """Its Expand let OpenVINO 2026.4.1 lose the bias of the convolution beside it."""
-    module = tokens()
-    path, context = int8_graph(module, tmp_path)
-    pixels = context.pixels(8)
-    meant = run_onnx(path, pixels, literal=True)
-    with torch.no_grad():
-        assert sqnr(module(context.example(8)), meant) > 20
-    assert sqnr(meant, in_openvino(path, pixels)) > 30
+    assert_openvino_gives_what_is_meant(tokens(), tmp_path)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16])

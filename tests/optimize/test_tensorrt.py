@@ -27,7 +27,7 @@ from serve.runtime.engines.base import engines_for, executions_for
 from serve.runtime.program_file import load_program
 from tests.narrow import layer
 
-from .workbench import decibels, noise_context, parent_of, quantizers, run, with_running_statistics
+from .workbench import decibels, noise_context, parent_of, quantizers, run, through_int8, with_running_statistics
 
 Chain = Callable[..., tuple[Artifact, Artifact]]
 
@@ -177,15 +177,8 @@ def test_a_relu6_is_none_the_less_one_where_floats_are_read_from_it(tmp_path: Pa
 
 def lowered(module: nn.Module, folder: Path, **config: Any) -> tuple[Path, Path]:
     """``ptq`` for TensorRT and ``onnx-int8``; the folder of the first and the file of the second."""
-    context = noise_context()
-    parent = parent_of(module, context, folder / "parent")
-    (folder / "ptq").mkdir()
-    (folder / "onnx").mkdir()
-    product = PTQ.apply(parent, Ptq(target="tensorrt", images=16, **config), context, folder / "ptq")
-    card = dataclasses.replace(parent.card, target=product.target)
-    artifact = Artifact("ptq", "quantized", "1" * 64, folder / "ptq", card, parent)
-    ONNX_INT8.apply(artifact, OnnxInt8(input="float"), context, folder / "onnx")
-    return folder / "ptq", folder / "onnx" / "model.onnx"
+    settings = Ptq(target="tensorrt", images=16, **config)
+    return through_int8(module, folder, settings, OnnxInt8(input="float"), noise_context())
 
 
 def test_the_stem_may_stay_in_float(tmp_path: Path) -> None:

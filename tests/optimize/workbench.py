@@ -189,17 +189,21 @@ def _nodes(folder: Path, operator: str) -> Iterator[torch.fx.Node]:
             yield node
 
 
-def lowered(module: nn.Module, folder: Path, target: TargetName = "auto") -> tuple[Path, Path]:
-    """``ptq`` with min-max ranges, then ``onnx-int8``; returns the folder of the first and the file of the second."""
-    context = noise_context()
+def through_int8(module: nn.Module, folder: Path, config: Ptq, graph: OnnxInt8, context: Context) -> tuple[Path, Path]:
+    """``ptq`` and then ``onnx-int8``; returns the folder of the first, ``ptq``, and the file of the second."""
     parent = parent_of(module, context, folder / "parent")
-    (folder / "ptq").mkdir(parents=True, exist_ok=True)
-    product = PTQ.apply(parent, Ptq(observer="minmax", target=target), context, folder / "ptq")
+    quantized, lowered = folder / "ptq", folder / "onnx"
+    for each in (quantized, lowered):
+        each.mkdir()
+    product = PTQ.apply(parent, config, context, quantized)
     card = dataclasses.replace(parent.card, target=product.target)
-    artifact = Artifact("ptq", "quantized", "1" * 64, folder / "ptq", card, parent)
-    (folder / "onnx").mkdir()
-    ONNX_INT8.apply(artifact, OnnxInt8(input="float"), context, folder / "onnx")
-    return folder / "ptq", folder / "onnx" / "model.onnx"
+    artifact = Artifact("ptq", "quantized", "1" * 64, quantized, card, parent)
+    return quantized, lowered / ONNX_INT8.apply(artifact, graph, context, lowered).file
+
+
+def lowered(module: nn.Module, folder: Path, target: TargetName = "auto") -> tuple[Path, Path]:
+    """`through_int8` with min-max ranges, of grey noise, for images in floats."""
+    return through_int8(module, folder, Ptq(observer="minmax", target=target), OnnxInt8(input="float"), noise_context())
 
 
 def decibels(expected: torch.Tensor, found: torch.Tensor) -> float:
