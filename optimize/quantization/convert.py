@@ -30,7 +30,7 @@ from optimize.quantization.choices import Chosen
 from optimize.quantization.computed import store_weights
 from optimize.quantization.dropouts import drop_dropouts
 from optimize.quantization.forgetting import forgotten
-from optimize.quantization.in_float import InFloat, free_masks, free_maxima
+from optimize.quantization.in_float import InFloat, free_masks, free_maxima, free_sizes
 from optimize.quantization.in_place import name_written
 from optimize.quantization.inexact import IN_FLOAT, free_inexact
 from optimize.quantization.known import KNOWN_IN_FLOAT, free_given, free_known
@@ -43,6 +43,7 @@ from optimize.quantization.outputs import free_outputs
 from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
 from optimize.quantization.ranges import Observer
+from optimize.quantization.resizes import free_resizes
 from optimize.quantization.scalars import free_scalars
 from optimize.quantization.scores import call_softmax, free_scores
 from optimize.quantization.shared import share_watchers
@@ -90,6 +91,8 @@ def trace_calls(
     call_softmax(graph_module)
     note_shapes(graph_module, example)  # of what attention has become, too
     free_masks(graph_module)
+    free_sizes(graph_module)
+    free_resizes(graph_module)
     flatten_places(graph_module)
     drop_whole_slices(graph_module)
     free_scalars(graph_module)

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.watchers import TOGETHER, called_module
+from optimize.quantization.watchers import SUMS, TOGETHER, called_module
 from optimize.quantization.writing import is_float, replace, shape_of
 
 _MAXIMA = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -23,11 +23,11 @@ class InFloat(nn.Module):
         function: what is called.
     """
 
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, *args: Any, **settings: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **settings: Any) -> Any:
         """What the function gives."""
         return self.function(*args, **settings)
 
@@ -78,6 +78,25 @@ def free_masks(module: fx.GraphModule) -> int:
     """
     nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in TOGETHER]
     freed = [node for node in nodes if any(shape_of(n) is not None and not is_float(n) for n in node.all_input_nodes)]
+    for node in freed:
+        call_in_float(module, node)
+    module.recompile()
+    return len(freed)
+
+
+def free_sizes(module: fx.GraphModule) -> int:
+    """Let shapes be put together as what they are, in place: torch.ao (2.11 to 2.14) would watch them as tensors' sums.
+
+    Such as ``x.shape[:2] + (-1,)``.
+
+    Args:
+        module: traced, with the types that `note_shapes` notes.
+
+    Returns:
+        How many.
+    """
+    nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in SUMS]
+    freed = [node for node in nodes if issubclass(node.meta.get("type", torch.Tensor), tuple)]
     for node in freed:
         call_in_float(module, node)
     module.recompile()

@@ -39,6 +39,7 @@ from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.forgetting import forgotten
 from optimize.quantization.reductions import keep_reductions
+from optimize.quantization.resizes import write_out_resizes
 from optimize.quantization.targets import Target
 from optimize.quantization.writing import computed
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
@@ -151,6 +152,7 @@ def lower(
     round_clamps(module)
     clamps = _clamp_narrow_ranges(module)
     raise_floors(module)
+    write_out_resizes(module)
     if target.packed:  # what CPUs run
         keep_reductions(module)
     export_onnx(entered(module), example, path, target.opset)

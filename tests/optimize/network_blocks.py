@@ -138,6 +138,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "bilinear": lambda: nn.Sequential(
         nn.AvgPool2d(2), Called(lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"))
     ),
+    "cubic": lambda: nn.Upsample(scale_factor=1.25, mode="bicubic"),
+    "blurred and scaled": lambda: Called(lambda x: functional.interpolate(x, (7, 5), mode="bilinear", antialias=True)),
     "as a function": lambda: Weighted(lambda weight: weight),
     "standardised": lambda: Weighted(lambda weight: (weight - weight.mean((1, 2, 3), keepdim=True)) / 0.3),
     "signs": lambda: Weighted(lambda weight: torch.sign(weight) * weight.abs().mean((1, 2, 3), keepdim=True)),

@@ -95,6 +95,20 @@ class Masked(nn.Module):
         return self.head(self.second(torch.cat([x, x], 1) * masks).mean((2, 3)))
 
 
+class Reshaped(nn.Module):
+    """Shapes that are put together from parts of others (timm's MaxViT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        sizes = x.shape
+        x = x.reshape(sizes[:2] + (sizes[2] * sizes[3],)) + x.mean((2, 3)).unsqueeze(-1).expand(sizes[:2] + (1,))  # noqa: RUF005
+        return self.head(self.second(x.reshape(sizes)).mean((2, 3)))
+
+
 BORDERS = [
     pytest.param({"padding": 3, "padding_mode": "reflect"}, id="reflect"),
     pytest.param({"padding": 3, "padding_mode": "circular"}, id="circular"),
@@ -127,7 +141,7 @@ def test_what_fills_a_border_gives_the_layers_own_numbers(settings):
 
 
 @pytest.mark.parametrize("target", [ANY_X86, TENSORRT])
-@pytest.mark.parametrize("kind", [Called, Dynamic, Indexed, Masked])
+@pytest.mark.parametrize("kind", [Called, Dynamic, Indexed, Masked, Reshaped])
 def test_what_torch_ao_cannot_watch_as_it_stands_is_lowered(kind, target, tmp_path):
     torch.manual_seed(0)
     is_meant(kind(), tmp_path, target, above=18)
