@@ -15,7 +15,14 @@ from torch import nn
 from optimize.errors import PassError
 from optimize.export.alike import require_alike
 from optimize.export.decomposing import decomposed_where_needed
-from optimize.export.plain import note_values, write_out_borders, write_out_circles, write_out_copies, write_out_pools
+from optimize.export.plain import (
+    note_values,
+    write_out_attention,
+    write_out_borders,
+    write_out_circles,
+    write_out_copies,
+    write_out_pools,
+)
 from optimize.export.rewriting import let_go
 from optimize.export.translations import read_once
 from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
@@ -54,6 +61,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         write_out_pools(exported.graph_module)
         write_out_borders(exported.graph_module)
         write_out_circles(exported.graph_module)
+        write_out_attention(exported.graph_module)
         write_out_copies(exported)
         note_values(exported.graph_module)
         with read_once(), decomposed_where_needed():

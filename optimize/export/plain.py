@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from torch.export import ExportedProgram
 
 #: Of ``avg_pool2d``: images and kernel, stride, padding, whether sizes are rounded up, whether zeros count, divisor.
 _POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
+#: Axes of attention: images, heads, places and channels.
+_RANK = 4
+#: What makes a tensor of the sizes that it is given.
+_COPIES = (*(getattr(torch.ops.aten, name).default for name in ("expand", "full", "zeros", "ones")),)
+_EXPANSIONS = (torch.ops.aten.expand.default, torch.ops.aten.expand_as.default)
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
@@ -78,6 +84,47 @@ def write_out_circles(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def write_out_attention(module: fx.GraphModule) -> None:
+    """Write attention over more or fewer axes than images, heads, places and channels as one over those, in place.
+
+    onnxscript (0.7.2) translates no other: NesT, which attends within the blocks of a map, has five. What lies before
+    the two last axes is attended over one by one, so that it may be put together in any way. One with a mask for each
+    of them is left as it is.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.nodes:
+        if node.target is not aten.scaled_dot_product_attention.default or not _of_another_rank(node):
+            continue
+        parts: list[Any] = list(node.args[:3])
+        shapes = [part.meta["val"].shape for part in parts]
+        with module.graph.inserting_before(node):
+            parts = [
+                module.graph.call_function(
+                    aten.reshape.default, (part, [-1, *([1] if len(shape) < _RANK else []), *shape[1:][-3:]])
+                )
+                for part, shape in zip(parts, shapes, strict=True)
+            ]
+            found = module.graph.call_function(node.target, (*parts, *node.args[3:]), node.kwargs)
+            sizes = [-1, *shapes[0][1:-1], shapes[2][-1]]
+            node.replace_all_uses_with(module.graph.call_function(aten.reshape.default, (found, sizes)))
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _of_another_rank(attention: fx.Node) -> bool:
+    """Whether queries, keys and values have the same axes but for the last two, and not four; sizes are numbers."""
+    mask: Any = dict(enumerate(attention.args)).get(3, attention.kwargs.get("attn_mask"))
+    parts: Any = attention.args[:3]
+    shapes = [part.meta["val"].shape for part in parts]
+    known = all(isinstance(size, int) for shape in shapes for size in shape[1:])
+    return (
+        known
+        and len(shapes[0]) != _RANK
+        and all(shape[:-2] == shapes[0][:-2] for shape in shapes)
+        and (mask is None or mask.meta["val"].ndim <= 2)  # of places alone
+    )
+
+
 def note_values(module: fx.GraphModule) -> None:
     """Note what nodes give that were written into an exported program, in ``meta["val"]`` as `torch.export` does."""
     (mode,) = {value.fake_mode for node in module.graph.nodes if hasattr(value := node.meta.get("val"), "fake_mode")}
@@ -95,37 +142,57 @@ def _shifted(node: Any) -> bool:
 
 
 def write_out_copies(program: ExportedProgram) -> None:
-    """Write a constant that is copied for each image, such as a class token, as a sum with a zero of each, in place.
+    """Write what is the same for each image as a sum with a zero of each, in place: a class token, a map of zeros.
 
     The exporter makes an Expand of it, to a shape that the graph asks of the images. OpenVINO 2026.4.1 asks another
     tensor that has as many, as the answer of the convolution that makes patches, and loses the bias of that convolution
-    where its answer is quantized: a ViT's int8 graph answered something else. The sum is exact.
+    where its answer is quantized: a ViT's int8 graph answered something else, and so did that of an EdgeNeXt, which
+    counts places in zeros of its own. The sum is exact. What is of each image already and copied along other axes,
+    as a norm that is divided by, keeps its first size without being told how many there are.
     """
     module = program.graph_module
+    for node in module.graph.nodes:
+        if node.target in _EXPANSIONS and _is_of_each(node):
+            sizes = [-1, *node.meta["val"].shape[1:]]
+            node.target, node.args = torch.ops.aten.expand.default, (node.args[0], sizes)
     (images,) = (node for node in module.graph.nodes if node.name in program.graph_signature.user_inputs)
     for node in _copies(module.graph, images):
-        constant: Any = node.args[0]
-        sizes: Any = node.args[1]
-        value: torch.Tensor = constant.meta["val"]
+        before, sizes, behind = _copied(node)
+        value: torch.Tensor = node.meta["val"]
+        assert callable(node.target)
         with module.graph.inserting_before(node):
             zeros = _zeros(module.graph, images, len(sizes), value.dtype)
-            once = module.graph.call_function(torch.ops.aten.expand.default, (constant, [1, *sizes[1:]]))
+            once = module.graph.call_function(node.target, (*before, [1, *sizes[1:]], *behind), node.kwargs)
             node.replace_all_uses_with(module.graph.call_function(torch.ops.aten.add.Tensor, (once, zeros)))
         module.graph.erase_node(node)
     module.recompile()
 
 
+def _is_of_each(expansion: fx.Node) -> bool:
+    """Whether what is copied has a part for each image, as many sizes as its copies, and these are numbers."""
+    given, copied = expansion.args[0].meta["val"], expansion.meta["val"].shape  # type: ignore[union-attr]
+    numbers = all(isinstance(size, int) for size in copied[1:])
+    return numbers and given.ndim == len(copied) and not isinstance(given.shape[0], int)
+
+
+def _copied(node: fx.Node) -> tuple[Sequence[Any], Any, Sequence[Any]]:
+    """The arguments of what makes a tensor of given sizes: those before the sizes, these, and those behind."""
+    place = 1 if node.target is torch.ops.aten.expand.default else 0
+    return node.args[:place], node.args[place], node.args[place + 1 :]
+
+
 def _copies(graph: fx.Graph, images: fx.Node) -> list[fx.Node]:
-    """Expansions of what depends on no image to a size that does, and to no other."""
+    """What depends on no image but in its first size, and in no other."""
     depends, found = {images}, []
     for node in graph.nodes:
         if any(before in depends for before in node.all_input_nodes):
             depends.add(node)
-        if node.target is not torch.ops.aten.expand.default or node.args[0] in depends:
+        if node.target not in _COPIES:
             continue
-        first, *rest = node.args[1]
-        if isinstance(first, fx.Node) and node.args[0].meta["val"].is_floating_point():
-            found += [] if any(isinstance(size, fx.Node) for size in rest) else [node]
+        before, (first, *rest), _ = _copied(node)
+        numbered = isinstance(first, fx.Node) and not any(isinstance(size, fx.Node) for size in rest)
+        if numbered and not depends.intersection(before) and node.meta["val"].is_floating_point():
+            found.append(node)
     return found
 
 

@@ -163,3 +163,66 @@ def test_a_token_is_copied_for_each_image_without_asking_how_many_there_are(kind
         found = run_onnx(path, images[:count], half=kind == torch.float16).float()
         limit = 2e-5 if kind == torch.float32 else 1e-2
         torch.testing.assert_close(found, expected[:count], rtol=limit, atol=limit)
+
+
+class Counted(nn.Module):
+    """As EdgeNeXt's blocks begin: places are counted in zeros of each image, and convolved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.places = nn.Conv2d(3, 16, 8, 8), nn.Conv2d(2, 16, 1)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        ones = ~torch.zeros((x.shape[0], *x.shape[2:])).to(torch.bool)
+        counts = torch.stack([ones.cumsum(1, dtype=torch.float32), ones.cumsum(2, dtype=torch.float32)], 1)
+        places = self.places(torch.sin(counts)).reshape(x.shape[0], 16, -1).permute(0, 2, 1)
+        return self.head(self.norm(x.reshape(x.shape[0], 16, -1).permute(0, 2, 1) + places)).amax(1)
+
+
+class Normalized(nn.Module):
+    """As XCiT attends: what is asked is divided by its norm, which is copied for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(3, 16, 8, 8), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).reshape(x.shape[0], 16, -1).permute(0, 2, 1)
+        asked = nn.functional.normalize(x, dim=-1)
+        return self.head(self.norm(x + asked @ (asked.transpose(1, 2) @ x))).amax(1)
+
+
+@pytest.mark.parametrize("kind", [Counted, Normalized])
+def test_openvino_answers_as_the_integers_of_a_network_that_copies_for_each_image(kind, tmp_path):
+    torch.manual_seed(0)
+    module = kind().eval()
+    module.stem.bias.data.normal_(0, 1)
+    assert_openvino_gives_what_is_meant(module, tmp_path)
+    assert "Shape" not in {node.op_type for node in onnx.load(tmp_path / "onnx" / "model.onnx").graph.node}
+
+
+class Attending(nn.Module):
+    """Attention within the blocks of a map, or of one head that is no axis."""
+
+    def __init__(self, *sizes: int, masked: bool = False) -> None:
+        super().__init__()
+        self.sizes, self.masked = sizes, masked
+        self.projection, self.head = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries, keys, values = self.projection(x.reshape(x.shape[0], *self.sizes, 8)).chunk(3, -1)
+        mask = torch.ones(self.sizes[-1], self.sizes[-1], dtype=torch.bool).tril() if self.masked else None
+        found = nn.functional.scaled_dot_product_attention(queries, keys, values, mask, scale=0.9)
+        return self.head(found.flatten(1, -2).mean(1))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sizes", [(32,), (2, 16), (2, 2, 8), (2, 2, 4, 2)])
+def test_attention_over_any_axes_is_exported(sizes, masked, tmp_path):
+    torch.manual_seed(0)
+    module, batch = Attending(*sizes, masked=masked).eval(), noise_context().example(5)
+    export_onnx(module, batch[:2], tmp_path / "model.onnx")
+    with torch.no_grad():
+        torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), module(batch), rtol=1e-4, atol=1e-5)
