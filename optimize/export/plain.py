@@ -14,9 +14,12 @@ from torch.export import ExportedProgram
 _POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
 #: Axes of attention: images, heads, places and channels.
 _RANK = 4
-#: What makes a tensor of the sizes that it is given.
-_COPIES = (*(getattr(torch.ops.aten, name).default for name in ("expand", "full", "zeros", "ones")),)
-_EXPANSIONS = (torch.ops.aten.expand.default, torch.ops.aten.expand_as.default)
+#: What makes a tensor of the sizes that it is given: of a number, of a number and the type of another, of a tensor.
+_FILLED, _NEW, _EXPANDED, _REPEATED = (
+    tuple(getattr(torch.ops.aten, name).default for name in names.split())
+    for names in ("full zeros ones", "new_full new_zeros new_ones", "expand expand_as broadcast_to", "repeat tile")
+)
+_COPIES = (*_FILLED, *_NEW, *_EXPANDED, *_REPEATED)
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
@@ -116,9 +119,8 @@ def _of_another_rank(attention: fx.Node) -> bool:
     mask: Any = dict(enumerate(attention.args)).get(3, attention.kwargs.get("attn_mask"))
     parts: Any = attention.args[:3]
     shapes = [part.meta["val"].shape for part in parts]
-    known = all(isinstance(size, int) for shape in shapes for size in shape[1:])
     return (
-        known
+        all(_are_numbers(shape[1:]) for shape in shapes)
         and len(shapes[0]) != _RANK
         and all(shape[:-2] == shapes[0][:-2] for shape in shapes)
         and (mask is None or mask.meta["val"].ndim <= 2)  # of places alone
@@ -150,50 +152,61 @@ def write_out_copies(program: ExportedProgram) -> None:
     counts places in zeros of its own. The sum is exact. What is of each image already and copied along other axes,
     as a norm that is divided by, keeps its first size without being told how many there are.
     """
-    module = program.graph_module
-    for node in module.graph.nodes:
-        if node.target in _EXPANSIONS and _is_of_each(node):
-            sizes = [-1, *node.meta["val"].shape[1:]]
-            node.target, node.args = torch.ops.aten.expand.default, (node.args[0], sizes)
+    module, aten = program.graph_module, torch.ops.aten
     (images,) = (node for node in module.graph.nodes if node.name in program.graph_signature.user_inputs)
-    for node in _copies(module.graph, images):
-        before, sizes, behind = _copied(node)
+    depends = {images}
+    for node in list(module.graph.nodes):
+        if depends.intersection(node.all_input_nodes):
+            depends.add(node)
+        if (
+            node.target not in _COPIES or "val" not in node.meta
+        ):  # those that were written in are of no number of images
+            continue
         value: torch.Tensor = node.meta["val"]
-        assert callable(node.target)
+        if _are_numbers(value.shape[:1]) or not _are_numbers(value.shape[1:]):
+            continue
+        shared = node.target in (*_FILLED, *_NEW) or not depends.intersection(node.args[:1])
         with module.graph.inserting_before(node):
-            zeros = _zeros(module.graph, images, len(sizes), value.dtype)
-            once = module.graph.call_function(node.target, (*before, [1, *sizes[1:]], *behind), node.kwargs)
-            node.replace_all_uses_with(module.graph.call_function(torch.ops.aten.add.Tensor, (once, zeros)))
+            if shared and (once := _once(node)) is not None:
+                zeros = _zeros(module.graph, images, value.ndim, value.dtype)
+                together = aten.logical_or.default if value.dtype == torch.bool else aten.add.Tensor
+                node.replace_all_uses_with(
+                    module.graph.call_function(together, (module.graph.create_node(*once), zeros))
+                )
+            elif _is_of_each(node):
+                sizes = [-1, *value.shape[1:]]
+                node.replace_all_uses_with(module.graph.call_function(aten.expand.default, (node.args[0], sizes)))
+            else:
+                continue
         module.graph.erase_node(node)
     module.recompile()
 
 
-def _is_of_each(expansion: fx.Node) -> bool:
-    """Whether what is copied has a part for each image, as many sizes as its copies, and these are numbers."""
-    given, copied = expansion.args[0].meta["val"], expansion.meta["val"].shape  # type: ignore[union-attr]
-    numbers = all(isinstance(size, int) for size in copied[1:])
-    return numbers and given.ndim == len(copied) and not isinstance(given.shape[0], int)
+def _once(copies: fx.Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | None:
+    """How the same is made for one image; None: what is copied is of several."""
+    aten, (_, *sizes) = torch.ops.aten, copies.meta["val"].shape
+    if copies.target in _FILLED:
+        return "call_function", copies.target, ([1, *sizes], *copies.args[1:]), dict(copies.kwargs)
+    if copies.target in _NEW:
+        return "call_function", copies.target, (copies.args[0], [1, *sizes], *copies.args[2:]), dict(copies.kwargs)
+    given: torch.Tensor = copies.args[0].meta["val"]  # type: ignore[union-attr]
+    if given.ndim > len(sizes) and given.shape[0] != 1:
+        return None
+    if copies.target in _REPEATED:
+        times: Any = copies.args[1]
+        return "call_function", copies.target, (copies.args[0], [1, *times[1:]]), {}
+    return "call_function", aten.expand.default, (copies.args[0], [1, *sizes]), {}
 
 
-def _copied(node: fx.Node) -> tuple[Sequence[Any], Any, Sequence[Any]]:
-    """The arguments of what makes a tensor of given sizes: those before the sizes, these, and those behind."""
-    place = 1 if node.target is torch.ops.aten.expand.default else 0
-    return node.args[:place], node.args[place], node.args[place + 1 :]
+def _is_of_each(copies: fx.Node) -> bool:
+    """Whether a part for each image is copied along other axes."""
+    given: torch.Tensor = copies.args[0].meta["val"]  # type: ignore[union-attr]
+    return copies.target in _EXPANDED and given.ndim == copies.meta["val"].ndim and not _are_numbers(given.shape[:1])
 
 
-def _copies(graph: fx.Graph, images: fx.Node) -> list[fx.Node]:
-    """What depends on no image but in its first size, and in no other."""
-    depends, found = {images}, []
-    for node in graph.nodes:
-        if any(before in depends for before in node.all_input_nodes):
-            depends.add(node)
-        if node.target not in _COPIES:
-            continue
-        before, (first, *rest), _ = _copied(node)
-        numbered = isinstance(first, fx.Node) and not any(isinstance(size, fx.Node) for size in rest)
-        if numbered and not depends.intersection(before) and node.meta["val"].is_floating_point():
-            found.append(node)
-    return found
+def _are_numbers(sizes: Sequence[Any]) -> bool:
+    """Whether no size depends on the images."""
+    return all(isinstance(size, int) for size in sizes)
 
 
 def _zeros(graph: fx.Graph, images: fx.Node, rank: int, dtype: torch.dtype) -> fx.Node:
@@ -203,7 +216,7 @@ def _zeros(graph: fx.Graph, images: fx.Node, rank: int, dtype: torch.dtype) -> f
     given: torch.Tensor = number.meta["val"]
     for axis in range(1, given.ndim):
         number = graph.call_function(torch.ops.aten.slice.Tensor, (number, axis, 0, 1))
+    number = graph.call_function(torch.ops.aten.mul.Scalar, (number, 0.0))
     if given.dtype != dtype:
         number = graph.call_function(torch.ops.aten.to.dtype, (number, dtype))
-    number = graph.call_function(torch.ops.aten.mul.Scalar, (number, 0.0))
     return graph.call_function(torch.ops.aten.reshape.default, (number, [-1, *[1] * (rank - 1)]))

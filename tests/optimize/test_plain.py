@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -194,10 +195,35 @@ class Normalized(nn.Module):
         return self.head(self.norm(x + asked @ (asked.transpose(1, 2) @ x))).amax(1)
 
 
-@pytest.mark.parametrize("kind", [Counted, Normalized])
+class Copying(nn.Module):
+    """Tokens, and what is the same for each image."""
+
+    def __init__(self, way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.way, self.token = way, nn.Parameter(torch.randn(1, 1, 16))
+        self.stem, self.norm, self.head = nn.Conv2d(3, 16, 8, 8), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).reshape(x.shape[0], 16, -1).permute(0, 2, 1)
+        return self.head(self.norm(self.way(x, self.token))).amax(1)
+
+
+COPIES: dict[str, Callable[[], Counted | Normalized | Copying]] = {
+    "counted in zeros": Counted,
+    "a norm": Normalized,
+    "repeated": lambda: Copying(lambda x, token: torch.cat([token.repeat(x.shape[0], 2, 1), x], 1)),
+    "as another": lambda: Copying(lambda x, token: x + token.expand_as(x)),
+    "new ones": lambda: Copying(lambda x, token: x * x.new_ones(x.shape[0], 16, 1)),
+    "a mask": lambda: Copying(lambda x, token: x * x.new_ones(x.shape[0], 16, 1, dtype=torch.bool)),
+    "whole numbers": lambda: Copying(lambda x, token: x + torch.full((x.shape[0], 1, 16), 2, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
 def test_openvino_answers_as_the_integers_of_a_network_that_copies_for_each_image(kind, tmp_path):
     torch.manual_seed(0)
-    module = kind().eval()
+    module = COPIES[kind]().eval()
+    assert module.stem.bias is not None
     module.stem.bias.data.normal_(0, 1)
     assert_openvino_gives_what_is_meant(module, tmp_path)
     assert "Shape" not in {node.op_type for node in onnx.load(tmp_path / "onnx" / "model.onnx").graph.node}
