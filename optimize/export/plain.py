@@ -158,21 +158,15 @@ def write_out_copies(program: ExportedProgram) -> None:
     for node in list(module.graph.nodes):
         if depends.intersection(node.all_input_nodes):
             depends.add(node)
-        if (
-            node.target not in _COPIES or "val" not in node.meta
-        ):  # those that were written in are of no number of images
-            continue
-        value: torch.Tensor = node.meta["val"]
-        if _are_numbers(value.shape[:1]) or not _are_numbers(value.shape[1:]):
+        value: Any = node.meta.get("val") if node.target in _COPIES else None  # what was written in has none yet
+        if value is None or _are_numbers(value.shape[:1]) or not _are_numbers(value.shape[1:]):
             continue
         shared = node.target in (*_FILLED, *_NEW) or not depends.intersection(node.args[:1])
         with module.graph.inserting_before(node):
-            if shared and (once := _once(node)) is not None:
+            if shared and (once := _once(module.graph, node)) is not None:
                 zeros = _zeros(module.graph, images, value.ndim, value.dtype)
                 together = aten.logical_or.default if value.dtype == torch.bool else aten.add.Tensor
-                node.replace_all_uses_with(
-                    module.graph.call_function(together, (module.graph.create_node(*once), zeros))
-                )
+                node.replace_all_uses_with(module.graph.call_function(together, (once, zeros)))
             elif _is_of_each(node):
                 sizes = [-1, *value.shape[1:]]
                 node.replace_all_uses_with(module.graph.call_function(aten.expand.default, (node.args[0], sizes)))
@@ -182,20 +176,24 @@ def write_out_copies(program: ExportedProgram) -> None:
     module.recompile()
 
 
-def _once(copies: fx.Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | None:
-    """How the same is made for one image; None: what is copied is of several."""
-    aten, (_, *sizes) = torch.ops.aten, copies.meta["val"].shape
-    if copies.target in _FILLED:
-        return "call_function", copies.target, ([1, *sizes], *copies.args[1:]), dict(copies.kwargs)
-    if copies.target in _NEW:
-        return "call_function", copies.target, (copies.args[0], [1, *sizes], *copies.args[2:]), dict(copies.kwargs)
-    given: torch.Tensor = copies.args[0].meta["val"]  # type: ignore[union-attr]
-    if given.ndim > len(sizes) and given.shape[0] != 1:
+def _once(graph: fx.Graph, copies: fx.Node) -> fx.Node | None:
+    """What is copied for each image, made for one; None: it is of several already."""
+    sizes: list[Any] = [1, *copies.meta["val"].shape[1:]]
+    (given, *rest), target = copies.args, copies.target
+    arguments: tuple[Any, ...]
+    if target in _FILLED:
+        arguments = (sizes, *rest)
+    elif target in _NEW:
+        arguments = (given, sizes, *rest[1:])
+    elif (value := given.meta["val"]).ndim == len(sizes) and value.shape[0] != 1:  # type: ignore[union-attr]
         return None
-    if copies.target in _REPEATED:
-        times: Any = copies.args[1]
-        return "call_function", copies.target, (copies.args[0], [1, *times[1:]]), {}
-    return "call_function", aten.expand.default, (copies.args[0], [1, *sizes]), {}
+    elif target in _REPEATED:
+        times: Any = rest[0]
+        arguments = (given, [1, *times[1:]])
+    else:
+        target, arguments = torch.ops.aten.expand.default, (given, sizes)
+    assert callable(target)
+    return graph.call_function(target, arguments, copies.kwargs)
 
 
 def _is_of_each(copies: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,15 +15,6 @@ from optimize.quantization.writing import shape_of
 
 _ATEN = torch.ops.aten
 _RESIZES = (functional.interpolate, functional.upsample)
-_DEFAULTS: dict[str, Any] = {
-    "input": None,
-    "size": None,
-    "scale_factor": None,
-    "mode": "nearest",
-    "align_corners": None,
-    "recompute_scale_factor": None,
-    "antialias": False,
-}
 #: Ranks of what torch's int8 kernels (2.11 to 2.14) scale, by mode; none of them blurs before (``antialias``).
 _KERNELS = {"nearest": (4, 5), "nearest-exact": (4, 5), "bilinear": (4,), "area": (3, 4, 5)}
 #: By cubic curves, or blurred before.
@@ -50,8 +42,9 @@ def free_resizes(module: fx.GraphModule) -> int:
         if isinstance(layer, nn.Upsample):
             mode, blurred = layer.mode, False
         elif node.target in _RESIZES:
-            given = _DEFAULTS | dict(zip(_DEFAULTS, node.args, strict=False)) | node.kwargs
-            mode, blurred = given["mode"], given["antialias"]
+            given = inspect.signature(functional.interpolate).bind(*node.args, **node.kwargs)
+            given.apply_defaults()
+            mode, blurred = given.arguments["mode"], given.arguments["antialias"]
         else:
             continue
         if not blurred and len(shape_of(node) or ()) in _KERNELS.get(mode, ()):
