@@ -19,7 +19,7 @@ _FILLED, _NEW, _EXPANDED, _REPEATED = (
     tuple(getattr(torch.ops.aten, name).default for name in names.split())
     for names in ("full zeros ones", "new_full new_zeros new_ones", "expand expand_as broadcast_to", "repeat tile")
 )
-_COPIES = (*_FILLED, *_NEW, *_EXPANDED, *_REPEATED)
+_COPIES = (*_FILLED, *_NEW, *_EXPANDED, *_REPEATED, torch.ops.aten.repeat_interleave.self_int)
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
@@ -180,6 +180,7 @@ def _once(graph: fx.Graph, copies: fx.Node) -> fx.Node | None:
     """What is copied for each image, made for one; None: it is of several already."""
     sizes: list[Any] = [1, *copies.meta["val"].shape[1:]]
     (given, *rest), target = copies.args, copies.target
+    assert callable(target)
     arguments: tuple[Any, ...]
     if target in _FILLED:
         arguments = (sizes, *rest)
@@ -191,8 +192,7 @@ def _once(graph: fx.Graph, copies: fx.Node) -> fx.Node | None:
         times: Any = rest[0]
         arguments = (given, [1, *times[1:]])
     else:
-        target, arguments = torch.ops.aten.expand.default, (given, sizes)
-    assert callable(target)
+        return graph.call_function(torch.ops.aten.expand.default, (given, sizes))
     return graph.call_function(target, arguments, copies.kwargs)
 
 

@@ -222,12 +222,13 @@ def test_openvino_answers_as_the_integers_of_a_network_that_copies_for_each_imag
     "way",
     [
         lambda x, token: torch.cat([token.repeat(x.shape[0], 2, 1), x], 1),
+        lambda x, token: torch.cat([token.repeat_interleave(x.shape[0], 0), x], 1),
         lambda x, token: x + token[0].expand_as(x),
         lambda x, token: x * x.new_ones(x.shape[0], 16, 1),
         lambda x, token: x * x.new_ones(x.shape[0], 16, 1, dtype=torch.bool),
         lambda x, token: x + torch.full((x.shape[0], 1, 16), 2, dtype=torch.int64),
     ],
-    ids=["repeated", "as another", "new ones", "a mask", "whole numbers"],
+    ids=["repeated", "one after the other", "as another", "new ones", "a mask", "whole numbers"],
 )
 def test_what_is_made_for_each_image_does_not_ask_how_many_there_are(way, tmp_path):
     torch.manual_seed(0)
