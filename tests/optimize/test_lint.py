@@ -351,6 +351,34 @@ def reduced(operator: str, *axes: int, kept: bool = False, rank: int | None = No
     return edit
 
 
+def copied(operator: str, taken: str = "", *, at: int = 0, biased: bool = True) -> Edit:
+    """A token for each image, of a Shape: one size of it (by itself, or as ``taken``), or all."""
+
+    def edit(graph: Written) -> None:
+        places = {"at": np.array([at]), "behind": np.array([at + 1]), "rest": np.array([4, 1, 1])}
+        graph.tensors |= {name: value.astype(np.int64) for name, value in places.items()}
+        graph.tensors |= {"token": np.ones((1, 4, 1, 1), np.float32)}
+        graph.before("second", "Shape", ["y"], "sizes", **({} if taken else {"start": at, "end": at + 1}))
+        if taken:
+            graph.before("second", taken, ["sizes", *(["at", "behind"] if taken == "Slice" else ["at"])], "count")
+        graph.before("second", "Concat", ["count" if taken else "sizes", "rest"], "shape", axis=0)
+        given = ["shape"] if operator == "ConstantOfShape" else ["token", "shape"]
+        graph.before("second", operator, given, "copies")
+        graph.before("second", "Add", ["y", "copies"], "with_token")
+        if not biased:
+            for name in ("first", "second"):
+                del graph.node(name).input[2]
+
+    return edit
+
+
+def like_another(graph: Written) -> None:
+    graph.tensors |= {"token": np.ones((1, 4, 1, 1), np.float32)}
+    graph.before("second", "Shape", ["y"], "sizes")
+    graph.before("second", "Expand", ["token", "sizes"], "copies")
+    graph.before("second", "Add", ["y", "copies"], "with_token")
+
+
 EVERYWHERE = ("cpu", "x86", "tensorrt")
 
 # The rule, the targets that it fires for, the node that it names, and what is done to the graph.
@@ -380,6 +408,14 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
         for axes, rank in [((2, 3), None), ((-1, -2), None), ((2, -1), 4)]
     ],
     ("integer-reduction", (), "ReduceSum_reduced", reduced("ReduceSum", 1, kept=True)),
+    *[
+        ("counted-images", ("cpu", "x86"), f"{operator}_copies", copied(operator, taken))
+        for operator, taken in [("Expand", ""), ("Tile", "Gather"), ("Expand", "Slice"), ("ConstantOfShape", "Gather")]
+    ],
+    ("counted-images", (), "Expand_copies", copied("Expand", at=1)),
+    ("counted-images", (), "Expand_copies", copied("Expand", "Gather", at=1)),
+    ("counted-images", (), "Expand_copies", copied("Expand", biased=False)),
+    ("counted-images", (), "Expand_copies", like_another),
     ("per-channel-activation", ("tensorrt",), "QuantizeLinear_y_q", per_channel_activation),
     ("unfolded-weight", EVERYWHERE, "QuantizeLinear_first_wq", unfolded),
     ("half-quantized-layer", EVERYWHERE, "Conv_first", float_weight),

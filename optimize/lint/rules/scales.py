@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import NodeProto
 
-from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
-from optimize.lint.graph import Graph, attribute, label, of_a_map
+from optimize.lint.base import TENSORRT, Fault, LintTarget, rule
+from optimize.lint.graph import Graph, label
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 
@@ -101,62 +100,6 @@ def per_channel_activations(graph: Graph, target: LintTarget) -> Iterator[Fault]
         scale = graph.tensor(node, 1)
         if scale is not None and int(np.prod(scale.dims)) > 1 and not graph.constant(node.input[0]):
             yield Fault(label(node), "an activation has a scale for each channel", "quantize activations per tensor")
-
-
-@rule("norm-floor", "warning", CPUS)
-def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A norm of integers' values is kept from zero by half a step at least: engines leave a residue of zeros.
-
-    OpenVINO (2026.4.1) gives of a zero the rounding errors of its zero-point, where quantizer and dequantizer become
-    one FakeQuantize. Behind a floor of 1e-12 a vector of them is divided by its own length, and has length 1 then. No
-    other norm is below a step, so that half of one changes no quotient (see `optimize.quantization.floors`).
-    """
-    for node in graph.of("Clip", "Max"):
-        number, norm = _norm(graph, node)
-        if norm is None or len(node.input) < 2:
-            continue
-        given, floor = graph.dequantizer(norm), graph.values(node, 1 - number)
-        if given is None or floor is None or floor.size != 1:
-            continue
-        scale, zero = graph.values(given, 1), graph.values(given, 2)
-        if scale is None or scale.size != 1 or zero is None or not zero.any():
-            continue
-        if 0 < (least := float(floor.item())) < (half := 0.5 * float(scale.item())) * (1 - 1e-6):
-            yield Fault(
-                label(node),
-                f"it keeps the norm of integers from zero by {least:.2g}, and a step of theirs is {2 * half:.2g}",
-                f"keep it from zero by half a step, {half:.2g}",
-            )
-
-
-@rule("integer-reduction", "warning", CPUS)
-def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """Sums and means over axes do not read what is dequantized: OpenVINO reduces the integers, and wrongly.
-
-    OpenVINO (2026.4.1) moves the DequantizeLinear behind them. Means over the two last of four axes are right (see
-    `optimize.quantization.reductions`).
-    """
-    for node in graph.of("ReduceSum", "ReduceMean"):
-        if not graph.dequantized(node):
-            continue
-        axes = graph.values(node, 1)
-        listed = attribute(node, "axes", ()) if axes is None else axes.ravel().tolist()
-        if node.op_type == "ReduceMean" and of_a_map(listed, graph.rank(node.input[0])):
-            continue
-        yield Fault(
-            label(node),
-            "it reduces what is dequantized, and OpenVINO gives other numbers for that",
-            "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
-        )
-
-
-def _norm(graph: Graph, node: NodeProto) -> tuple[int, NodeProto | None]:
-    """Which of its inputs a Clip or a Max takes a norm by, and the norm; None if it takes none."""
-    for number in (0, 1) if node.op_type == "Max" else (0,):  # of a maximum either side may be the floor
-        norm = graph.producer(node, number)
-        if norm is not None and norm.op_type in ("ReduceL1", "ReduceL2"):
-            return number, norm
-    return 0, None
 
 
 def _smallest_normal(dtype: np.dtype[Any]) -> float:

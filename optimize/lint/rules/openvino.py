@@ -1,0 +1,111 @@
+"""Rules of what OpenVINO computes otherwise than a graph says; each names the version that was seen to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onnx import NodeProto
+
+from optimize.lint.base import CPUS, Fault, LintTarget, rule
+from optimize.lint.graph import Graph, attribute, label, of_a_map
+
+# What makes a tensor of a size that is an input, by the number of that input.
+_SIZED = {"Expand": 1, "Tile": 1, "ConstantOfShape": 0}
+
+# What a size passes on the way there.
+_SIZES_PASS = ("Concat", "Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity", "Mul", "Where", "Max")
+
+
+@rule("norm-floor", "warning", CPUS)
+def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """A norm of integers' values is kept from zero by half a step at least: engines leave a residue of zeros.
+
+    OpenVINO (2026.4.1) gives of a zero the rounding errors of its zero-point, where quantizer and dequantizer become
+    one FakeQuantize. Behind a floor of 1e-12 a vector of them is divided by its own length, and has length 1 then. No
+    other norm is below a step, so that half of one changes no quotient (see `optimize.quantization.floors`).
+    """
+    for node in graph.of("Clip", "Max"):
+        number, norm = _norm(graph, node)
+        if norm is None or len(node.input) < 2:
+            continue
+        given, floor = graph.dequantizer(norm), graph.values(node, 1 - number)
+        if given is None or floor is None or floor.size != 1:
+            continue
+        scale, zero = graph.values(given, 1), graph.values(given, 2)
+        if scale is None or scale.size != 1 or zero is None or not zero.any():
+            continue
+        if 0 < (least := float(floor.item())) < (half := 0.5 * float(scale.item())) * (1 - 1e-6):
+            yield Fault(
+                label(node),
+                f"it keeps the norm of integers from zero by {least:.2g}, and a step of theirs is {2 * half:.2g}",
+                f"keep it from zero by half a step, {half:.2g}",
+            )
+
+
+@rule("integer-reduction", "warning", CPUS)
+def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Sums and means over axes do not read what is dequantized: OpenVINO reduces the integers, and wrongly.
+
+    OpenVINO (2026.4.1) moves the DequantizeLinear behind them. Means over the two last of four axes are right (see
+    `optimize.quantization.reductions`).
+    """
+    for node in graph.of("ReduceSum", "ReduceMean"):
+        if not graph.dequantized(node):
+            continue
+        axes = graph.values(node, 1)
+        listed = attribute(node, "axes", ()) if axes is None else axes.ravel().tolist()
+        if node.op_type == "ReduceMean" and of_a_map(listed, graph.rank(node.input[0])):
+            continue
+        yield Fault(
+            label(node),
+            "it reduces what is dequantized, and OpenVINO gives other numbers for that",
+            "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
+        )
+
+
+@rule("counted-images", "warning", CPUS)
+def counted(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Nothing is copied for as many images as the graph counts: OpenVINO then loses the bias of a quantized layer.
+
+    OpenVINO (2026.4.1) counts another tensor that has as many, such as the answer of a convolution, which then has a
+    second reader between it and its bias (see `optimize.export.plain.write_out_copies`). It was seen where one size of
+    a Shape is taken; `zeros_like`, which takes them all, was right.
+    """
+    if not any(len(layer.input) > 2 and graph.in_integers(layer) for layer in graph.of("Conv")):
+        return
+    for node in graph.of(*_SIZED):
+        if _counts(graph, node, _SIZED[node.op_type]):
+            yield Fault(
+                label(node),
+                "it makes as many copies as the graph counts images, and OpenVINO may lose a layer's bias by it",
+                "make what all images share once, and add a zero of each to it; expand what is of each by -1 there",
+            )
+
+
+def _counts(graph: Graph, node: NodeProto, number: int) -> bool:
+    """Whether the first size of something, taken from its Shape alone, is part of an input."""
+    waiting, seen = [graph.producer(node, number)], set[str]()
+    while waiting:
+        before = waiting.pop()
+        if before is None or before.output[0] in seen:
+            continue
+        seen.add(before.output[0])
+        if before.op_type in _SIZES_PASS:
+            waiting += [graph.producer(before, part) for part in range(len(before.input))]
+        elif before.op_type == "Shape":  # from opset 15 on it may give one size by itself
+            if (attribute(before, "start", 0), attribute(before, "end", 0)) == (0, 1):
+                return True
+        elif before.op_type in ("Gather", "Slice"):
+            shape, first = graph.producer(before), graph.values(before, 1)
+            if shape is not None and shape.op_type == "Shape" and first is not None and not first.any():
+                return True
+    return False
+
+
+def _norm(graph: Graph, node: NodeProto) -> tuple[int, NodeProto | None]:
+    """Which of its inputs a Clip or a Max takes a norm by, and the norm; None if it takes none."""
+    for number in (0, 1) if node.op_type == "Max" else (0,):  # of a maximum either side may be the floor
+        norm = graph.producer(node, number)
+        if norm is not None and norm.op_type in ("ReduceL1", "ReduceL2"):
+            return number, norm
+    return 0, None
