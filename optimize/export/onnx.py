@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -25,6 +27,7 @@ from optimize.export.plain import (
 )
 from optimize.export.rewriting import let_go
 from optimize.export.translations import read_once
+from serve.runtime.errors import one_line
 from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
 
 INPUT, OUTPUT = "input", "logits"
@@ -32,6 +35,9 @@ INPUT, OUTPUT = "input", "logits"
 #: What a file of protobuf holds, less a margin for the graph; the weights of larger networks lie in a file beside it,
 #: whose ending, ``.data``, is torch's, and one of those that the runtime's engines know as a part of a graph.
 _LARGEST_FILE = (2 << 30) - (64 << 20)
+
+# How torch's exporter (2.11 to 2.14) names the node that it cannot translate.
+_TRANSLATED = re.compile(r"target=torch\.ops\.([\w.]+)")
 
 
 def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int | None = None) -> onnx.ModelProto:
@@ -51,9 +57,9 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         The graph; weights that lie beside the file are not in it.
 
     Raises:
-        PassError: the graph has another input or output than those, or a fixed batch.
+        PassError: torch's exporter fails, or the graph has another input or output than those, or a fixed batch.
     """
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with _nothing_learned(module), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         # The exporter reports progress on stdout and warns of its own internals.
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -74,6 +80,8 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
                     output_names=[OUTPUT],
                     opset_version=opset,
                 )
+            except torch.onnx.OnnxExporterError as error:
+                raise PassError(f"torch's ONNX exporter cannot translate this model: {_reason(error)}") from error
             finally:
                 let_go()
     assert program is not None
@@ -90,6 +98,33 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
     onnx.save(model, str(path))
     onnx.checker.check_model(str(path) if beside else model, full_check=True)
     return model
+
+
+@contextlib.contextmanager
+def _nothing_learned(module: nn.Module) -> Iterator[None]:
+    """Have no parameter ask for a gradient within the block.
+
+    Of a mask that is learned (biases of places, as MaxViT's) torch's kernel for attention would have to give one,
+    and another kernel computes it, whose answer has other strides. The exporter (torch 2.14) traces that one, looks at
+    the first afterwards, where images come as pixels, and fails on the view behind it.
+    """
+    learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in learned:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in learned:
+            parameter.requires_grad_(True)
+
+
+def _reason(error: torch.onnx.OnnxExporterError) -> str:
+    """The operator that torch's exporter failed at, and why; its own first line says that it failed."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    operators = [found[1] for cause in causes if (found := _TRANSLATED.search(str(cause)))]
+    return f"{operators[-1]}: {one_line(causes[-1])}" if operators else one_line(causes[-1])
 
 
 def _name_batch(model: onnx.ModelProto) -> None:

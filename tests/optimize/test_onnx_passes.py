@@ -137,6 +137,19 @@ def test_a_graph_with_two_outputs_is_refused(tmp_path):
         export_onnx(TwoOutputs(), torch.randn(2, 1, 4, 4), tmp_path / "model.onnx")
 
 
+class Foreign(nn.Module):
+    """Takes a function that ONNX has no operator for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.special.i0e(x.mean((2, 3)))
+
+
+def test_an_operator_that_cannot_be_translated_is_named_in_one_line(tmp_path):
+    with pytest.raises(PassError, match=r"^torch's ONNX exporter .*bessel_i0e.*: No ONNX function found") as refused:
+        export_onnx(Foreign(), torch.randn(2, 1, 4, 4), tmp_path / "model.onnx")
+    assert "\n" not in str(refused.value)
+
+
 def test_exporting_twice_gives_the_same_bytes(tmp_path):
     context, module = noise_context(), classifier()
     parent = parent_of(module, context, tmp_path / "parent")

@@ -263,3 +263,29 @@ def test_attention_over_any_axes_is_exported(sizes, masked, tmp_path):
     export_onnx(module, batch[:2], tmp_path / "model.onnx")
     with torch.no_grad():
         torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), module(batch), rtol=1e-4, atol=1e-5)
+
+
+class Placed(nn.Module):
+    """As Swin and MaxViT: within the windows of an image two heads attend by a bias of places, which is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection, self.head = nn.Linear(8, 24), nn.Linear(8, 4)
+        self.places = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        x = (pixels.to(torch.float32) / 255).reshape(pixels.shape[0] * 8, 4, 8)
+        queries, keys, values = self.projection(x).view(-1, 4, 2, 12).transpose(1, 2).chunk(3, -1)
+        found = nn.functional.scaled_dot_product_attention(queries, keys, values, self.places[None])
+        windows = found.transpose(1, 2).reshape(pixels.shape[0] * 8, 2, 2, -1)
+        return self.head(windows.reshape(pixels.shape[0], -1, 8).mean(1))
+
+
+def test_attention_by_a_mask_that_is_learned_is_exported_and_stays_learned(tmp_path):
+    torch.manual_seed(0)
+    module, path = Placed().eval(), tmp_path / "model.onnx"
+    pixels = torch.randint(0, 256, (5, 1, 16, 16), dtype=torch.uint8)
+    export_onnx(module, pixels[:2], path)
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(run_onnx(path, pixels), module(pixels), rtol=1e-4, atol=1e-5)
