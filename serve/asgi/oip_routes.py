@@ -95,8 +95,7 @@ async def infer(call: Call) -> Response:
         return oip_rest.read(told, body, json_length)
 
     try:
-        large = len(body) > LONG_BODY and (json_length is None or b"UINT8" in body[:LONG_BODY])
-        inference = await asyncio.to_thread(read) if large else read()
+        inference = await asyncio.to_thread(read) if _is_long(body, json_length) else read()
     except RequestError as error:
         raise bad_request(error) from None
     if inference.timeout_s is not None:
@@ -111,6 +110,16 @@ async def infer(call: Call) -> Response:
     if answer.json_length is None:
         return Response(200, answer.body)
     return Response(200, answer.body, _BINARY, ((oip_rest.LENGTH_HEADER, str(answer.json_length)),))
+
+
+def _is_long(body: bytes, json_length: str | None) -> bool:
+    """Whether reading a body keeps the event loop: its document is long, or has pixels behind it.
+
+    JPEGs behind a short document are cut out of it, and nothing more.
+    """
+    told = json_length is not None and json_length.isdecimal() and len(json_length) < 20
+    document = int(json_length) if told else len(body)  # type: ignore[arg-type]
+    return len(body) > LONG_BODY and (document > LONG_BODY or b"UINT8" in body[:document])
 
 
 def refusal(error: RequestError) -> RefusedError:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.asgi import predictions
+from serve.asgi import oip_rest, oip_routes, predictions
 from serve.asgi.application import CLIENT_GONE, Application
 from serve.asgi.call import Limits
 from serve.asgi.loading import Wanted, load
@@ -415,3 +416,37 @@ def test_whatever_is_sent_is_no_fault_of_the_server_and_its_answer_is_json(sent:
     answer = ask(application(served), sent.method, f"/{sent.path}?{sent.query}", sent.body, sent.headers)
     assert answer.status != 500
     answer.json()
+
+
+SHORT, LONG = b'{"inputs": []}', b'{"id": "%s"}' % (b"x" * 40_000)
+PIXELS = b'{"inputs": [{"datatype": "UINT8"}]}'
+
+
+@pytest.mark.parametrize(
+    ("document", "binary", "told", "beside"),
+    [
+        (SHORT, 50_000, True, False),
+        (SHORT, 10, True, False),
+        (PIXELS, 10, True, False),
+        (PIXELS, 50_000, True, True),
+        (LONG, 10, True, True),
+        (LONG, 50_000, True, True),
+        (LONG, 0, False, True),
+    ],
+)
+def test_what_is_long_to_read_is_not_read_in_the_event_loop(
+    document: bytes, binary: int, *, told: bool, beside: bool, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def read(*given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return reading(*given)
+
+    reading = oip_rest.read
+    monkeypatch.setattr(oip_rest, "read", read)
+    asked = application(served)
+    oip_routes.add_routes(asked)
+    headers = {oip_rest.LENGTH_HEADER: str(len(document))} if told else {}
+    assert ask(asked, "POST", "/v2/models/tiny/infer", document + bytes(binary), headers).status == 400
+    assert [thread is not threading.main_thread() for thread in threads] == [beside]
