@@ -205,7 +205,8 @@ def _carry_out(opened: Opened, stage: Stage, steps: Mapping[str, Step | Row]) ->
     except EngineError as error:  # no kernels for it on this machine
         return _not_made(stage, Skip(kind="cannot_run_here", reason=str(error)))
     except PassError as error:
-        return _not_made(stage, Skip(kind="failed", reason=str(error)))
+        reason = str(error) if error.__cause__ is None else _explained(error, log)
+        return _not_made(stage, Skip(kind="failed", reason=reason))
     except (PipelineError, OSError):
         raise
     except Exception as error:  # noqa: BLE001 - a library's failure on one model must not cost the other artifacts
@@ -222,10 +223,11 @@ def _error_log(opened: Opened, name: str) -> Path:
 
 
 def _explained(error: Exception, log: Path) -> str:
-    """An unforeseen exception in one line; its traceback goes to ``log``."""
+    """An exception of a library, or what was raised from one, in one line; its traceback goes to ``log``."""
     log.parent.mkdir(exist_ok=True)
     log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    return f"{one_line(error)} (traceback in {log})"
+    said = str(error) if isinstance(error, PassError) else one_line(error)
+    return f"{said} (traceback in {log})"
 
 
 def _describe(context: Context, origins: Mapping[str, str]) -> Data:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torchvision.transforms.v2 import functional
 
 from optimize.data.formats.base import open_data
+from optimize.errors import PassError
 from optimize.measure.bench import Bench, Candidate
 from optimize.measure.figures import Measured
 from optimize.measure.rows import Archive, ModelFile, Report, Row, Skip
@@ -467,8 +468,12 @@ def test_what_another_recipe_left_under_the_name_is_removed(copied_store: Path) 
 
 
 def test_a_stage_that_fails_costs_only_its_descendants(copied_store: Path, monkeypatch) -> None:
+    known = PassError("an operator cannot be translated")
+    known.__cause__ = KeyError("which")
+    errors = iter([RuntimeError("first line\nsecond line"), known])
+
     def broken(*args: object) -> None:
-        raise RuntimeError("first line\nsecond line")
+        raise next(errors)
 
     monkeypatch.setattr(onnx_pass, "export_onnx", broken)
     recipe = with_stages(
@@ -476,10 +481,11 @@ def test_a_stage_that_fails_costs_only_its_descendants(copied_store: Path, monke
         {"pass": "ptq", "from": "strict"},
         {"pass": "onnx-int8", "from": "ptq"},
         {"pass": "onnx", "from": "baseline", "config": {"tolerance": 0.5}},
+        {"pass": "onnx", "name": "foreign", "from": "baseline", "config": {"tolerance": 0.25}},
         {"pass": "dynamic", "from": "baseline"},
     )
     outcome, heard = run_recipe(copied_store, recipe)
-    assert outcome.failed == ("strict", "onnx")
+    assert outcome.failed == ("strict", "onnx", "foreign")
     skips = {row.name: row.skip or Skip(kind="failed", reason="") for row in outcome.report.rows}
     assert skips["strict"].kind == "failed"
     assert skips["strict"].reason.startswith("fuse: logits differ")
@@ -490,8 +496,10 @@ def test_a_stage_that_fails_costs_only_its_descendants(copied_store: Path, monke
     log = copied_store / "tiny" / "onnx-error.txt"
     assert str(log) in skips["onnx"].reason
     assert "second line" in log.read_text()
+    assert skips["foreign"].reason.startswith("an operator cannot be translated (traceback in ")
+    assert "KeyError: 'which'" in (copied_store / "tiny" / "foreign-error.txt").read_text()
     assert outcome.report.rows[-1].measured is not None
-    assert {name for name, _, reason in heard.steps if reason} == {"strict", "ptq", "onnx-int8", "onnx"}
+    assert {name for name, _, reason in heard.steps if reason} == {"strict", "ptq", "onnx-int8", "onnx", "foreign"}
     monkeypatch.undo()
     assert run_recipe(copied_store, with_stages({"pass": "onnx"}))[0].failed == ()
     assert not log.exists()
