@@ -117,8 +117,8 @@ def _is_long(body: bytes, json_length: str | None) -> bool:
 
     JPEGs behind a short document are cut out of it, and nothing more.
     """
-    told = json_length is not None and json_length.isdecimal() and len(json_length) < 20
-    document = int(json_length) if told else len(body)  # type: ignore[arg-type]
+    told = json_length or ""
+    document = int(told) if told.isdecimal() and len(told) < 20 else len(body)
     return len(body) > LONG_BODY and (document > LONG_BODY or b"UINT8" in body[:document])
 
 
