@@ -202,13 +202,11 @@ def answer_commands(stream: socket.socket) -> None:
                 answer, outgoing = found if isinstance(found, tuple) else (found, b"")
                 send(stream, answer, outgoing)
             except Exception as error:  # noqa: BLE001 - whatever a library raises is an answer here
-                from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
+                from serve.runtime.errors import EngineError, UserError, message_of
 
                 kinds = (("user", UserError), ("engine", EngineError))
                 kind = next((name for name, type_ in kinds if isinstance(error, type_)), "failed")
-                # A message of our own is whole; of a library's the first line is what can be shown.
-                said = str(error) if isinstance(error, PipelineError | UserError) else one_line(error)
-                send(stream, {"error": said, "kind": kind})
+                send(stream, {"error": message_of(error), "kind": kind})
 
 
 def _memory(*, anew: bool = False) -> int:

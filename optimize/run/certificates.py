@@ -25,7 +25,7 @@ from optimize.store.sources import code_of
 from serve.runtime.card import read_card, write_card
 from serve.runtime.certificate import Certificate
 from serve.runtime.engines.base import engines, execution_id
-from serve.runtime.errors import PipelineError, UserError, one_line
+from serve.runtime.errors import PipelineError, UserError, message_of
 from serve.runtime.execution import Execution
 from serve.runtime.integers import TENSORRT
 from serve.runtime.program_file import load_program
@@ -108,7 +108,7 @@ def certify(
             except (UserError, OSError):
                 raise
             except Exception as error:  # noqa: BLE001 - all was measured: no certificate is worth losing that
-                said = str(error) if isinstance(error, PipelineError) else one_line(error)
+                said = message_of(error)
                 bench.context.listener.said(f"{artifact.name}: no parity certificate: {_in_a_line(said)}")
                 continue
             further = [kept for name, kept in compared.answers.items() if name == execution_id(UNOPTIMIZED)]

@@ -36,7 +36,7 @@ from optimize.run.session import BASELINE, Step
 from optimize.store.files import write_atomically, write_json
 from optimize.training.config import trains
 from serve import layout
-from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
+from serve.runtime.errors import EngineError, PipelineError, UserError, message_of
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,7 @@ def _explained(error: Exception, log: Path) -> str:
     """An exception of a library, or what was raised from one, in one line; its traceback goes to ``log``."""
     log.parent.mkdir(exist_ok=True)
     log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    said = str(error) if isinstance(error, PassError) else one_line(error)
-    return f"{said} (traceback in {log})"
+    return f"{message_of(error)} (traceback in {log})"
 
 
 def _describe(context: Context, origins: Mapping[str, str]) -> Data:

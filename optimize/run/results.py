@@ -20,7 +20,7 @@ from optimize.run.session import Step
 from optimize.run.turns import Turns, fastest, turns
 from optimize.store.artifact import Artifact
 from optimize.store.effects import read_effects
-from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
+from serve.runtime.errors import EngineError, PipelineError, UserError, message_of
 from serve.runtime.execution import Execution
 
 _T = TypeVar("_T")
@@ -223,7 +223,7 @@ def _each(
         except (UserError, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - a library's failure on one file must not cost the other artifacts
-            said = str(error) if isinstance(error, PipelineError) else one_line(error)
+            said = message_of(error)
             reason = f"measuring its {name} failed: {said}"
             # A provider that is not active is this machine's lack, and not the artifact's fault.
             skips[pair.id] = Skip(kind="cannot_run_here" if isinstance(error, EngineError) else "failed", reason=reason)

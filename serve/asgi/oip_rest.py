@@ -118,14 +118,19 @@ def unpacked(data: bytes, limit: int) -> tuple[bytes, ...]:
     return tuple(elements)
 
 
+def document_length(body: bytes, json_length: str | None) -> int:
+    """How many bytes of a body are its JSON document; binary data follow. Arguments and errors as of `read`."""
+    if json_length is None:
+        return len(body)
+    if not re.fullmatch(r"[0-9]{1,18}", json_length) or int(json_length) > len(body):
+        raise RequestError(
+            f"{LENGTH_HEADER} must be a number of bytes up to the body's {len(body)}, got {shown(json_length)}"
+        )
+    return int(json_length)
+
+
 def _split(body: bytes, json_length: str | None) -> tuple[Mapping[str, Any], bytes]:
-    length = len(body)
-    if json_length is not None:
-        if not re.fullmatch(r"[0-9]{1,18}", json_length) or int(json_length) > len(body):
-            raise RequestError(
-                f"{LENGTH_HEADER} must be a number of bytes up to the body's {len(body)}, got {shown(json_length)}"
-            )
-        length = int(json_length)
+    length = document_length(body, json_length)
     document = read_json(body[:length])
     if not isinstance(document, dict):
         raise RequestError('the JSON body must be {"inputs": [{"name", "datatype", "shape", "data"}]}')

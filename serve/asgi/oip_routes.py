@@ -116,9 +116,11 @@ def _is_long(body: bytes, json_length: str | None) -> bool:
     """Whether reading a body keeps the event loop: its document is long, or has pixels behind it.
 
     JPEGs behind a short document are cut out of it, and nothing more.
+
+    Raises:
+        RequestError: the document's length is none.
     """
-    told = json_length or ""
-    document = int(told) if told.isdecimal() and len(told) < 20 else len(body)
+    document = oip_rest.document_length(body, json_length)
     return len(body) > LONG_BODY and (document > LONG_BODY or b"UINT8" in body[:document])
 
 

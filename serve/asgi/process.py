@@ -38,7 +38,7 @@ from serve.asgi.loading import Wanted
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
 from serve.asgi.tokens import Tokens
-from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
+from serve.runtime.errors import EngineError, PipelineError, UserError, message_of, one_line
 from serve.runtime.logs import RequestLog
 from serve.verified import Policy
 
@@ -311,7 +311,7 @@ class _Process:
             wanted = await asyncio.to_thread(self._wanted)
             await self._changing.change(wanted, leave_out=self._settings.leave_out)
         except Exception as error:  # noqa: BLE001 - whatever it is, what is served goes on
-            told = str(error) if isinstance(error, PipelineError) else one_line(error)
+            told = message_of(error)
             _LOG.error("nothing was changed: %s", told)
         else:
             shares = ", ".join(f"{served.name} {served.version} (weight {served.weight})" for served in self._models)

@@ -13,7 +13,7 @@ from .buckets import warm_sizes
 from .card import read_card
 from .decoders.base import CPU, open_decoder
 from .engines.base import execution_id, find_engine, unavailable
-from .errors import CardError, EngineError, PipelineError, UserError, one_line
+from .errors import CardError, EngineError, PipelineError, UserError, message_of
 from .evidence import evidence_for
 from .execution import Execution, settle, unset
 from .predictor import PassedOver, Predictor
@@ -74,9 +74,7 @@ def first_working(
         except CardError:
             raise
         except Exception as error:  # noqa: BLE001 - a library may fail in any way; the next may do
-            passed.append(
-                PassedOver(_named(execution), str(error) if isinstance(error, PipelineError) else one_line(error))
-            )
+            passed.append(PassedOver(_named(execution), message_of(error)))
         else:
             _add_decoder(predictor, serving)
             return predictor

@@ -94,6 +94,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}{place}" if line != type(error).__name__ else line
 
 
+def message_of(error: BaseException) -> str:
+    """What a person is told of an exception: our own whole, and of a library's its type and first line."""
+    return str(error) if isinstance(error, PipelineError) else one_line(error)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` (did you mean …?)`` with those of ``known`` that are closest to ``name``; empty if none is close."""
     by_key = {re.sub(r"[^a-z0-9]", "", entry.lower()): entry for entry in known}
