@@ -263,8 +263,9 @@ def head(options: argparse.Namespace, began: str, photos: Workload, mixed: Workl
         f"is seen (in the mixed load {alike} pairs of images answer alike: there a swap would not be); "
         f"requests of several instances, one of them bad; an image of 12 megapixels; {_DAMAGED} damaged images; beside "
         "them clients that are slow, half-closed, cut off, gone, oversized, idle, or speak no HTTP. Poisson arrivals; "
-        "a latency counts from when its request was due. Our own server is one process, which a supervisor restarts: "
-        "its death is not part of this; TorchServe's workers are killed (SIGKILL) under load.",
+        "a latency counts from when its request was due, and a rate is of the answers that came in a time: of the "
+        "requests that were due in it, some wait in the queue. Our own server is one process, which a supervisor "
+        "restarts: its death is not part of this; TorchServe's workers are killed (SIGKILL) under load.",
         "",
     ]
 

@@ -27,7 +27,8 @@ def result(milliseconds: float = 5.0, seconds: float = 10.0, **counts: int) -> R
     latency = Histogram()
     for _ in range(counts.get("answered", 0)):
         latency.add(milliseconds)
-    return Result(seconds, counts, latency, Histogram(), 0.1)
+    came = counts.get("answered", 0) + counts.get("refused", 0)
+    return Result(seconds, counts, latency, Histogram(), 0.1, came)
 
 
 def sound() -> Soaked:

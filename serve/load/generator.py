@@ -57,6 +57,7 @@ class _Run:
         self._latency, self._rejection = Histogram(), Histogram()
         self._told: dict[str, list[float]] = {}
         self._faults: list[str] = []
+        self._came = 0
         self._from = self._until = self._next = self._looked = self._late = 0.0
 
     def run(self) -> Result:
@@ -92,6 +93,7 @@ class _Run:
             latency=self._latency,
             rejection=self._rejection,
             cpu_s=cpu,
+            came=self._came,
             stages={name: total / count for name, (total, count) in self._told.items()},
             faults=tuple(self._faults),
             gave_up=gave_up,
@@ -194,6 +196,7 @@ class _Run:
 
     def _take(self, sent: _Sent, status: int, body: bytes, timing: str, now: float) -> None:
         verdict, fault = self._checker.check(sent.item, status, body)
+        self._came += verdict in ("answered", "refused") and self._from <= now < self._until
         if self._counts_in(sent.due, now):
             milliseconds = (now - sent.due) * 1e3
             if verdict in ("answered", "refused"):

@@ -80,6 +80,7 @@ class Result:
         latency: of those answered or refused as known; in the open loop from when the request was due.
         rejection: of those rejected.
         cpu_s: CPU time of the generator's process in those seconds.
+        came: known answers that came in those seconds, whenever their requests were due.
         stages: mean ms by name, as the server's ``Server-Timing`` headers told.
         faults: some of what was wrong, failed or lost, in words.
         gave_up: whether a request waited longer than the plan allows.
@@ -92,6 +93,7 @@ class Result:
     latency: Histogram
     rejection: Histogram
     cpu_s: float
+    came: int
     stages: Mapping[str, float] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     gave_up: bool = False
@@ -104,8 +106,8 @@ class Result:
 
     @property
     def throughput(self) -> float:
-        """Known answers a second."""
-        return self.good / self.seconds if self.seconds else 0.0
+        """Known answers a second, by when they came: of what was due, some waits in a queue that fills meanwhile."""
+        return self.came / self.seconds if self.seconds else 0.0
 
     @property
     def bad(self) -> int:
@@ -148,6 +150,7 @@ def together(results: list[Result]) -> Result:
         latency=merged(result.latency for result in results),
         rejection=merged(result.rejection for result in results),
         cpu_s=sum(result.cpu_s for result in results),
+        came=sum(result.came for result in results),
         stages={name: sum(values) / len(values) for name, values in told.items()},
         faults=tuple(fault for result in results for fault in result.faults)[:8],
         gave_up=any(result.gave_up for result in results),

@@ -147,6 +147,23 @@ def test_the_open_loop_sends_at_its_rate_and_counts_from_when_a_request_was_due(
     assert found.latency.percentile(100) < 1.01e3 * (ended - begun)
 
 
+def test_a_rate_counts_what_came_and_not_what_waits_in_a_queue_that_fills() -> None:
+    one_at_a_time = threading.Lock()
+
+    def slowly(body: bytes) -> Reply:
+        with one_at_a_time:
+            time.sleep(0.05)
+        return right(body)
+
+    with server(slowly) as target:
+        found = generate(Plan(target, 64, rate=40, seconds=1.5, warm_s=0.2), WORKLOAD)
+    assert found.good == sum(at >= 0.2 for at in due(40, 1.7))  # all that were due are answered, in the end
+    # In 1.5 s such a server gives 30 answers at most, and the one that it is at when they begin.
+    assert 0 < found.came <= 31
+    assert found.throughput == found.came / 1.5
+    assert len(found.latency) == found.good
+
+
 def test_when_requests_are_due_depends_on_the_seed_alone_and_none_is_left_out_at_the_end() -> None:
     asked: list[bytes] = []
 
