@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from serve.load.checking import Checker
+from serve.load.checking import GOOD, Checker
 from serve.load.histogram import Histogram
 from serve.load.workload import Item, Workload
 from serve.runtime.chain import open_served
@@ -37,7 +37,7 @@ class _Tally:
         now = time.perf_counter()
         with self.lock:
             verdict, fault = self.checker.check(item, status, body)
-            if verdict not in ("answered", "refused"):
+            if verdict not in GOOD:
                 self.bad += 1
                 self.faults = [*self.faults, f"{item.name}: {fault}"][:4]
             elif now < self.until:

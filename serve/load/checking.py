@@ -11,6 +11,8 @@ from serve.load.workload import Item, Known
 #: server was full (429, 503). ``failed``: another 5xx. ``lost``: no answer came.
 Verdict = Literal["answered", "refused", "wrong", "rejected", "failed", "lost"]
 VERDICTS: tuple[Verdict, ...] = ("answered", "refused", "wrong", "rejected", "failed", "lost")
+#: Of these, what a request is told that got its known answer.
+GOOD: frozenset[Verdict] = frozenset({"answered", "refused"})
 
 _REMEMBERED = 256  # answers of one item; batches of other sizes round otherwise, so that there are several
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from serve.load.checking import Checker, Verdict
+from serve.load.checking import GOOD, Checker, Verdict
 from serve.load.histogram import Histogram
 from serve.load.plan import Plan, Result
 from serve.load.wire import BrokenWireError, Wire, stages
@@ -196,10 +196,10 @@ class _Run:
 
     def _take(self, sent: _Sent, status: int, body: bytes, timing: str, now: float) -> None:
         verdict, fault = self._checker.check(sent.item, status, body)
-        self._came += verdict in ("answered", "refused") and self._from <= now < self._until
+        self._came += verdict in GOOD and self._in_time(now)
         if self._counts_in(sent.due, now):
             milliseconds = (now - sent.due) * 1e3
-            if verdict in ("answered", "refused"):
+            if verdict in GOOD:
                 self._latency.add(milliseconds)
                 for name, duration in stages(timing).items() if timing else ():
                     total = self._told.setdefault(name, [0.0, 0.0])
@@ -223,7 +223,10 @@ class _Run:
 
     def _counts_in(self, due: float, now: float) -> bool:
         """Whether a request is one of those that count: by when it was due, in the closed loop by when it ended."""
-        return self._from <= (due if self._plan.rate is not None else now) < self._until
+        return self._in_time(due if self._plan.rate is not None else now)
+
+    def _in_time(self, moment: float) -> bool:
+        return self._from <= moment < self._until
 
     def _count(self, verdict: Verdict, due: float, fault: str, now: float) -> None:
         # A wrong answer is one whenever it comes; the others belong to their time.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve.load.checking import GOOD
 from serve.load.histogram import Histogram, merged
 from serve.runtime.errors import UserError
 
@@ -102,7 +103,7 @@ class Result:
     @property
     def good(self) -> int:
         """Requests that got their known answer."""
-        return self.counts.get("answered", 0) + self.counts.get("refused", 0)
+        return sum(self.counts.get(verdict, 0) for verdict in GOOD)
 
     @property
     def throughput(self) -> float:
