@@ -166,12 +166,14 @@ def write_out_copies(program: ExportedProgram) -> None:
             if shared and (once := _once(module.graph, node)) is not None:
                 zeros = _zeros(module.graph, images, value.ndim, value.dtype)
                 together = aten.logical_or.default if value.dtype == torch.bool else aten.add.Tensor
-                node.replace_all_uses_with(module.graph.call_function(together, (once, zeros)))
+                written = module.graph.call_function(together, (once, zeros))
             elif _is_of_each(node):
                 sizes = [-1, *value.shape[1:]]
-                node.replace_all_uses_with(module.graph.call_function(aten.expand.default, (node.args[0], sizes)))
+                written = module.graph.call_function(aten.expand.default, (node.args[0], sizes))
             else:
                 continue
+        written.meta["val"] = value  # which a copy of the copy asks
+        node.replace_all_uses_with(written)
         module.graph.erase_node(node)
     module.recompile()
 

@@ -227,8 +227,13 @@ def test_openvino_answers_as_the_integers_of_a_network_that_copies_for_each_imag
         lambda x, token: x * x.new_ones(x.shape[0], 16, 1),
         lambda x, token: x * x.new_ones(x.shape[0], 16, 1, dtype=torch.bool),
         lambda x, token: x + torch.full((x.shape[0], 1, 16), 2, dtype=torch.int64),
+        lambda x, token: x + token.expand(x.shape[0], -1, -1).repeat(1, 16, 1),
+        lambda x, token: x + x.amax(1, True).expand(-1, 2, -1).repeat(1, 8, 1),
     ],
-    ids=["repeated", "one after the other", "as another", "new ones", "a mask", "whole numbers"],
+    ids=[
+        *("repeated", "one after the other", "as another", "new ones", "a mask", "whole numbers"),
+        *("a copy of a copy", "a copy of what is of each image, copied"),
+    ],
 )
 def test_what_is_made_for_each_image_does_not_ask_how_many_there_are(way, tmp_path):
     torch.manual_seed(0)
