@@ -10,8 +10,6 @@ import torch.ao.quantization.fx._decomposed  # what registers `torch.ops.quantiz
 from torch import fx
 from torch.export import ExportedProgram
 
-from optimize.export.aten import note_value
-
 #: Of ``avg_pool2d``: images and kernel, stride, padding, whether sizes are rounded up, whether zeros count, divisor.
 _POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
 #: Axes of attention: images, heads, places and channels.
@@ -134,8 +132,9 @@ def note_values(module: fx.GraphModule) -> None:
     (mode,) = {value.fake_mode for node in module.graph.nodes if hasattr(value := node.meta.get("val"), "fake_mode")}
     for node in module.graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
+            given, settings = fx.map_arg((node.args, node.kwargs), lambda before: before.meta["val"])
             with mode:
-                note_value(node)
+                node.meta["val"] = node.target(*given, **settings)
 
 
 def _shifted(node: Any) -> bool:
@@ -173,7 +172,7 @@ def write_out_copies(program: ExportedProgram) -> None:
                 written = module.graph.call_function(aten.expand.default, (node.args[0], sizes))
             else:
                 continue
-        written.meta.update(node.meta)  # of which a copy of the copy asks the shape
+        written.meta["val"] = value  # which a copy of the copy asks
         node.replace_all_uses_with(written)
         module.graph.erase_node(node)
     module.recompile()
