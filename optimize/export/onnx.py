@@ -18,7 +18,6 @@ from optimize.errors import PassError
 from optimize.export.alike import require_alike
 from optimize.export.decomposing import decomposed_where_needed
 from optimize.export.plain import (
-    note_values,
     write_out_attention,
     write_out_borders,
     write_out_circles,
@@ -69,7 +68,6 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         write_out_circles(exported.graph_module)
         write_out_attention(exported.graph_module)
         write_out_copies(exported)
-        note_values(exported.graph_module)
         with read_once(), decomposed_where_needed():
             try:
                 program = torch.onnx.export(

@@ -56,8 +56,8 @@ def write_out_borders(module: fx.GraphModule) -> None:
             ones = module.graph.call_function(aten.full.default, ([1, 1, *images.meta["val"].shape[2:]], 1.0))
             share = module.graph.call_function(node.target, (ones, *given[1:]))
             inside = module.graph.call_function(node.target, (images, kernel, stride, padding, ceil, False))
-            node.replace_all_uses_with(module.graph.call_function(aten.mul.Tensor, (inside, share)))
-        module.graph.erase_node(node)
+            averages = module.graph.call_function(aten.mul.Tensor, (inside, share))
+        _put(averages, node)
     module.recompile()
 
 
@@ -82,8 +82,7 @@ def write_out_circles(module: fx.GraphModule) -> None:
                     parts.append(module.graph.call_function(aten.slice.Tensor, (given, -axis, 0, behind)))
                 if len(parts) > 1:
                     given = module.graph.call_function(aten.cat.default, (parts, -axis))
-        node.replace_all_uses_with(given)
-        module.graph.erase_node(node)
+        _put(given, node)
     module.recompile()
 
 
@@ -109,8 +108,8 @@ def write_out_attention(module: fx.GraphModule) -> None:
             ]
             found = module.graph.call_function(node.target, (*parts, *node.args[3:]), node.kwargs)
             sizes = [-1, *shapes[0][1:-1], shapes[2][-1]]
-            node.replace_all_uses_with(module.graph.call_function(aten.reshape.default, (found, sizes)))
-        module.graph.erase_node(node)
+            answer = module.graph.call_function(aten.reshape.default, (found, sizes))
+        _put(answer, node)
     module.recompile()
 
 
@@ -127,14 +126,21 @@ def _of_another_rank(attention: fx.Node) -> bool:
     )
 
 
-def note_values(module: fx.GraphModule) -> None:
-    """Note what nodes give that were written into an exported program, in ``meta["val"]`` as `torch.export` does."""
-    (mode,) = {value.fake_mode for node in module.graph.nodes if hasattr(value := node.meta.get("val"), "fake_mode")}
-    for node in module.graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
-            given, settings = fx.map_arg((node.args, node.kwargs), lambda before: before.meta["val"])
-            with mode:
-                node.meta["val"] = node.target(*given, **settings)
+def _put(written: fx.Node, node: fx.Node) -> None:
+    """Have readers of a node read what was written before it, which says what it gives, as it is asked next."""
+    with node.meta["val"].fake_mode:
+        _value(written)
+    node.replace_all_uses_with(written)
+    node.graph.erase_node(node)
+
+
+def _value(node: fx.Node) -> Any:
+    """What a node gives, in ``meta["val"]`` as `torch.export` notes it; noted where it was written in."""
+    if "val" not in node.meta:
+        given, settings = fx.map_arg((node.args, node.kwargs), _value)
+        assert callable(node.target)
+        node.meta["val"] = node.target(*given, **settings)
+    return node.meta["val"]
 
 
 def _shifted(node: Any) -> bool:
@@ -158,7 +164,7 @@ def write_out_copies(program: ExportedProgram) -> None:
     for node in list(module.graph.nodes):
         if depends.intersection(node.all_input_nodes):
             depends.add(node)
-        value: Any = node.meta.get("val") if node.target in _COPIES else None  # what was written in has none yet
+        value: Any = node.meta["val"] if node.target in _COPIES else None
         if value is None or _are_numbers(value.shape[:1]) or not _are_numbers(value.shape[1:]):
             continue
         shared = node.target in (*_FILLED, *_NEW) or not depends.intersection(node.args[:1])
@@ -172,9 +178,7 @@ def write_out_copies(program: ExportedProgram) -> None:
                 written = module.graph.call_function(aten.expand.default, (node.args[0], sizes))
             else:
                 continue
-        written.meta["val"] = value  # which a copy of the copy asks
-        node.replace_all_uses_with(written)
-        module.graph.erase_node(node)
+        _put(written, node)
     module.recompile()
 
 

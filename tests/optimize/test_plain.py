@@ -270,6 +270,30 @@ def test_attention_over_any_axes_is_exported(sizes, masked, tmp_path):
         torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), module(batch), rtol=1e-4, atol=1e-5)
 
 
+def circled(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(x, (1, 1), mode="circular")
+
+
+def attended(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :, :1].expand(-1, -1, 4)
+
+
+@pytest.mark.parametrize("second", [circled, attended, copied])
+@pytest.mark.parametrize("first", [circled, attended, copied])
+def test_what_is_written_out_is_written_out_of_what_was(first, second, tmp_path):
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return second(first(x.flatten(2))).mean(1)
+
+    module, batch = Twice().eval(), torch.randn(5, 3, 4, 2)
+    export_onnx(module, batch[:2], tmp_path / "model.onnx")
+    torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), module(batch), rtol=1e-4, atol=1e-5)
+
+
 class Placed(nn.Module):
     """As Swin and MaxViT: within the windows of an image two heads attend by a bias of places, which is learned."""
 
