@@ -731,15 +731,25 @@ def test_a_body_in_chunks_of_a_byte_each_is_not_read_on() -> None:
 
 def test_who_does_not_read_its_answer_keeps_no_body_in_memory_and_is_cut_off() -> None:
     async def run() -> None:
-        async with listening(settings(body_s=0.5)) as (connect, application):
+        taken = asyncio.Event()
+
+        async def take(call: Call) -> Response:
+            body = await call.body()
+            taken.set()
+            return Response(200, body)
+
+        async with listening(settings(body_s=1)) as (connect, application):
             add_echo(application)
-            async with connection(connect) as (_, writer):
+            application.router.add("POST", "/taken", take)
+            async with connection(connect) as (_, writer), asyncio.timeout(20):
                 writer.write(b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n")
-                writer.write(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + bytes(1_000_000))
-                await asyncio.sleep(0.3)
-                assert (application.in_flight, application.held.bytes) == (1, 0)
-                await asyncio.sleep(1.2)
-                assert application.in_flight == 0
+                writer.write(b"POST /taken HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + bytes(1_000_000))
+                await taken.wait()
+                while application.held.bytes:
+                    await asyncio.sleep(0.001)
+                assert application.in_flight == 1, "its answer waits to be read"
+                while application.in_flight:
+                    await asyncio.sleep(0.01)
 
     asyncio.run(run())
 
