@@ -45,6 +45,8 @@ class CudaGraphs:
     ) -> None:
         self._batches = batches
         self._device = device
+        # A graph holds addresses and no tensors: what the network computes with lives as long as its graphs.
+        self._call = call
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         # A pool and a stream for all. The largest first: what it frees, the smaller ones fit in.
         with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
@@ -74,7 +76,7 @@ def _capture(
     name: str,
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """Warm up, capture and check one bucket; returns the graph and the logits that its replays write."""
-    inputs.copy_(torch.randn(inputs.shape, device=inputs.device))  # not zeros, which hide what was not computed
+    inputs.copy_(torch.randn(inputs.shape))  # not zeros, which hide what was not computed
     current = torch.cuda.current_stream(inputs.device)
     stream.wait_stream(current)
     try:
@@ -86,6 +88,7 @@ def _capture(
     except RuntimeError as error:
         raise EngineError(f"{name}: does not run on {inputs.device} at batch {len(inputs)}: {_said(error)}") from error
     graph = torch.cuda.CUDAGraph()
+    drawn = torch.cuda.get_rng_state(inputs.device)
     try:
         # thread_local: another thread that allocates meanwhile (one that pins a data loader's batches) does no harm.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -93,6 +96,7 @@ def _capture(
         graph.replay()
         torch.cuda.synchronize(inputs.device)
     except RuntimeError as error:
+        _draw_anew(inputs.device, drawn)
         raise EngineError(
             f"{name}: cannot be captured as a CUDA graph at batch {len(inputs)}: {_said(error)}"
         ) from error
@@ -102,6 +106,22 @@ def _capture(
             f"it depends on something that a graph does not record"
         )
     return graph, logits
+
+
+def _draw_anew(device: torch.device, drawn: torch.Tensor) -> None:
+    """Give a device's generator a new state, after a capture that failed.
+
+    Its own goes on believing in the capture, and whoever draws a number next gets an error: "Offset increment outside
+    graph capture" (seen with torch 2.11).
+
+    Args:
+        device: where the capture failed.
+        drawn: the state of its generator before that.
+    """
+    generator = torch.Generator(device)
+    generator.set_state(drawn)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.default_generators[index].graphsafe_set_state(generator.graphsafe_get_state())
 
 
 def agree(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = _REPLAY_TOLERANCE) -> bool:
