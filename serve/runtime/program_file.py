@@ -19,6 +19,7 @@ import sys
 import threading
 import types
 import typing
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,9 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
     from torch.export.pt2_archive._package import load_pt2
 
     try:
-        with _types_read_once():
+        with _types_read_once(), warnings.catch_warnings():
+            # torch 2.11 makes tensors of bytes that nobody writes to, and warns of it.
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
             return load_pt2(str(path)).exported_programs["model"]
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]

@@ -13,6 +13,8 @@ from .errors import ImageError
 # ten segments, or one for each 64 kB of metadata.
 _JPEG_SEGMENTS = 4096
 _JPEG_STRAY_BYTES = 65_536
+_JPEG_TAIL = 64
+_JPEG_CODING_TABLES = (0xC4, 0xDB)  # Huffman's, and of the quantization
 _PNG_CHUNKS = 4096  # beside those of the pixels
 _PNG_PIXEL_CHUNKS = 32_768
 _PNG_COMPRESSED = 32
@@ -69,6 +71,21 @@ def plain_jpeg(data: bytes) -> tuple[int, int, int] | None:
             break
         position = following
     return None
+
+
+def whole_jpeg(data: bytes) -> bool:
+    """Whether a JPEG has what its pixels are decoded with, and its last marker at most some stray bytes before its end.
+
+    Coded data never hold that marker (ITU-T T.81, B.1.1.5): without it a file was cut off. What has more behind it, or
+    leaves its tables to whoever decodes it, counts as not whole.
+    """
+    if data.rfind(bytes((0xFF, _JPEG_END)), max(0, len(data) - _JPEG_TAIL)) < 0:
+        return False
+    wanted, position = set(_JPEG_CODING_TABLES), 2
+    while position + 4 <= len(data) and data[position] == 0xFF and data[position + 1] != _JPEG_SCAN:
+        wanted.discard(data[position + 1])
+        position += 2 + max(2, int.from_bytes(data[position + 2 : position + 4], "big"))
+    return not wanted
 
 
 def plain_webp(data: bytes) -> tuple[int, int, bool] | None:

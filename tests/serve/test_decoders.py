@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,10 @@ def loaded(decoder: Decoder | None, items: Sequence[bytes]) -> list[torch.Tensor
 
 
 GOOD = [jpeg(seed, (60 + seed, 45)) for seed in range(3)]
-BROKEN = jpeg(7, (300, 200))[:900]
+CUT_OFF = jpeg(7, (300, 200))[:900]
+WITHOUT_TABLES = jpeg(7, (300, 200)).replace(b"\xff\xdb", b"\xff\xee")
+# It has all its parts, and asks for tables of quantization that are called otherwise there.
+BROKEN = jpeg(7, (300, 200)).replace(b"\xff\xdb\x00\x43\x00", b"\xff\xdb\x00\x43\x02")
 OTHERS = [
     encoded(picture(4), "PNG"),
     encoded(picture(5).convert("L"), "JPEG"),
@@ -101,6 +105,7 @@ def test_a_bad_item_gets_the_error_of_the_cpu_and_its_neighbours_their_images(ra
     own = loaded(None, items)
     assert isinstance(own[1], Refusal)
     assert found[1] == own[1]
+    assert BROKEN in decoder.seen
     for mine, theirs in zip(found, own, strict=True):
         if not isinstance(theirs, Refusal):
             assert isinstance(mine, torch.Tensor)
@@ -113,6 +118,17 @@ def test_what_the_device_cannot_decode_the_cpu_does() -> None:
     for image, item in zip(loaded(Partner(lambda item: None), GOOD), GOOD, strict=True):
         assert isinstance(image, torch.Tensor)
         assert torch.equal(image, load(item, PREPROCESSING))
+
+
+def test_what_is_not_whole_is_left_to_the_cpu_whatever_the_device_would_make_of_it() -> None:
+    decoder = Partner(lambda item: torch.zeros(3, 200, 300, dtype=torch.uint8))
+    bad = [CUT_OFF, WITHOUT_TABLES]
+    assert loaded(decoder, bad) == loaded(None, bad)
+    assert all(isinstance(refused, Refusal) for refused in loaded(decoder, bad))
+    assert decoder.seen == []
+    padded = GOOD[0] + bytes(32)
+    loaded(decoder, [*bad, padded])
+    assert decoder.seen == [padded]
 
 
 def test_an_image_of_another_size_than_its_header_told_is_decoded_again() -> None:
@@ -200,10 +216,12 @@ def test_a_decoder_for_a_gpu_is_passed_over_without_one_and_told(name: str, arti
 @pytest.mark.parametrize("name", ["nvimgcodec", "torchcodec"])
 def test_a_decoder_on_a_gpu_gives_nearly_the_pixels_of_the_cpu(name: str) -> None:
     pytest.importorskip({"nvimgcodec": "nvidia.nvimgcodec", "torchcodec": "torchcodec.decoders"}[name])
-    decoder = open_decoder(name, torch.device("cuda:0"))
-    own = loaded(None, [*GOOD, BROKEN])
-    found = loaded(decoder, [*GOOD, BROKEN])
-    assert found[3] == own[3]
+    decoder: Any = open_decoder(name, torch.device("cuda:0"))
+    own = loaded(None, [*GOOD, WITHOUT_TABLES, CUT_OFF])
+    found = loaded(decoder, [*GOOD, WITHOUT_TABLES, CUT_OFF])
+    assert found[3:] == own[3:]
+    assert all(isinstance(refused, Refusal) for refused in own[3:])
+    assert [tuple(image.shape) for image in decoder.decode(GOOD)] == [(3, 45, 60 + number) for number in range(3)]
     for mine, theirs in zip(found[:3], own[:3], strict=True):
         assert isinstance(mine, torch.Tensor)
         assert isinstance(theirs, torch.Tensor)

@@ -282,6 +282,7 @@ def test_the_benchmark_measures_torchs_ways(tmp_path: Path) -> None:
     ways += ["torch-cudagraph FP32", "torch.compile FP16 max-autotune"]
     state = tmp_path / "state.json"
     options = ["--models", "tiny", "--batches", "1,3", "--seconds", "0.05", "--images", "20", "--clients", "1,2"]
+    options += ["--jpeg-seconds", "0.05"]
     assert gpu.main([*options, "--ways", ",".join(ways), "--state", str(state)]) == 0
     body = json.loads(state.read_text())
     assert {key: cell["failed"] for key, cell in body["cells"].items() if "failed" in cell} == {}

@@ -21,13 +21,14 @@ from ..faults import device_answers, is_lost
 from ..headers import Header
 from ..images import fit
 from ..registry import Registry
+from ..structure import whole_jpeg
 
 #: 16x16 pixels of one colour, for probes.
 TINY_JPEG = base64.b64decode(
-    "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDABALDA4MChAODQ4SERATGCgaGBYWGDEjJR0oOjM9PDkzODdASFxOQERXRTc4UG1RV19iZ2hnPk1xeXBk"
-    "eFxlZ2P/2wBDARESEhgVGC8aGi9jQjhCY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2P/wAARCAAQ"
-    "ABADASIAAhEBAxEB/8QAFQABAQAAAAAAAAAAAAAAAAAAAAL/xAAUEAEAAAAAAAAAAAAAAAAAAAAA/8QAFAEBAAAAAAAAAAAAAAAAAAAABf/EABQR"
-    "AQAAAAAAAAAAAAAAAAAAAAD/2gAMAwEAAhEDEQA/AJAFmX//2Q=="
+    "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAA0JCgsKCA0LCgsODg0PEyAVExISEyccHhcgLikxMC4pLSwzOko+MzZGNywtQFdBRkxOUlNSMj5aYVpQ"
+    "YEpRUk//2wBDAQ4ODhMREyYVFSZPNS01T09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT09PT0//wAARCAAQABAD"
+    "ASIAAhEBAxEB/8QAFQABAQAAAAAAAAAAAAAAAAAAAAL/xAAUEAEAAAAAAAAAAAAAAAAAAAAA/8QAFAEBAAAAAAAAAAAAAAAAAAAABf/EABQRAQAA"
+    "AAAAAAAAAAAAAAAAAAD/2gAMAwEAAhEDEQA/AJADn3//2Q=="
 )
 _TINY_COLOUR = (200, 100, 50)
 
@@ -152,8 +153,10 @@ def check_tiny(image: torch.Tensor | None) -> torch.Tensor:
 class DeviceDecoder:
     """What decoders on a GPU have in common: one batch at a time, on a stream of its own beside the engine's.
 
-    Only colour JPEGs go to the device. The images of a batch are resized and cropped there, by the same function as on
-    the host (`images.fit`), which computes in float32 there: pixels may differ by a level.
+    Only colour JPEGs go to the device, and of them only whole ones: nvJPEG makes black of what was cut off, and
+    something of what has no tables, and says nothing (TorchCodec 0.17). The images of a batch are resized and cropped
+    there, by the same function as on the host (`images.fit`), which computes in float32 there: pixels may differ by a
+    level.
 
     Args:
         name: as registered.
@@ -177,13 +180,15 @@ class DeviceDecoder:
         self, items: Sequence[bytes], headers: Sequence[Header], preprocessing: Preprocessing
     ) -> list[torch.Tensor | None]:
         """See `Decoder`."""
+        whole = [index for index, item in enumerate(items) if whole_jpeg(item)]
+        fitted: list[torch.Tensor | None] = [None] * len(items)
+        if not whole:
+            return fitted
         with self._turn, torch.inference_mode(), torch.cuda.stream(self._stream):  # None: the current one
             try:
-                found = self._together(items)
-                fitted = [
-                    None if image is None or not _as_told(image, header) else fit(image, preprocessing)
-                    for image, header in zip(found, headers, strict=True)
-                ]
+                for index, image in zip(whole, self._together([items[index] for index in whole]), strict=True):
+                    if image is not None and _as_told(image, headers[index]):
+                        fitted[index] = fit(image, preprocessing)
                 if self._stream is not None:
                     self._stream.synchronize()  # the engine reads them on another stream
             except Exception as error:  # noqa: BLE001 - a library raises what it likes; the CPU has the last word

@@ -18,7 +18,7 @@ class NvImageCodecDecoder(DeviceDecoder):
         super().__init__("nvimgcodec", device)
         library: Any = importlib.import_module("nvidia.nvimgcodec")
         self._decoder = library.Decoder(device_id=device.index or 0)
-        self._params = library.DecodeParams(apply_exif_orientation=True, color_spec=library.ColorSpec.RGB)
+        self._params = library.DecodeParams(apply_exif_orientation=True, color_spec=library.ColorSpec.SRGB)
 
     def decode(self, items: Sequence[bytes]) -> list[torch.Tensor | None]:
         """See `DeviceDecoder`."""
