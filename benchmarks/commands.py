@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 #: Options that say where things are kept and how much is done at a time, and nothing of what comes out.
-_OF_THE_PLACE: Final = frozenset({"--store", "--records", "--write", "--limit", "--only"})
+_OF_THE_PLACE: Final = frozenset({"--store", "--state", "--records", "--write", "--limit", "--only"})
 
 
 def command(module: str, words: Sequence[str], without: Collection[str] = (), told: Collection[str] = ()) -> str:

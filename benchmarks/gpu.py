@@ -28,14 +28,16 @@ import numpy as np
 import torch
 
 from benchmarks.commands import command
-from benchmarks.gpu_jpeg import measure_jpeg
+from benchmarks.gpu_jpeg import PLACES, measure_jpeg
 from benchmarks.gpu_page import page
-from benchmarks.gpu_subjects import MODELS, Subject, make_subject
+from benchmarks.gpu_subjects import MODELS, Subject, jpeg_files, make_subject
 from benchmarks.gpu_ways import WAYS, Run, Unavailable, Way
+from serve.runtime.decoders.base import CPU, decoders
 from serve.runtime.errors import first_line
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CLIENTS = (1, 32, 256)
+DECODERS = (CPU, *sorted(decoders()))
 LIBRARIES = (
     *("torch", "torchvision", "numpy", "triton", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
     *("tensorrt", "tensorrt-cu13", "torchcodec", "nvidia-nvimgcodec-cu13", "pillow"),
@@ -140,7 +142,7 @@ class State:
 
     def __init__(self, path: Path, facts: dict[str, Any], *, resume: bool) -> None:
         self.path = path
-        self.body: dict[str, Any] = {"facts": facts, "weights": {}, "cells": {}, "jpeg": {}}
+        self.body: dict[str, Any] = {"facts": facts, "commands": [], "weights": {}, "cells": {}, "jpeg": {}}
         if resume and path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             if found["facts"] != facts:
@@ -271,6 +273,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--photos", type=Path, help="a folder of JPEG files, instead of drawn pictures")
     found.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script out")
     found.add_argument("--clients", type=_numbers, default=CLIENTS, help="requests at once of the JPEG part")
+    found.add_argument("--decoders", type=_words(DECODERS), default=DECODERS, help=f"of {', '.join(DECODERS)}")
+    found.add_argument("--where", type=_words(PLACES), default=PLACES, help=f"of {', '.join(PLACES)}")
+    found.add_argument("--jpeg-seconds", type=float, default=2.0, help="for each figure of the JPEG part")
+    found.add_argument("--no-networks", action="store_true", help="measure the part that begins with JPEG bytes alone")
     found.add_argument("--no-jpeg", action="store_true", help="leave out the part that begins with JPEG bytes")
     found.add_argument("--state", type=Path, default=Path("build/bench-gpu.json"), help="where figures are kept")
     found.add_argument("--resume", action="store_true", help="go on with what --state holds")
@@ -286,10 +292,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error: this machine has no usable CUDA device (--device cpu tries the script out)", file=sys.stderr)
         return 2
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
     begun = time.perf_counter()
-    facts = {**machine(device), "images": options.images, "seconds": options.seconds, "photos": bool(options.photos)}
+    asked = {name: getattr(options, name) for name in ("images", "seconds", "jpeg_seconds")}
+    if options.photos:
+        asked["images"] = min(options.images, len(jpeg_files(options.photos)))
+    facts = {**machine(device), **asked, "photos": bool(options.photos)}
     state = State(options.state, facts, resume=options.resume)
+    made = command("benchmarks.gpu", sys.argv[1:] if arguments is None else arguments, without=("--resume",))
+    state.body["commands"] = list(dict.fromkeys((*state.body["commands"], made)))
     chosen = [way for way in WAYS if options.ways is None or way.name in options.ways]
     whole = True
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as work:
@@ -297,17 +308,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for subject in subjects:
             state.put("weights", subject.name, "trained" if subject.trained else "random")
         # What opens quickly first, for every model: a run that is cut short has something of everything.
-        for way in chosen:
+        for way in () if options.no_networks else chosen:
             for subject in subjects:
                 deadline = begun + options.limit
                 whole = whole and measure_way(way, subject, device, state, options=options, deadline=deadline)
         if not options.no_jpeg and whole:
             for subject in subjects[:1]:
-                done = partial(state.has, "jpeg")
-                for key, row in measure_jpeg(subject, device, options.clients, options.seconds, done):
+                for key, row in measure_jpeg(
+                    subject,
+                    device,
+                    clients=options.clients,
+                    seconds=options.jpeg_seconds,
+                    names=options.decoders,
+                    places=options.where,
+                    done=partial(state.has, "jpeg"),
+                ):
                     state.put("jpeg", key, row)
-    made = command("benchmarks.gpu", sys.argv[1:] if arguments is None else arguments)
-    document = page(state.body, made, whole=whole)
+    document = page(state.body, whole=whole)
     print(document)
     if options.write:
         options.write.write_text(document, encoding="utf-8")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.gpu_subjects import Subject, jpegs
 from benchmarks.gpu_ways import Unavailable
 from serve.runtime.budget import Budget
 from serve.runtime.card import Preprocessing, load_card
-from serve.runtime.decoders.base import CPU, Decoder, decoders, open_decoder
+from serve.runtime.decoders.base import CPU, Decoder, open_decoder
 from serve.runtime.engines.base import execution_id, unavailable
 from serve.runtime.errors import PipelineError, first_line
 from serve.runtime.execution import Execution
@@ -47,16 +48,29 @@ class Pixels:
     most: int
 
 
+#: Where requests are answered, by the word for it in the tables.
+PLACES = ("in process", *SERVERS)
+
+
 def measure_jpeg(
-    subject: Subject, device: torch.device, clients: Sequence[int], seconds: float, done: Callable[[str], bool]
+    subject: Subject,
+    device: torch.device,
+    *,
+    clients: Sequence[int],
+    seconds: float,
+    names: Sequence[str],
+    places: Sequence[str],
+    done: Callable[[str], bool],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure what is served, with every decoder, in process and over HTTP.
+    """Measure what is served, with decoders, in process and over HTTP.
 
     Args:
         subject: the network.
         device: where it runs.
         clients: requests of one image that are under way at once.
         seconds: for each figure.
+        names: of decoders.
+        places: of `PLACES`.
         done: whether a key was measured before.
 
     Yields:
@@ -67,35 +81,35 @@ def measure_jpeg(
     compared = min(_COMPARED, len(subject.wanted))
     files = jpegs(subject, max(compared, *clients))
     wanted: list[int] | None = None
-    for name in (CPU, *sorted(decoders())):
-        for where in ("in process", *SERVERS):
-            keys = {count: f"{where}, {name}|{count}" for count in clients}
-            if wanted is not None and all(map(done, keys.values())):
-                continue
-            failed = ""
-            try:
-                decoder = open_decoder(name, device)
-                pixels = difference(files[:compared], decoder, subject.preprocessing)
-                folder, execution = served(subject, device, name, max(clients), work / f"{where} {name}")
-                opened = in_process(folder, device) if where == "in process" else ask_over_http(where, folder, device)
-                with opened as (ask, classes):
-                    top = classes(files[:compared])
-                    wanted = wanted or top
-                    told = {
-                        "network": execution,
-                        "top1": float(np.mean([one == other for one, other in zip(top, wanted, strict=True)])),
-                        "pixels_mean": pixels.mean,
-                        "pixels_max": pixels.most,
-                    }
-                    for count, key in keys.items():
-                        if not done(key):
-                            yield key, {**ask(files, count, seconds), **told}
-            except (Unavailable, PipelineError, ImportError) as error:
-                failed = str(error)
-            except Exception as error:  # noqa: BLE001 - whatever one decoder does, the others are measured
-                failed = f"{type(error).__name__}: {first_line(error)}"
-            if failed:
-                yield from ((key, {"failed": failed}) for key in keys.values() if not done(key))
+    # The runtime's own decoder in process comes first, asked for or not: the others' answers are compared with its.
+    for name, where in dict.fromkeys(((CPU, PLACES[0]), *product(names, places))):
+        keys = {count: f"{where}, {name}|{count}" for count in clients}
+        if wanted is not None and all(map(done, keys.values())):
+            continue
+        failed = ""
+        try:
+            decoder = open_decoder(name, device)
+            pixels = difference(files[:compared], decoder, subject.preprocessing)
+            folder, execution = served(subject, device, name, max(clients), work / f"{where} {name}")
+            opened = in_process(folder, device) if where == PLACES[0] else ask_over_http(where, folder, device)
+            with opened as (ask, classes):
+                top = classes(files[:compared])
+                wanted = wanted or top
+                told = {
+                    "network": execution,
+                    "top1": float(np.mean([one == other for one, other in zip(top, wanted, strict=True)])),
+                    "pixels_mean": pixels.mean,
+                    "pixels_max": pixels.most,
+                }
+                for count, key in keys.items():
+                    if not done(key):
+                        yield key, {**ask(files, count, seconds), **told}
+        except (Unavailable, PipelineError, ImportError) as error:
+            failed = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever one decoder does, the others are measured
+            failed = f"{type(error).__name__}: {first_line(error)}"
+        if failed:
+            yield from ((key, {"failed": failed}) for key in keys.values() if not done(key))
 
 
 def served(subject: Subject, device: torch.device, decoder: str, most: int, folder: Path) -> tuple[Path, str]:

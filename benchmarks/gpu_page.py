@@ -20,20 +20,20 @@ Weights were not all at hand. A network with random ones tells images apart by l
 on that little: rounding shows in its answers more than it would in a trained network's."""
 
 
-def page(body: Mapping[str, Any], command: str, *, whole: bool) -> str:
+def page(body: Mapping[str, Any], *, whole: bool) -> str:
     """Markdown of what a state holds.
 
     Args:
-        body: facts, weights, cells and JPEG rows, as `benchmarks.gpu` keeps them.
-        command: what was called.
+        body: facts, commands, weights, cells and JPEG rows, as `benchmarks.gpu` keeps them.
         whole: whether everything that was asked for was measured.
     """
     facts, cells = body["facts"], body["cells"]
     versions = ", ".join(f"{name} {value}" for name, value in facts.items() if name not in ("device", "processor"))
+    made = ", ".join(f"`{command}`" for command in body["commands"])
     lines = [
         "# On a GPU",
         "",
-        f"Made by `{command}` on {datetime.datetime.now(datetime.UTC).date()}: {facts['device']}; "
+        f"Made by {made} on {datetime.datetime.now(datetime.UTC).date()}: {facts['device']}; "
         f"processor {facts['processor']}; {versions}.",
         "",
         _METHOD,

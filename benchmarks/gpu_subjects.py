@@ -117,7 +117,7 @@ def make_subject(name: str, work: Path, images: int, photos: Path | None) -> Sub
     if photos is None:
         pictures = draw(images, side, side)
     else:
-        found = [load(path.read_bytes(), preprocessing) for path in _jpegs(photos)[:images]]
+        found = [load(path.read_bytes(), preprocessing) for path in jpeg_files(photos)[:images]]
         pictures = torch.stack(found)
     torch.manual_seed(0)
     module, trained = (Tiny(), False) if name == "tiny" else _torchvision_model(name)
@@ -216,7 +216,7 @@ def draw(count: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
 def jpegs(subject: Subject, count: int) -> list[bytes]:
     """JPEG files: those of the photographs' folder, else drawn ones of 500x375 pixels."""
     if subject.photos is not None:
-        found = [path.read_bytes() for path in _jpegs(subject.photos)]
+        found = [path.read_bytes() for path in jpeg_files(subject.photos)]
         return [found[index % len(found)] for index in range(count)]
     encode: Callable[..., Any] = torchvision.io.encode_jpeg
     with warnings.catch_warnings():
@@ -224,7 +224,8 @@ def jpegs(subject: Subject, count: int) -> list[bytes]:
         return [bytes(encode(image, quality=90).numpy()) for image in draw(count, 375, 500, seed=1)]
 
 
-def _jpegs(folder: Path) -> list[Path]:
+def jpeg_files(folder: Path) -> list[Path]:
+    """The JPEG files under a folder, in order; at least one, or the program ends."""
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
     if not found:
         raise SystemExit(f"error: {folder} has no JPEG files")

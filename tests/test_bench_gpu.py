@@ -52,6 +52,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
     ways = "eager FP32,exported FP16,torch-cudagraph FP16,onnxruntime-cuda FP16"
     options = ["--device", "cpu", "--models", "tiny", "--batches", "1,3", "--images", "10", "--seconds", "0.01"]
+    options += ["--jpeg-seconds", "0.01"]
     options += ["--clients", "1,2", "--ways", ways, "--state", str(folder / "state.json")]
     command = [sys.executable, "-c", BARE, *options, "--write", str(folder / "page.md")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
@@ -155,7 +156,7 @@ def test_the_page_says_how_each_decoder_serves() -> None:
         "TorchServe, nvimgcodec|32": {"failed": "java is not installed"},
     }
     facts = {"device": "a GPU", "processor": "p", "torch": "2.14"}
-    text = page({"facts": facts, "weights": {}, "cells": {}, "jpeg": rows}, "command", whole=True)
+    text = page({"facts": facts, "commands": ["command"], "weights": {}, "cells": {}, "jpeg": rows}, whole=True)
     assert "## From JPEG bytes to JSON\n" in text
     assert "| in process, nvimgcodec | 32 | 3,210 | 7.25 ms | 20.00 ms | 98.44% | 0.432 | 17 |\n" in text
     assert "| own server, nvimgcodec | 32 | 3,000 |" in text
@@ -266,9 +267,9 @@ def test_one_reason_for_every_batch_is_told_once() -> None:
     cells = {f"{model}|way|{batch}": {"failed": "not there"} for model in "ab" for batch in (1, 2)}
     cells["a|other|1"] = {"failed": "out of memory"}
     cells["a|other|2"] = {"images_s": 1.0, "p50_ms": 1.0, "p99_ms": 1.0, "top1": 1.0, "sqnr_db": 40.0}  # type: ignore[dict-item]
-    text = page(
-        {"facts": facts, "weights": {"a": "random", "b": "trained"}, "cells": cells, "jpeg": {}}, "command", whole=False
-    )
+    body = {"facts": facts, "weights": {"a": "random", "b": "trained"}, "cells": cells, "jpeg": {}}
+    text = page({**body, "commands": ["first", "then"]}, whole=False)
+    assert "Made by `first`, `then` on " in text
     assert text.count("- way: not there\n") == 1
     assert "- other (batch of a 1): out of memory\n" in text
     assert "the time was up" in text
