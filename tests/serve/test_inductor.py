@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from serve.runtime.engines.inductor import INDUCTOR, compile_program
 from serve.runtime.errors import EngineError
 from serve.runtime.execution import Execution
 from serve.runtime.program_file import load_program
+from serve.runtime.tried_apart import answers_apart
 from tests.serve import artifacts
 
 pytestmark = [
@@ -130,6 +133,44 @@ def test_a_network_whose_compiled_code_answers_otherwise_is_not_kept(tmp_path: P
     program = torch.export.export(Noisy().eval(), (example,))
     with pytest.raises(EngineError, match="gives other logits than the program itself at batch 2"):
         compile_program(program, example, tmp_path / "noisy.pt2", INDUCTOR.settings({}), static=True, name="noisy")
+
+
+@pytest.fixture(scope="module")
+def package(folder: Path, cache: Path) -> Path:
+    """Compiled for every batch."""
+    opened(folder)
+    found = (cache / "optimize-and-serve-compiled").glob("inductor/*/model.pt2")
+    return next(path for path in found if bucket_of(path) == '"bucket":0')
+
+
+def with_library(package: Path, source: str, folder: Path) -> Path:
+    """A copy of a package whose native code is another."""
+    library, changed = folder / "library.so", folder / "changed.pt2"
+    compiler = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(compiler, input=source, text=True, check=True)
+    with zipfile.ZipFile(package) as records, zipfile.ZipFile(changed, "w") as copy:
+        for record in records.infolist():
+            data = library.read_bytes() if record.filename.endswith(".so") else records.read(record)
+            copy.writestr(record.filename, data)
+    return changed
+
+
+def test_tried_in_a_process_of_its_own_it_answers_as_the_program_does(folder: Path, package: Path) -> None:
+    batches = [torch.randn(count, 3, 32, 32) for count in (1, 4)]
+    program = load_program(folder / "model.pt2").module()
+    for batch, logits in zip(batches, answers_apart(package, -1, batches, "net"), strict=True):
+        torch.testing.assert_close(logits, program(batch).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_native_code_that_crashes_is_told_and_ends_nobody_else(package: Path, tmp_path: Path) -> None:
+    crash = "#include <csignal>\n__attribute__((constructor)) static void end() { raise(SIGSEGV); }"
+    with pytest.raises(EngineError, match=r"net: .* crashes where it is loaded or run \(Segmentation fault\)"):
+        answers_apart(with_library(package, crash, tmp_path), -1, [torch.randn(1, 3, 32, 32)], "net")
+
+
+def test_native_code_that_is_none_of_inductors_is_told(package: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"net: what AOTInductor of torch .* compiled cannot be run: "):
+        answers_apart(with_library(package, "int nothing;", tmp_path), -1, [torch.randn(1, 3, 32, 32)], "net")
 
 
 def test_the_cpu_is_used_on_request_only(folder: Path) -> None:

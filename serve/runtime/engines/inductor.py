@@ -22,6 +22,7 @@ from ..cuda_graphs import CudaGraphs, agree
 from ..errors import EngineError
 from ..execution import Execution
 from ..program_file import program_on
+from ..tried_apart import answers_apart
 from .base import Engine, EngineOption, EngineType, register
 
 _FILE = "model.pt2"
@@ -146,23 +147,34 @@ def compile_program(
         program.example_inputs = ((example,), {})  # which an artifact's program does not keep
         configs = {"freezing": settings["freezing"], "max_autotune": settings["max_autotune"]}
         aoti_compile_and_package(program, package_path=str(package), inductor_configs=configs)
-        compiled = _loaded(package, example.device)
-        for count in (len(example),) if static else (*_CHECKED_BATCHES, len(example)):
-            batch = torch.randn((count, *example.shape[1:]), device=example.device).to(example.dtype)
-            if not agree(compiled(batch), module(batch), _ROUNDED if rounds else _TOLERANCE.get(example.dtype, 0.1)):
+        counts = (len(example),) if static else (*_CHECKED_BATCHES, len(example))
+        batches = [torch.randn((count, *example.shape[1:])).to(example.device, example.dtype) for count in counts]
+        # A crash would end a server of several models. On the CPU nobody gets this engine who did not ask for it.
+        if example.device.type == "cuda":
+            answers = answers_apart(package, _index(example.device), batches, name)
+        else:
+            compiled = _loaded(package, example.device)
+            answers = [compiled(batch) for batch in batches]
+        tolerance = _ROUNDED if rounds else _TOLERANCE.get(example.dtype, 0.1)
+        for batch, logits in zip(batches, answers, strict=True):
+            if not agree(logits, module(batch).to(logits.device), tolerance):
                 raise EngineError(
                     f"{name}: what AOTInductor of torch {torch.__version__} compiled gives other logits than the "
-                    f"program itself at batch {count}"
+                    f"program itself at batch {len(batch)}"
                 )
 
 
 def _loaded(package: Path, device: torch.device) -> Any:
     from torch._inductor import aoti_load_package
 
-    index = -1 if device.type == "cpu" else device.index if device.index is not None else torch.cuda.current_device()
     # One thread runs it. The runner for several waits for events of its own, which no CUDA graph can capture
     # (pytorch 148601).
-    return aoti_load_package(str(package), run_single_threaded=True, device_index=index)
+    return aoti_load_package(str(package), run_single_threaded=True, device_index=_index(device))
+
+
+def _index(device: torch.device) -> int:
+    """A device's number as AOTInductor takes it: -1 for the CPU."""
+    return -1 if device.type == "cpu" else device.index if device.index is not None else torch.cuda.current_device()
 
 
 @contextlib.contextmanager
