@@ -451,6 +451,45 @@ def test_where_smooth_images_are_lost_kernels_are_drawn_smooth(monkeypatch: pyte
     assert smooth > sharp + 3
 
 
+def test_norms_of_vectors_are_drawn_as_those_of_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LeViT's norms stand behind linear layers."""
+    monkeypatch.setattr(weights, "CLEAR_DB", math.inf)  # so that all ways of drawing are tried
+    norm = nn.BatchNorm1d(16)
+    module = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()),
+        *(nn.Linear(32, 16, bias=False), norm, nn.Linear(16, 3)),
+    )
+    images = torch.rand(32, 3, 8, 8)
+    initialise(module, images)
+    with torch.no_grad():
+        given = module[:5](images)
+    assert norm.running_mean is not None
+    torch.testing.assert_close(norm.running_mean, given.mean(0), rtol=1e-3, atol=1e-4)
+
+
+class Tokens(nn.Module):
+    """As VOLO ends: a head for each image, and behind it one for each place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head, self.of_places = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 2), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.stem(x).relu().flatten(2).transpose(1, 2)
+        return self.head(places.mean(1)) + 0.5 * self.of_places(places).amax(1)
+
+
+def test_the_head_that_is_fitted_is_that_of_images_where_one_of_places_is_called_behind_it() -> None:
+    torch.manual_seed(0)
+    labels = torch.arange(64) % 2
+    images = (labels[:, None, None, None] + 0.2 * torch.randn(64, 3, 16, 16)).contiguous()
+    module = Tokens().eval()
+    before = module.of_places.weight.detach().clone()
+    signal = fit_head(module, lambda: iter([(images, labels)]), lambda: iter([(images, labels)]))
+    assert torch.equal(module.of_places.weight, before)
+    assert signal.top1 > 0.9
+
+
 def test_a_squeeze_keeps_what_pooled_maps_have_in_common() -> None:
     """Centred by channel, what differs between images, and its rounding, would be made as large as all of them."""
     squeeze = nn.Conv2d(8, 6, 1)

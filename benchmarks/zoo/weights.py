@@ -114,7 +114,7 @@ def _smooth(layer: nn.Conv2d, generator: torch.Generator) -> None:
 
 def _unraised(layer: _BatchNorm, given: tuple[torch.Tensor]) -> None:
     """Let a norm leave a channel as much smaller than others as it finds it; called before it takes its statistics."""
-    variance = given[0].var((0, 2, 3))
+    variance = given[0].var([axis for axis in range(given[0].ndim) if axis != 1])
     layer.weight.data *= (variance / variance.mean().clamp_min(1e-12)).clamp_max(1).sqrt()
 
 
@@ -331,9 +331,15 @@ def _ridge(x: torch.Tensor, y: torch.Tensor, noise: float) -> tuple[torch.Tensor
 
 
 def _last_layer(module: nn.Module, images: torch.Tensor) -> nn.Module:
+    """The last layer that reads one vector of each image, or a map; VOLO has another behind it, of each place."""
     called: list[nn.Module] = []
+
+    def note(layer: nn.Module, given: tuple[torch.Tensor]) -> None:
+        if isinstance(layer, nn.Conv2d) or given[0].ndim == 2:  # one vector of each
+            called.append(layer)
+
     layers = [layer for layer in module.modules() if isinstance(layer, _WEIGHTED)]
-    with _hooked(layers, lambda layer, _: called.append(layer), before=True), torch.no_grad():
+    with _hooked(layers, note, before=True), torch.no_grad():
         module(images[:2])
     return called[-1]
 
