@@ -145,6 +145,29 @@ def test_what_goes_on_later_keeps_its_size_and_what_was_said_of_its_weights(tmp_
     assert (again.record.weights, again.record.image_size) == ("random, trained for 4 epochs", 64)
 
 
+class Steep(nn.Module):
+    """A network that large steps of SGD lead to infinity, and Adam's, which are as long wherever, do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Conv2d(3, 16, 5, stride=4), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.layer(x).square().mul(100).square().mean((2, 3)))
+        return logits
+
+
+def test_a_network_that_sgd_would_break_is_strengthened_by_adam(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    settings = Settings(image_size=64, calibration=16, judging=8, fitting=64)
+    kept: list[ModelRecord] = []
+    model = Model("shufflenet_v2_x0_5", tmp_path / "store", settings, whole("x", stages={}), kept.append)
+    found = model._strengthened(module := Steep().eval(), Signal(image_share=0, rounding_db=-60, top1=0, images=8))
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+    assert math.isfinite(found.rounding_db)
+    assert model.record.weights.startswith("random, trained for ")
+
+
 def test_what_is_lacking_is_made_from_no_more_than_it_goes_on_from(tmp_path: Path) -> None:
     """The store was removed when the model was done."""
     ok = Passed(status="ok", seconds=1.0)

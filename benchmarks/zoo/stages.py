@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -27,6 +28,7 @@ from optimize.data.loading import loader
 from optimize.data.pixels import decoded
 from optimize.data.records import Split
 from optimize.data.splits import subset
+from optimize.errors import PassError
 from optimize.measure.bench import Bench
 from optimize.measure.references import REFERENCES
 from optimize.measure.rows import Reference, Row
@@ -283,14 +285,26 @@ class Model:
         data = dataclasses.replace(context.data, train=subset(context.data.train, images))
         few = dataclasses.replace(context, data=data)
         config, epochs = TrainingConfig(epochs=2, batch_size=16, learning_rate=0.01, augment="none"), 0
-        if any(isinstance(layer, nn.LayerNorm) for layer in module.modules()):  # SGD makes NaNs of XCiT
-            config = TrainingConfig(epochs=2, batch_size=16, optimizer="adamw", augment="none")
+        careful = TrainingConfig(epochs=2, batch_size=16, optimizer="adamw", augment="none")
+        if any(isinstance(layer, nn.LayerNorm) for layer in module.modules()):
+            config = careful  # SGD makes NaNs of XCiT
         while signal.rounding_db < CLEAR_DB and epochs < _MOST_EPOCHS:
+            before = copy.deepcopy(module.state_dict())
             for layer in module.modules():
                 if isinstance(layer, _BatchNorm):
                     layer.momentum = 0.1  # they had the mean over all that they saw, of older weights too
-            train(module, few, config)
-            reestimate(module, few, images)
+            try:
+                train(module, few, config)
+                reestimate(module, few, images)
+                broken = not all(value.isfinite().all() for value in module.state_dict().values())
+            except PassError:  # its loss is no number
+                if config is careful:
+                    raise
+                broken = True
+            if broken and config is not careful:
+                module.load_state_dict(before)  # of ConvMixer, too, which has norms of batches alone
+                config = careful
+                continue
             signal, epochs = self._fit_head(module), epochs + config.epochs
             self._note(weights=f"random, trained for {epochs} epochs")
         return signal
