@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from benchmarks.hostile import bombs
@@ -39,6 +41,7 @@ from serve.runtime.predictor import Predictor
 from serve.runtime.protocol import Request
 from serve.runtime.service import Service
 from serve.runtime.serving import Serving
+from serve.runtime.structure import whole_jpeg
 from tests.serve import artifacts
 from tests.serve.artifacts import PREPROCESSING, jpeg
 from tests.serve.test_handler import context_of, opened
@@ -129,6 +132,15 @@ def test_what_is_not_whole_is_left_to_the_cpu_whatever_the_device_would_make_of_
     padded = GOOD[0] + bytes(32)
     loaded(decoder, [*bad, padded])
     assert decoder.seen == [padded]
+
+
+@given(seed=st.integers(0, 2), kept=st.integers(0, 2000), behind=st.binary(max_size=80))
+def test_a_jpeg_is_whole_with_little_behind_its_end_and_not_without_it(seed: int, kept: int, behind: bytes) -> None:
+    whole = GOOD[seed]
+    assert whole_jpeg(whole + behind[:60])
+    cut = whole[: min(kept, len(whole) - 1)]
+    assert not whole_jpeg(cut)
+    assert not whole_jpeg(b"\xff\xd8" + behind), "no room for tables"
 
 
 def test_an_image_of_another_size_than_its_header_told_is_decoded_again() -> None:
