@@ -37,6 +37,7 @@ from optimize.quantization.clamps import round_clamps
 from optimize.quantization.duplicates import content, merge_alike
 from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
+from optimize.quantization.folds import write_out_folds
 from optimize.quantization.forgetting import forgotten
 from optimize.quantization.reductions import keep_reductions
 from optimize.quantization.resizes import write_out_resizes
@@ -155,6 +156,8 @@ def lower(
     write_out_resizes(module)
     if target.packed:  # what CPUs run
         keep_reductions(module)
+    else:
+        write_out_folds(module)
     export_onnx(entered(module), example, path, target.opset)
     return verify(
         onnx.load(path),

@@ -1,0 +1,51 @@
+"""Maps that are put together of overlapping patches: for TensorRT as the convolution that this is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_ATEN = torch.ops.aten
+
+
+def write_out_folds(module: fx.GraphModule) -> int:
+    """Write sums of overlapping patches (``torch.nn.functional.fold``) as transposed convolutions, in place.
+
+    TensorRT's parser (10 and 11) has no Col2Im, which the exporter makes of them. Each channel's patches are the
+    channels of one group, and each weight is a 1 where its number lies in a patch: the same sums.
+
+    Args:
+        module: a program's, of ``aten`` operators, for maps of one size.
+
+    Returns:
+        How many there were.
+    """
+    found = [node for node in module.graph.nodes if node.target is _ATEN.col2im.default]
+    for number, node in enumerate(found):
+        given: Any = node.args
+        patches, size, kernel, dilation, padding, stride = given
+        places = [
+            (whole + 2 * around - apart * (wide - 1) - 1) // step + 1
+            for whole, wide, apart, around, step in zip(size, kernel, dilation, padding, stride, strict=True)
+        ]
+        # What steps leave over at the end.
+        rest = [
+            whole - ((count - 1) * step - 2 * around + apart * (wide - 1) + 1)
+            for whole, count, wide, apart, around, step in zip(
+                size, places, kernel, dilation, padding, stride, strict=True
+            )
+        ]
+        inputs, area = patches.meta["val"].shape[-2], kernel[0] * kernel[1]
+        ones = torch.eye(area).reshape(area, 1, *kernel).repeat(inputs // area, 1, 1, 1)
+        module.register_buffer(f"patch_places_{number}", ones)
+        with module.graph.inserting_before(node):
+            weight = module.graph.get_attr(f"patch_places_{number}")
+            laid = module.graph.call_function(_ATEN.reshape.default, (patches, [-1, inputs, *places]))
+            settings = (stride, padding, rest, inputs // area, dilation)
+            summed = module.graph.call_function(_ATEN.conv_transpose2d.input, (laid, weight, None, *settings))
+            node.replace_all_uses_with(summed)
+        module.graph.erase_node(node)
+    module.recompile()
+    return len(found)
