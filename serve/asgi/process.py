@@ -50,6 +50,8 @@ _GRACE_S = 2.0
 # network's server answered 41 % of capacity with CPython's 5 ms, 76 % with 0.5 ms, 108 % with this and 115 % with 0.01;
 # of ResNet-18, 88 and 93 % (medians of rounds in turns, 2 cores). What it answers at capacity does not depend on it.
 _SWITCH_S = 5e-5
+# For a connection that is accepted in the moment in which the server ends: a client's handshake takes two ways.
+_LAST_HANDSHAKE_S = 1.0
 # What is open beside connections: archives, libraries, devices.
 _OTHER_FILES = 256
 
@@ -182,20 +184,26 @@ class _Uvicorn(uvicorn.Server):
         The path of a unix socket is given up in the same moment: what is there later is another server's.
 
         A client whose connection waits to be accepted when the socket is closed gets a reset for its request: all that
-        wait are accepted in the moment before.
+        wait are accepted in the moment before. Those that shake no hands by TLS in a moment are closed.
         """
         waiting = []
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # there is none, or no file for one
             while True:
                 waiting.append(opened.accept()[0])
         for server in self.servers:
             server.close()
         if path is not None:
             path.unlink(missing_ok=True)
-        loop = asyncio.get_running_loop()
-        for connection in waiting:
-            await loop.connect_accepted_socket(self._connection, connection, ssl=self.config.ssl)
+        await asyncio.gather(*map(self._take_up, waiting))
         self.should_exit = True
+
+    async def _take_up(self, accepted: socket.socket) -> None:
+        secure = self.config.ssl
+        limit_s = None if secure is None else _LAST_HANDSHAKE_S
+        with contextlib.suppress(OSError):  # it speaks no TLS, has gone, or took too long: nobody else's matter
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._connection, accepted, ssl=secure, ssl_handshake_timeout=limit_s
+            )
 
     def _connection(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]

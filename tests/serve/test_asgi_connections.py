@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -458,8 +459,10 @@ def test_a_refusal_reaches_a_client_that_is_still_sending_and_the_connection_end
     assert ended
 
 
-def test_it_serves_by_tls_with_the_files_that_it_is_given(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Listening:
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
     made = subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
@@ -470,11 +473,14 @@ def test_it_serves_by_tls_with_the_files_that_it_is_given(tmp_path: Path) -> Non
     )
     if made.returncode:
         pytest.skip("openssl makes no certificate here")
-    trusting = ssl.create_default_context(cafile=certificate)
+    return Listening(port=0, certificate=certificate, key=key)
+
+
+def test_it_serves_by_tls_with_the_files_that_it_is_given(secure: Listening) -> None:
+    trusting = ssl.create_default_context(cafile=secure.certificate)
 
     async def ask() -> bytes:
-        secure = Settings(listening=Listening(port=0, certificate=certificate, key=key), drain_s=3)
-        async with listening(secure) as (connect, _):
+        async with listening(Settings(listening=secure, drain_s=3)) as (connect, _):
             reader, writer = await functools.partial(connect, ssl=trusting, server_hostname="localhost")()  # type: ignore[call-arg]
             writer.write(PING)
             answer = await asyncio.wait_for(reader.readline(), 30)
@@ -631,6 +637,40 @@ def test_a_connection_that_waits_to_be_accepted_when_the_server_ends_is_answered
                 return await asyncio.to_thread(client.recv, 4096)
 
     assert asyncio.run(end()).startswith(b"HTTP/1.1 200 ")
+
+
+def test_who_shakes_no_hands_by_tls_when_the_server_ends_keeps_nobody_and_fails_nothing(secure: Listening) -> None:
+    trusting = ssl.create_default_context(cafile=secure.certificate)
+
+    def ask(address: tuple[str, int]) -> bytes:
+        with socket.create_connection(address, timeout=10) as plain:
+            begun.set()
+            with trusting.wrap_socket(plain, server_hostname="localhost") as client:
+                client.sendall(PING)
+                return client.recv(4096)
+
+    async def end() -> tuple[bytes, float, list[bytes]]:
+        async with started(Settings(listening=secure, drain_s=3)) as (server, opened, _):
+            others = [socket.create_connection(opened.getsockname(), timeout=10) for _ in range(4)]
+            others[0].sendall(PING)
+            others[1].sendall(b"\x16\x03\x01")
+            others[2].close()
+            answer = asyncio.ensure_future(asyncio.to_thread(ask, opened.getsockname()))
+            await asyncio.sleep(0)
+            begun.wait(10)
+            began = time.monotonic()
+            await server.stop(opened)
+            took = time.monotonic() - began
+            left = [await asyncio.to_thread(other.recv, 4096) for other in (others[0], others[1], others[3])]
+            for other in others:
+                other.close()
+            return await answer, took, left
+
+    begun = threading.Event()
+    answer, took, left = asyncio.run(end())
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert took < 5
+    assert left == [b""] * 3
 
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAAAA\r\n"
