@@ -146,9 +146,9 @@ class Models:
         self.expected = tuple(served)
         self._versions = {name: {entry.version: entry for entry in entries} for name, entries in served.items()}
         shares = {name: [(entry, entry.weight) for entry in entries] for name, entries in served.items()}
-        for name in shares:
-            if shares[name] != self._shares.get(name):
-                for entry, _ in shares[name]:
+        for name, told in shares.items():
+            if told != self._shares.get(name):
+                for entry, _ in told:
                     entry._credit = 0
         self._shares = shares
         staying = set(map(id, self))
