@@ -38,7 +38,7 @@ from serve.asgi.loading import Wanted
 from serve.asgi.messages import Response
 from serve.asgi.models import Models, Served
 from serve.asgi.process import Settings
-from serve.runtime.errors import EngineError
+from serve.runtime.errors import EngineError, UserError
 from serve.runtime.execution import Execution
 from serve.runtime.observing import Observation
 from serve.runtime.serving import Serving
@@ -488,6 +488,24 @@ def test_it_serves_by_tls_with_the_files_that_it_is_given(secure: Listening) -> 
             return answer
 
     assert asyncio.run(ask()).startswith(b"HTTP/1.1 200 ")
+
+
+def test_files_that_make_no_tls_are_named_before_anything_is_opened(secure: Listening, tmp_path: Path) -> None:
+    certificate, key = secure.certificate, secure.key
+    assert certificate is not None
+    assert key is not None
+    locked, other, nothing = tmp_path / "locked.pem", tmp_path / "other.pem", tmp_path / "nothing.pem"
+    nothing.write_text("nothing")
+    subprocess.run(["openssl", "rsa", "-aes256", "-passout", "pass:word", "-in", key, "-out", locked], check=True)
+    subprocess.run(["openssl", "genrsa", "-out", other], check=True)
+    Listening(certificate=certificate, key=key, client_authorities=certificate)
+    for wrong in (nothing, locked, other):
+        with pytest.raises(UserError, match=f"^--tls-certificate {certificate} and --tls-key {wrong} cannot be used"):
+            Listening(certificate=certificate, key=wrong)
+    with pytest.raises(UserError, match=f"^--tls-certificate {certificate} cannot be used"):
+        Listening(certificate=certificate)
+    with pytest.raises(UserError, match=f"^--tls-client-authorities {nothing} cannot be used"):
+        Listening(certificate=certificate, key=key, client_authorities=nothing)
 
 
 def test_when_a_device_is_lost_the_process_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
