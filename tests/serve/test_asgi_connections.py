@@ -875,3 +875,48 @@ def test_a_connection_that_its_client_resets_is_not_kept() -> None:
             return sum(isinstance(found, GuardedConnection) for found in gc.get_objects())
 
     assert asyncio.run(run()) == 0
+
+
+@pytest.mark.parametrize("where", ["on_url", "on_body"])
+def test_where_memory_is_short_for_what_comes_that_is_told_and_not_a_fault_of_the_client(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a body that is read to its end, behind which the connection goes on; of a head it is closed."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    async def run() -> tuple[bytes, bytes]:
+        async with listening(settings(), stuck_model(Stuck())) as (connect, application):
+            add_echo(application)
+            async with connection(connect) as (reader, writer):
+                with monkeypatch.context() as short:
+                    short.setattr(f"uvicorn.protocols.http.httptools_impl.HttpToolsProtocol.{where}", fail)
+                    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+                    writer.write(head + b"5\r\n01234\r\n3\r\n567\r\n")
+                    told = await asyncio.wait_for(reader.readuntil(b"}"), 10)
+                if where == "on_body":
+                    writer.write(b"2\r\n89\r\n0\r\n\r\n" + PING.replace(b"Host", b"Connection: close\r\nHost"))
+                return told, await read(reader, 5)
+
+    told, after = asyncio.run(run())
+    assert told.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1" in told
+    assert b"too little memory" in told
+    assert after.startswith(b"HTTP/1.1 200 " if where == "on_body" else b"")
+
+
+def test_where_memory_is_short_for_a_request_it_gets_503() -> None:
+    async def greedy(_: Call) -> Response:
+        raise MemoryError
+
+    async def run() -> bytes:
+        async with listening(settings(), stuck_model(Stuck())) as (connect, application):
+            application.router.add("GET", "/greedy", greedy)
+            async with connection(connect) as (reader, writer):
+                writer.write(b"GET /greedy HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return await read(reader)
+
+    told = asyncio.run(run())
+    assert told.startswith(b"HTTP/1.1 503 ")
+    assert b"too little memory" in told
