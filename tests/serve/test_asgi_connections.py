@@ -523,6 +523,48 @@ def test_when_a_device_is_lost_the_process_ends_with_the_reason(monkeypatch: pyt
         process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [wanted], said)
 
 
+def test_a_tls_client_that_nobody_reads_for_does_not_hold_up_the_end(
+    secure: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection in a client's pool: that it is closed is read when it is taken for the next request."""
+    service: Any = Stuck()
+    monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
+    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
+    monkeypatch.setattr(process, "_GOODBYE_S", 0.5)
+    monkeypatch.setattr(process, "_HANDSHAKE_S", 0.5)
+    trusting = ssl.create_default_context(cafile=secure.certificate)
+    clients: list[socket.socket] = []
+    told: list[float | bytes] = []
+
+    def ask(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as silent:
+            told.append(silent.recv(1))  # closed: it shook no hands
+        clients.append(
+            trusting.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=10), server_hostname="localhost")
+        )
+        clients[0].sendall(PING)
+        told.append(clients[0].recv(4096))
+        told.append(time.monotonic())
+        service.broken = "the test is over"
+
+    def said(line: str) -> None:
+        if line.startswith("ready"):
+            threading.Thread(target=ask, args=(int(line.rpartition(":")[2]),)).start()
+
+    wanted = [Wanted("stuck", "1.0", Path("stuck.mar"))]
+    with pytest.raises(EngineError, match="the test is over"):
+        process.run(Settings(listening=secure, drain_s=20), lambda: wanted, said)
+    ended = time.monotonic()
+    clients[0].close()
+    closed, answer, began = told
+    assert closed == b""
+    assert isinstance(answer, bytes)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert isinstance(began, float)
+    assert ended - began < 8
+
+
 def test_while_it_serves_who_waits_for_pythons_lock_gets_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoders and engine wait for it behind the event loop, which under overload has something to do all the time."""
     service: Any = Stuck()
@@ -631,6 +673,32 @@ def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch:
     monkeypatch.setattr("serve.asgi.process.os._exit", leave)
     with pytest.raises(ExitedError, match="0"):
         process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
+
+
+def test_told_twice_to_look_again_it_serves_what_was_said_last() -> None:
+    """Though the first reading take longer than the second."""
+    asked: list[str] = []
+    changed: list[str] = []
+
+    def wanted() -> list[Wanted]:
+        asked.append(str(len(asked)))
+        mine = asked[-1]
+        if mine == "0":
+            time.sleep(0.5)
+        return [Wanted("m", mine, Path())]
+
+    class Changing:
+        async def change(self, told: list[Wanted], *, leave_out: bool) -> None:
+            changed.append(told[0].version)
+
+    async def run() -> None:
+        looking = process._Process(settings(), wanted, lambda _: None)
+        looking._changing = Changing()  # type: ignore[assignment]
+        looking._models = Models()
+        await asyncio.gather(looking._look_again(), looking._look_again())
+
+    asyncio.run(run())
+    assert changed == ["0", "1"]
 
 
 @pytest.mark.parametrize(("files", "connections"), [((300, 5000), 2000), ((300, 1256), 1000), ((300, 300), 44)])
