@@ -317,6 +317,11 @@ def test_a_form_that_is_none_or_was_cut_is_refused(noise: bytes, length: int) ->
     ("text", "message"),
     [
         ("models: [", "is no YAML"),
+        ("models: {m: [{archive: a.mar}], m: [{archive: a.mar}]}", "models.yaml: is no YAML .*'m' comes twice"),
+        ("models: {1: [{archive: a.mar}], '1': [{archive: a.mar}]}", "'1' comes twice"),
+        ("models: {m: [{archive: a.mar, weight: 1, weight: 9}]}", "'weight' comes twice"),
+        ("models: {m: [{archive: a.mar, version: 2024-13-45}]}", "models.yaml: is no YAML .*month"),
+        ("models: " + "[" * 5000, "models.yaml: is no YAML"),
         ("- 1", "models"),
         ("models: {}", "models"),
         ("models: {m: [{archive: a.mar, wait: 1}]}", "wait"),
