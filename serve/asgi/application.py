@@ -10,9 +10,20 @@ from typing import TYPE_CHECKING
 
 from serve.asgi.asking import ClientGoneError
 from serve.asgi.call import Call, Held, Limits
-from serve.asgi.messages import WHOLE, Headers, Receive, RefusedError, Response, Scope, Send, refusal_response
+from serve.asgi.messages import (
+    WHOLE,
+    Headers,
+    Receive,
+    RefusedError,
+    Response,
+    Scope,
+    Send,
+    no_memory,
+    refusal_response,
+)
 from serve.asgi.models import Models
 from serve.asgi.router import Router
+from serve.runtime.errors import one_line
 from serve.runtime.observing import Observation, Observer
 
 if TYPE_CHECKING:
@@ -131,6 +142,10 @@ class Application:
             return refusal_response(error)
         except (ClientGoneError, asyncio.CancelledError):
             raise
+        except MemoryError as error:
+            _LOG.error("request %s: too little memory: %s", call.request_id, one_line(error))
+            call.observation.refusals += ("memory",)
+            return refusal_response(no_memory())
         except Exception:  # noqa: BLE001 - one request's fault must not be the connection's
             _LOG.exception("request %s failed", call.request_id)
             call.observation.refusals += ("fault",)

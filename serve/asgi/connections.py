@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serve.asgi.call import Limits
-from serve.asgi.messages import GONE, RETRY_AFTER_S, WHOLE, Headers, Response
+from serve.asgi.messages import GONE, RETRY_AFTER_S, WHOLE, Headers, Response, no_memory, refusal_response
 
 #: Answers a request by its method, URL and headers alone, or leaves it to the application.
 EarlyAnswer = Callable[[bytes, bytes, Sequence[tuple[bytes, bytes]]], tuple[Response, Headers] | None]
@@ -126,8 +126,11 @@ class GuardedConnection(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as stopped:
                 data = data[stopped.args[0] :]
                 self._read_on()
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
+            except httptools.HttpParserError as error:
+                if isinstance(error.__context__, MemoryError):  # of a callback: ours, and not the client's
+                    self._end(b"503 Service Unavailable", str(no_memory()).encode(), retry=True)
+                else:
+                    self.send_400_response("Invalid HTTP request received.")
                 return
 
     def _read_on(self) -> None:
@@ -225,9 +228,12 @@ class GuardedConnection(HttpToolsProtocol):
         cycle = self.cycle
         before = cast("bytes | bytearray", cycle.body)
         if before or cycle.response_complete:
-            if isinstance(before, bytes):
-                cycle.body = bytearray(before)
-            super().on_body(body)
+            try:
+                if isinstance(before, bytes):
+                    cycle.body = bytearray(before)
+                super().on_body(body)
+            except MemoryError:
+                self._refuse_for_memory(cycle)
             return
         # Most bodies come in one part: the application gets the very bytes.
         cycle.body = body  # type: ignore[assignment]
@@ -311,6 +317,19 @@ class GuardedConnection(HttpToolsProtocol):
         cycle.on_response()
         cycle.scope["extensions"] = {}  # they hold the cycle, which would wait for the garbage collector
         return True
+
+    def _refuse_for_memory(self, cycle: RequestResponseCycle) -> None:
+        """Answer a request whose body there is no memory for, if it is its turn; what still comes of it is dropped."""
+        cycle.body = bytearray()
+        response = refusal_response(no_memory())
+        length = b"%d" % len(response.body)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", length),
+            (b"retry-after", b"%d" % RETRY_AFTER_S),
+        ]
+        if self.pipeline or not self._answer(cycle, response, headers):
+            self._read_no_further()
 
     def _write(self, response: Response, headers: Headers, *, head_only: bool = False) -> None:
         lines = [b"%s: %s\r\n" % pair for pair in (*self.server_state.default_headers, *headers)]

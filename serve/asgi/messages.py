@@ -71,6 +71,11 @@ def queue_full(model: str, reason: str) -> RefusedError:
     return try_again(f"{model}: {reason}", "queue-full")
 
 
+def no_memory() -> RefusedError:
+    """A refusal of what this process has no memory for."""
+    return try_again("the server has too little memory for the request now: try again later", "memory")
+
+
 def bad_request(error: RequestError) -> RefusedError:
     """A refusal of what a request's reader could not make sense of."""
     return RefusedError(error.status, str(error), "bad-request")

@@ -79,6 +79,7 @@ class Models:
     def __init__(self, expected: Sequence[str] = ()) -> None:
         self.expected = tuple(expected)
         self._versions: dict[str, dict[str, Served]] = {}
+        self._shares: dict[str, list[tuple[Served, int]]] = {}
 
     def __iter__(self) -> Iterator[Served]:
         """Every version of every model, by name and version."""
@@ -135,12 +136,21 @@ class Models:
     def replace(self, served: Mapping[str, Sequence[Served]]) -> list[Served]:
         """Serve these versions by the models' names, and no others, from the next request on.
 
+        Where a model's versions or weights are others than before, their turns begin anew: what a version had still to
+        get by the old ones would go to it though its weight be 0 now.
+
         Returns:
             The versions that are out: to be released, drained and closed by the caller.
         """
         before = list(self)
         self.expected = tuple(served)
         self._versions = {name: {entry.version: entry for entry in entries} for name, entries in served.items()}
+        shares = {name: [(entry, entry.weight) for entry in entries] for name, entries in served.items()}
+        for name, told in shares.items():
+            if told != self._shares.get(name):
+                for entry, _ in told:
+                    entry._credit = 0
+        self._shares = shares
         staying = set(map(id, self))
         return [entry for entry in before if id(entry) not in staying]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import ConfigDict, Field, field_validator
@@ -36,6 +36,16 @@ class Version(Config):
         if not _VERSION.fullmatch(value):
             raise ValueError("a version is up to 40 letters, digits, '.', '_' and '-', the first a letter or digit")
         return value
+
+
+class _Once(yaml.SafeLoader):
+    """YAML in which no key of a mapping comes twice: the first would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} comes twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
 
 
 def versions_of(body: object) -> dict[str, tuple[Version, ...]]:
@@ -114,10 +124,15 @@ class Plan:
 
     def _of_file(self, file: Path) -> list[Wanted]:
         try:
-            body = yaml.safe_load(file.read_text(encoding="utf-8"))
+            body = yaml.load(file.read_text(encoding="utf-8"), _Once)
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror})") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (
+            yaml.YAMLError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ) as error:  # PyYAML: of dates, numbers, depth
             raise UserError(f"{file}: is no YAML ({' '.join(str(error).split())[:200]})") from None
         try:
             models = versions_of(body)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -50,6 +51,13 @@ _GRACE_S = 2.0
 # network's server answered 41 % of capacity with CPython's 5 ms, 76 % with 0.5 ms, 108 % with this and 115 % with 0.01;
 # of ResNet-18, 88 and 93 % (medians of rounds in turns, 2 cores). What it answers at capacity does not depend on it.
 _SWITCH_S = 5e-5
+# For a client's handshake by TLS: as for the headers of a request.
+_HANDSHAKE_S = 10.0
+# For a client that is told by TLS that its connection is closed, to read what is left and say the same. One in a pool
+# is read by nobody: the server's end takes that long.
+_GOODBYE_S = 5.0
+# For a connection that is accepted in the moment in which the server ends: a client's handshake takes two ways.
+_LAST_HANDSHAKE_S = 1.0
 # What is open beside connections: archives, libraries, devices.
 _OTHER_FILES = 256
 
@@ -124,7 +132,7 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
     first = wanted()
     settings = replace(settings, limits=_with_files(settings.limits, ports=1 if settings.grpc_port is None else 2))
     opened = settings.listening.open()
-    with _lock_in_turns(), opened, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with _lock_in_turns(), opened, asyncio.Runner(loop_factory=_Loop) as runner:
         process = _Process(settings, wanted, say)
         try:
             return runner.run(process.serve(opened, first))
@@ -166,6 +174,16 @@ def _with_files(limits: Limits, ports: int) -> Limits:
     return replace(limits, connections=most)
 
 
+class _Loop(uvloop.Loop):
+    """uvloop, which gives a TLS client a minute for its handshake and half of one for its end by default."""
+
+    async def create_server(self, *args: Any, ssl: Any = None, **settings: Any) -> Any:
+        """Listen; uvicorn 0.54 says nothing of either."""
+        if ssl is not None:
+            settings |= {"ssl_handshake_timeout": _HANDSHAKE_S, "ssl_shutdown_timeout": _GOODBYE_S}
+        return await super().create_server(*args, ssl=ssl, **settings)
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn, whose signals are somebody else's: it raises them again when it ends, and would not exit with 0."""
 
@@ -182,20 +200,30 @@ class _Uvicorn(uvicorn.Server):
         The path of a unix socket is given up in the same moment: what is there later is another server's.
 
         A client whose connection waits to be accepted when the socket is closed gets a reset for its request: all that
-        wait are accepted in the moment before.
+        wait are accepted in the moment before. Those that shake no hands by TLS in a moment are closed.
         """
         waiting = []
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # there is none, or no file for one
             while True:
                 waiting.append(opened.accept()[0])
         for server in self.servers:
             server.close()
         if path is not None:
             path.unlink(missing_ok=True)
-        loop = asyncio.get_running_loop()
-        for connection in waiting:
-            await loop.connect_accepted_socket(self._connection, connection, ssl=self.config.ssl)
+        await asyncio.gather(*map(self._take_up, waiting))
         self.should_exit = True
+
+    async def _take_up(self, accepted: socket.socket) -> None:
+        secure = self.config.ssl
+        handshake_s, goodbye_s = (None, None) if secure is None else (_LAST_HANDSHAKE_S, _GOODBYE_S)
+        with contextlib.suppress(OSError):  # it speaks no TLS, has gone, or took too long: nobody else's matter
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._connection,
+                accepted,
+                ssl=secure,
+                ssl_handshake_timeout=handshake_s,
+                ssl_shutdown_timeout=goodbye_s,
+            )
 
     def _connection(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]
@@ -213,6 +241,7 @@ class _Process:
         self._hangs = False
         self.stopped = False  # whether it listens no more
         self._tasks: set[asyncio.Task[None]] = set()
+        self._looking = asyncio.Lock()
 
     async def serve(self, opened: socket.socket, first: Sequence[Wanted]) -> int:
         settings = self._settings
@@ -308,8 +337,9 @@ class _Process:
     async def _look_again(self) -> None:
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
-            wanted = await asyncio.to_thread(self._wanted)
-            await self._changing.change(wanted, leave_out=self._settings.leave_out)
+            async with self._looking:  # what was read first must not be what is changed to last
+                wanted = await asyncio.to_thread(self._wanted)
+                await self._changing.change(wanted, leave_out=self._settings.leave_out)
         except Exception as error:  # noqa: BLE001 - whatever it is, what is served goes on
             told = message_of(error)
             _LOG.error("nothing was changed: %s", told)

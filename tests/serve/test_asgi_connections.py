@@ -38,7 +38,7 @@ from serve.asgi.loading import Wanted
 from serve.asgi.messages import Response
 from serve.asgi.models import Models, Served
 from serve.asgi.process import Settings
-from serve.runtime.errors import EngineError
+from serve.runtime.errors import EngineError, UserError
 from serve.runtime.execution import Execution
 from serve.runtime.observing import Observation
 from serve.runtime.serving import Serving
@@ -459,8 +459,10 @@ def test_a_refusal_reaches_a_client_that_is_still_sending_and_the_connection_end
     assert ended
 
 
-def test_it_serves_by_tls_with_the_files_that_it_is_given(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Listening:
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
     made = subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
@@ -471,11 +473,14 @@ def test_it_serves_by_tls_with_the_files_that_it_is_given(tmp_path: Path) -> Non
     )
     if made.returncode:
         pytest.skip("openssl makes no certificate here")
-    trusting = ssl.create_default_context(cafile=certificate)
+    return Listening(port=0, certificate=certificate, key=key)
+
+
+def test_it_serves_by_tls_with_the_files_that_it_is_given(secure: Listening) -> None:
+    trusting = ssl.create_default_context(cafile=secure.certificate)
 
     async def ask() -> bytes:
-        secure = Settings(listening=Listening(port=0, certificate=certificate, key=key), drain_s=3)
-        async with listening(secure) as (connect, _):
+        async with listening(Settings(listening=secure, drain_s=3)) as (connect, _):
             reader, writer = await functools.partial(connect, ssl=trusting, server_hostname="localhost")()  # type: ignore[call-arg]
             writer.write(PING)
             answer = await asyncio.wait_for(reader.readline(), 30)
@@ -483,6 +488,24 @@ def test_it_serves_by_tls_with_the_files_that_it_is_given(tmp_path: Path) -> Non
             return answer
 
     assert asyncio.run(ask()).startswith(b"HTTP/1.1 200 ")
+
+
+def test_files_that_make_no_tls_are_named_before_anything_is_opened(secure: Listening, tmp_path: Path) -> None:
+    certificate, key = secure.certificate, secure.key
+    assert certificate is not None
+    assert key is not None
+    locked, other, nothing = tmp_path / "locked.pem", tmp_path / "other.pem", tmp_path / "nothing.pem"
+    nothing.write_text("nothing")
+    subprocess.run(["openssl", "rsa", "-aes256", "-passout", "pass:word", "-in", key, "-out", locked], check=True)
+    subprocess.run(["openssl", "genrsa", "-out", other], check=True)
+    Listening(certificate=certificate, key=key, client_authorities=certificate)
+    for wrong in (nothing, locked, other):
+        with pytest.raises(UserError, match=f"^--tls-certificate {certificate} and --tls-key {wrong} cannot be used"):
+            Listening(certificate=certificate, key=wrong)
+    with pytest.raises(UserError, match=f"^--tls-certificate {certificate} cannot be used"):
+        Listening(certificate=certificate)
+    with pytest.raises(UserError, match=f"^--tls-client-authorities {nothing} cannot be used"):
+        Listening(certificate=certificate, key=key, client_authorities=nothing)
 
 
 def test_when_a_device_is_lost_the_process_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,6 +521,48 @@ def test_when_a_device_is_lost_the_process_ends_with_the_reason(monkeypatch: pyt
 
     with pytest.raises(EngineError, match="stuck: CUDA error: device-side assert: the server ends"):
         process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [wanted], said)
+
+
+def test_a_tls_client_that_nobody_reads_for_does_not_hold_up_the_end(
+    secure: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection in a client's pool: that it is closed is read when it is taken for the next request."""
+    service: Any = Stuck()
+    monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
+    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
+    monkeypatch.setattr(process, "_GOODBYE_S", 0.5)
+    monkeypatch.setattr(process, "_HANDSHAKE_S", 0.5)
+    trusting = ssl.create_default_context(cafile=secure.certificate)
+    clients: list[socket.socket] = []
+    told: list[float | bytes] = []
+
+    def ask(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as silent:
+            told.append(silent.recv(1))  # closed: it shook no hands
+        clients.append(
+            trusting.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=10), server_hostname="localhost")
+        )
+        clients[0].sendall(PING)
+        told.append(clients[0].recv(4096))
+        told.append(time.monotonic())
+        service.broken = "the test is over"
+
+    def said(line: str) -> None:
+        if line.startswith("ready"):
+            threading.Thread(target=ask, args=(int(line.rpartition(":")[2]),)).start()
+
+    wanted = [Wanted("stuck", "1.0", Path("stuck.mar"))]
+    with pytest.raises(EngineError, match="the test is over"):
+        process.run(Settings(listening=secure, drain_s=20), lambda: wanted, said)
+    ended = time.monotonic()
+    clients[0].close()
+    closed, answer, began = told
+    assert closed == b""
+    assert isinstance(answer, bytes)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert isinstance(began, float)
+    assert ended - began < 8
 
 
 def test_while_it_serves_who_waits_for_pythons_lock_gets_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,6 +675,32 @@ def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch:
         process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
 
 
+def test_told_twice_to_look_again_it_serves_what_was_said_last() -> None:
+    """Though the first reading take longer than the second."""
+    asked: list[str] = []
+    changed: list[str] = []
+
+    def wanted() -> list[Wanted]:
+        asked.append(str(len(asked)))
+        mine = asked[-1]
+        if mine == "0":
+            time.sleep(0.5)
+        return [Wanted("m", mine, Path())]
+
+    class Changing:
+        async def change(self, told: list[Wanted], *, leave_out: bool) -> None:
+            changed.append(told[0].version)
+
+    async def run() -> None:
+        looking = process._Process(settings(), wanted, lambda _: None)
+        looking._changing = Changing()  # type: ignore[assignment]
+        looking._models = Models()
+        await asyncio.gather(looking._look_again(), looking._look_again())
+
+    asyncio.run(run())
+    assert changed == ["0", "1"]
+
+
 @pytest.mark.parametrize(("files", "connections"), [((300, 5000), 2000), ((300, 1256), 1000), ((300, 300), 44)])
 def test_as_many_connections_are_taken_as_files_can_be_opened(
     files: tuple[int, int], connections: int, monkeypatch: pytest.MonkeyPatch
@@ -632,6 +723,40 @@ def test_a_connection_that_waits_to_be_accepted_when_the_server_ends_is_answered
                 return await asyncio.to_thread(client.recv, 4096)
 
     assert asyncio.run(end()).startswith(b"HTTP/1.1 200 ")
+
+
+def test_who_shakes_no_hands_by_tls_when_the_server_ends_keeps_nobody_and_fails_nothing(secure: Listening) -> None:
+    trusting = ssl.create_default_context(cafile=secure.certificate)
+
+    def ask(address: tuple[str, int]) -> bytes:
+        with socket.create_connection(address, timeout=10) as plain:
+            begun.set()
+            with trusting.wrap_socket(plain, server_hostname="localhost") as client:
+                client.sendall(PING)
+                return client.recv(4096)
+
+    async def end() -> tuple[bytes, float, list[bytes]]:
+        async with started(Settings(listening=secure, drain_s=3)) as (server, opened, _):
+            others = [socket.create_connection(opened.getsockname(), timeout=10) for _ in range(4)]
+            others[0].sendall(PING)
+            others[1].sendall(b"\x16\x03\x01")
+            others[2].close()
+            answer = asyncio.ensure_future(asyncio.to_thread(ask, opened.getsockname()))
+            await asyncio.sleep(0)
+            begun.wait(10)
+            began = time.monotonic()
+            await server.stop(opened)
+            took = time.monotonic() - began
+            left = [await asyncio.to_thread(other.recv, 4096) for other in (others[0], others[1], others[3])]
+            for other in others:
+                other.close()
+            return await answer, took, left
+
+    begun = threading.Event()
+    answer, took, left = asyncio.run(end())
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert took < 5
+    assert left == [b""] * 3
 
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAAAA\r\n"
@@ -824,3 +949,48 @@ def test_a_connection_that_its_client_resets_is_not_kept() -> None:
             return kept
 
     assert asyncio.run(run()) == 0
+
+
+@pytest.mark.parametrize("where", ["on_url", "on_body"])
+def test_where_memory_is_short_for_what_comes_that_is_told_and_not_a_fault_of_the_client(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a body that is read to its end, behind which the connection goes on; of a head it is closed."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    async def run() -> tuple[bytes, bytes]:
+        async with listening(settings(), stuck_model(Stuck())) as (connect, application):
+            add_echo(application)
+            async with connection(connect) as (reader, writer):
+                with monkeypatch.context() as short:
+                    short.setattr(f"uvicorn.protocols.http.httptools_impl.HttpToolsProtocol.{where}", fail)
+                    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+                    writer.write(head + b"5\r\n01234\r\n3\r\n567\r\n")
+                    told = await asyncio.wait_for(reader.readuntil(b"}"), 10)
+                if where == "on_body":
+                    writer.write(b"2\r\n89\r\n0\r\n\r\n" + PING.replace(b"Host", b"Connection: close\r\nHost"))
+                return told, await read(reader, 5)
+
+    told, after = asyncio.run(run())
+    assert told.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1" in told
+    assert b"too little memory" in told
+    assert after.startswith(b"HTTP/1.1 200 " if where == "on_body" else b"")
+
+
+def test_where_memory_is_short_for_a_request_it_gets_503() -> None:
+    async def greedy(_: Call) -> Response:
+        raise MemoryError
+
+    async def run() -> bytes:
+        async with listening(settings(), stuck_model(Stuck())) as (connect, application):
+            application.router.add("GET", "/greedy", greedy)
+            async with connection(connect) as (reader, writer):
+                writer.write(b"GET /greedy HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                return await read(reader)
+
+    told = asyncio.run(run())
+    assert told.startswith(b"HTTP/1.1 503 ")
+    assert b"too little memory" in told

@@ -105,6 +105,31 @@ def test_of_as_many_requests_as_the_weights_sum_to_each_version_gets_its_weight(
         assert [got[str(index)] for index in range(len(weights))] == weights
 
 
+@given(st.integers(0, 3000), st.sampled_from([(999, 1), (9, 1), (1, 1000), (3, 2)]), st.booleans())
+def test_changed_weights_hold_from_the_next_request_on(asked: int, before: tuple[int, int], other: bool) -> None:
+    models, first, second = Models(), version("m", "1", before[0]), version("m", "2", before[1])
+    models.replace({"m": [first, second]})
+    for _ in range(asked):
+        models.get("m")
+    second = version("m", "3") if other else second
+    first.weight, second.weight = 1, 0
+    models.replace({"m": [first, second]})
+    assert {models.get("m").version for _ in range(50)} == {"1"}
+    second.weight = 1
+    models.replace({"m": [first, second]})
+    assert Counter(models.get("m") for _ in range(50)) == {first: 25, second: 25}
+
+
+def test_turns_go_on_where_the_same_is_told_again() -> None:
+    models = Models()
+    both = [version("m", "1", 9), version("m", "2")]
+    got: Counter[str] = Counter()
+    for _ in range(100):
+        models.replace({"m": both})
+        got[models.get("m").version] += 1
+    assert got == {"1": 90, "2": 10}
+
+
 def test_an_unknown_model_is_404_with_the_nearest_name_and_one_that_is_loading_503() -> None:
     models = Models(["resnet18-ptq"])
     with pytest.raises(RefusedError, match="is being loaded") as caught:
@@ -292,6 +317,11 @@ def test_a_form_that_is_none_or_was_cut_is_refused(noise: bytes, length: int) ->
     ("text", "message"),
     [
         ("models: [", "is no YAML"),
+        ("models: {m: [{archive: a.mar}], m: [{archive: a.mar}]}", "models.yaml: is no YAML .*'m' comes twice"),
+        ("models: {1: [{archive: a.mar}], '1': [{archive: a.mar}]}", "'1' comes twice"),
+        ("models: {m: [{archive: a.mar, weight: 1, weight: 9}]}", "'weight' comes twice"),
+        ("models: {m: [{archive: a.mar, version: 2024-13-45}]}", "models.yaml: is no YAML .*month"),
+        ("models: " + "[" * 5000, "models.yaml: is no YAML"),
         ("- 1", "models"),
         ("models: {}", "models"),
         ("models: {m: [{archive: a.mar, wait: 1}]}", "wait"),
