@@ -22,6 +22,7 @@ from serve.asgi.messages import RefusedError, bad_request
 from serve.asgi.oip_messages import SERVICE, message, read_message
 from serve.asgi.oip_routes import project_version, refusal, signature
 from serve.asgi.reading import Reading
+from serve.asgi.tls import Secrets, Tls
 from serve.runtime.errors import RequestError, UserError
 from serve.runtime.observing import Observation, request_id
 
@@ -102,7 +103,7 @@ class GrpcServer:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         host = self._listening.host
         place = f"[{host}]" if ":" in host else host
-        credentials = _credentials(self._listening)
+        credentials = _credentials(self._listening.tls)
         try:
             if credentials is None:
                 self.port = server.add_insecure_port(f"{place}:{self.port}")
@@ -235,21 +236,24 @@ class GrpcServer:
             return oip_grpc.write(told, served.version, inference, outputs)
 
 
-def _credentials(listening: Listening) -> Any:
-    """For TLS; None: without.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    if listening.certificate is None:
+def _credentials(tls: Tls | None) -> Any:
+    """For TLS, by its newest files at each connection; None: without."""
+    if tls is None:
         return None
-    try:
-        chain = listening.certificate.read_bytes()
-        key = chain if listening.key is None else listening.key.read_bytes()
-        authorities = None if listening.client_authorities is None else listening.client_authorities.read_bytes()
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
-    return grpc.ssl_server_credentials(((key, chain),), authorities, authorities is not None)
+    told = tls.newest
+
+    def renewed() -> Any:
+        nonlocal told
+        if tls.newest is told:
+            return None
+        told = tls.newest
+        return _configuration(told)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(told), renewed, told.authorities is not None)
+
+
+def _configuration(secrets: Secrets) -> Any:
+    return grpc.ssl_server_certificate_configuration(((secrets.key, secrets.chain),), secrets.authorities)
 
 
 class _Asked:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import socket
-import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from serve.asgi.tls import Tls
 from serve.runtime.errors import UserError
 
 
@@ -49,13 +50,19 @@ class Listening:
         ):
             if path is not None and not path.is_file():
                 raise UserError(f"{option}: there is no file {path}")
-        if self.certificate is not None:
-            _check_tls(self.certificate, self.key, self.client_authorities)
+        _ = self.tls  # files that make none are told at once
         if self.path is None and not self.expose and not _is_loopback(self.host):
             raise UserError(
                 f"--host {self.host} lets others than this machine in: add --expose if that is meant, or listen on "
                 "127.0.0.1 or a --socket"
             )
+
+    @functools.cached_property
+    def tls(self) -> Tls | None:
+        """By which all that listens speaks TLS; None: it does not."""
+        if self.certificate is None:
+            return None
+        return Tls(self.certificate, self.key, self.client_authorities)
 
     def open(self) -> socket.socket:
         """Take the address, so that nobody else can; nobody is let in before the server listens.
@@ -119,26 +126,6 @@ class Listening:
         finally:
             os.umask(before)
         return opened
-
-
-def _check_tls(certificate: Path, key: Path | None, client_authorities: Path | None) -> None:
-    """See that TLS can be spoken with these files, before anything is opened for it; nobody is asked for a pass phrase.
-
-    Raises:
-        UserError: it cannot; which of them is at fault, and why.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    told = f"--tls-certificate {certificate}" + (f" and --tls-key {key}" if key is not None else "")
-    right = "they must be a certificate chain and its private key, in PEM and without a pass phrase"
-    try:
-        context.load_cert_chain(certificate, key, password="")
-        told = f"--tls-client-authorities {client_authorities}"
-        right = "it must hold certificates in PEM"
-        if client_authorities is not None:
-            context.load_verify_locations(client_authorities)
-    except OSError as error:
-        reason = getattr(error, "reason", None) or error.strerror or error
-        raise UserError(f"{told} cannot be used for TLS ({reason}): {right}") from None
 
 
 def _remove_dead_socket(path: Path) -> None:

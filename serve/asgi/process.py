@@ -15,7 +15,6 @@ import os
 import resource
 import signal
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -338,8 +337,12 @@ class _Process:
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             async with self._looking:  # what was read first must not be what is changed to last
+                tls = self._settings.listening.tls
+                secrets = None if tls is None else await asyncio.to_thread(tls.read)
                 wanted = await asyncio.to_thread(self._wanted)
                 await self._changing.change(wanted, leave_out=self._settings.leave_out)
+                if tls is not None and secrets is not None:
+                    tls.newest = secrets
         except Exception as error:  # noqa: BLE001 - whatever it is, what is served goes on
             told = message_of(error)
             _LOG.error("nothing was changed: %s", told)
@@ -377,7 +380,7 @@ class _Process:
 
 
 def _uvicorn_config(application: Application, settings: Settings) -> uvicorn.Config:
-    listening = settings.listening
+    tls = settings.listening.tls
     config = uvicorn.Config(
         application,
         http=functools.partial(GuardedConnection, settings.limits, Early(application)),  # type: ignore[arg-type]
@@ -390,10 +393,7 @@ def _uvicorn_config(application: Application, settings: Settings) -> uvicorn.Con
         server_header=False,
         timeout_keep_alive=settings.limits.keep_alive_s,
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-        ssl_certfile=listening.certificate,
-        ssl_keyfile=listening.key,
-        ssl_ca_certs=None if listening.client_authorities is None else str(listening.client_authorities),
-        ssl_cert_reqs=ssl.CERT_NONE if listening.client_authorities is None else ssl.CERT_REQUIRED,
+        ssl_context_factory=None if tls is None else lambda *_: tls.context,
     )
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a warning for each request that is no HTTP
     return config

@@ -7,6 +7,7 @@ import queue
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -45,12 +46,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def encrypted(folder: Path) -> Iterator[Server]:
+def certify(folder: Path) -> tuple[Path, Path]:
+    """A certificate of its own for this machine, and its key."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     told = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
     made = ("-newkey", "rsa:2048", "-nodes", "-days", "2", "-out", certificate, "-keyout", key)
     subprocess.run(["openssl", "req", "-x509", *told, *made], check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.fixture(scope="module")
+def encrypted(folder: Path) -> Iterator[Server]:
+    certificate, key = certify(folder)
     options = ("--grpc-port", "0", "--tls-certificate", str(certificate), "--tls-key", str(key))
     with running(folder, str(folder / "m.mar"), "--token-file", str(folder / "tokens"), *options) as server:
         yield server
@@ -87,6 +94,44 @@ def test_grpc_has_the_certificate_and_the_tokens_of_http(encrypted: Server) -> N
     with httpx.Client(base_url=encrypted.url, verify=False, headers=HEADERS) as plain:
         told = plain.get("/metrics").text
     assert 'serve_requests_total{model="m",route="grpc/ModelInfer",status="200",version="1.0"} 1.0' in told
+
+
+@needs_openssl
+def test_renewed_certificates_are_shown_from_sighup_on_and_broken_ones_never(folder: Path, tmp_path: Path) -> None:
+    certificate, key = certify(tmp_path)
+    (old := tmp_path / "old.pem").write_bytes(certificate.read_bytes())
+
+    def known_by(authority: Path, server: Server) -> list[bool]:
+        """Whether HTTP and gRPC show a certificate that this file knows, to who connects now."""
+        found = []
+        try:
+            context = ssl.create_default_context(cafile=authority)
+            found.append(httpx.get(f"{server.url}/health/ready", verify=context).status_code == 200)
+        except httpx.ConnectError:
+            found.append(False)
+        with triton.InferenceServerClient(address(server), ssl=True, root_certificates=str(authority)) as client:
+            try:
+                found.append(client.is_server_ready())
+            except InferenceServerException:
+                found.append(False)
+        return found
+
+    options = ("--no-token", "--grpc-port", "0", "--tls-certificate", str(certificate), "--tls-key", str(key))
+    with running(folder, str(folder / "m.mar"), *options) as server:
+        assert known_by(old, server) == [True, True]
+        with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=old)) as before:
+            assert before.get("/health/ready").status_code == 200
+            certify(tmp_path)
+            server.process.send_signal(signal.SIGHUP)
+            server.await_line("changed:")
+            assert before.get("/health/ready").status_code == 200, "its connection goes on"
+        assert known_by(old, server) == [False, False]
+        assert known_by(certificate, server) == [True, True]
+        (new := tmp_path / "new.pem").write_bytes(certificate.read_bytes())
+        key.write_text("no key")
+        server.process.send_signal(signal.SIGHUP)
+        assert f"--tls-key {key} cannot be used for TLS" in server.await_line("nothing was changed")
+        assert known_by(new, server) == [True, True]
 
 
 @needs_openssl
