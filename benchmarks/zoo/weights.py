@@ -171,7 +171,9 @@ def _standardised(
     centred = layer.bias is not None and not _reads_pooled(layer, given)
     mean = output.mean(others, keepdim=True) if centred else output.new_zeros(())
     deviation = (output - mean).square().mean().sqrt() / wanted
-    if not deviation > 1e-8:  # of a layer that sees the same in all images, such as a table of positions
+    # Of a layer that sees the same in all images, such as a table of positions, or nothing but what is lost in float32:
+    # the colours of grey images, as CSATv2 takes them apart.
+    if not deviation > 1e-4:
         return output
     layer.weight.data /= deviation
     if not centred or layer.bias is None:
