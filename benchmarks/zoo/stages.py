@@ -302,7 +302,7 @@ class Model:
                     raise
                 broken = True
             if broken and config is not careful:
-                module.load_state_dict(before)  # of ConvMixer, too, which has norms of batches alone
+                module.load_state_dict(before)
                 config = careful
                 continue
             signal, epochs = self._fit_head(module), epochs + config.epochs
