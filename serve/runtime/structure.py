@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterator
 
 from .budget import Budget
 from .errors import ImageError
@@ -14,7 +15,7 @@ from .errors import ImageError
 _JPEG_SEGMENTS = 4096
 _JPEG_STRAY_BYTES = 65_536
 _JPEG_TAIL = 64
-_JPEG_CODING_TABLES = (0xC4, 0xDB)  # Huffman's, and of the quantization
+_JPEG_CODING_TABLES = frozenset((0xC4, 0xDB))  # Huffman's, and of the quantization
 _PNG_CHUNKS = 4096  # beside those of the pixels
 _PNG_PIXEL_CHUNKS = 32_768
 _PNG_COMPRESSED = 32
@@ -57,19 +58,15 @@ def plain_jpeg(data: bytes) -> tuple[int, int, int] | None:
     Its segments follow each other without a byte between them up to the first scan, and one of them is a frame of 8
     bits, of a size that is not told later. None: it is another one, or none.
     """
-    position = 2 if data.startswith(b"\xff\xd8") else len(data)
     found: tuple[int, int, int] | None = None
-    while position + 4 <= len(data) and data[position] == 0xFF:
-        kind, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4], "big")
+    for kind, start, end in _jpeg_segments(data):
         if kind == _JPEG_SCAN:
             return found
-        following = position + 2 + length
         if kind in _JPEG_USUAL_FRAMES and found is None:
-            if (found := _usual_frame(data[position + 4 : following])) is None:
+            if (found := _usual_frame(data[start:end])) is None:
                 break
-        elif kind not in _JPEG_USUAL_TABLES or length < 2:
+        elif kind not in _JPEG_USUAL_TABLES:
             break
-        position = following
     return None
 
 
@@ -81,11 +78,18 @@ def whole_jpeg(data: bytes) -> bool:
     """
     if data.rfind(bytes((0xFF, _JPEG_END)), max(0, len(data) - _JPEG_TAIL)) < 0:
         return False
-    wanted, position = set(_JPEG_CODING_TABLES), 2
-    while position + 4 <= len(data) and data[position] == 0xFF and data[position + 1] != _JPEG_SCAN:
-        wanted.discard(data[position + 1])
-        position += 2 + max(2, int.from_bytes(data[position + 2 : position + 4], "big"))
-    return not wanted
+    return {kind for kind, _, _ in _jpeg_segments(data)} >= _JPEG_CODING_TABLES
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Kind, begin and end of what each segment of a JPEG holds, while they follow each other, to the first scan."""
+    position = 2 if data.startswith(b"\xff\xd8") else len(data)
+    while position + 4 <= len(data) and data[position] == 0xFF:
+        kind, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4], "big")
+        yield kind, position + 4, position + 2 + length
+        if kind == _JPEG_SCAN or length < 2:
+            return
+        position += 2 + length
 
 
 def plain_webp(data: bytes) -> tuple[int, int, bool] | None:
