@@ -18,6 +18,7 @@ from serve.asgi.messages import (
     Response,
     Scope,
     Send,
+    headers_of,
     no_memory,
     refusal_response,
 )
@@ -116,18 +117,13 @@ class Application:
             observation: what is known of its request.
             arrived: when that came, in seconds of `time.monotonic`.
         """
-        headers = [
-            (b"content-type", response.content_type.encode()),
-            (b"content-length", str(len(response.body)).encode()),
-            (b"x-request-id", observation.request_id.encode()),
-        ]
+        headers = [*headers_of(response), (b"x-request-id", observation.request_id.encode())]
         if observation.version is not None:
             headers.append((b"x-model-version", observation.version.encode()))
         if observation.stages is not None:
             headers.append((b"server-timing", server_timing(observation, time.monotonic() - arrived)))
         if self.draining:
             headers.append((b"connection", b"close"))
-        headers += [(name.encode(), value.encode("latin-1", "replace")) for name, value in response.headers]
         return headers
 
     async def _answer(self, call: Call, scope: Scope) -> Response:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serve.asgi.call import Limits
-from serve.asgi.messages import GONE, RETRY_AFTER_S, WHOLE, Headers, Response, no_memory, refusal_response
+from serve.asgi.messages import GONE, RETRY_AFTER_S, WHOLE, Headers, Response, headers_of, no_memory, refusal_response
 
 #: Answers a request by its method, URL and headers alone, or leaves it to the application.
 EarlyAnswer = Callable[[bytes, bytes, Sequence[tuple[bytes, bytes]]], tuple[Response, Headers] | None]
@@ -322,13 +322,7 @@ class GuardedConnection(HttpToolsProtocol):
         """Answer a request whose body there is no memory for, if it is its turn; what still comes of it is dropped."""
         cycle.body = bytearray()
         response = refusal_response(no_memory())
-        length = b"%d" % len(response.body)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", length),
-            (b"retry-after", b"%d" % RETRY_AFTER_S),
-        ]
-        if self.pipeline or not self._answer(cycle, response, headers):
+        if self.pipeline or not self._answer(cycle, response, headers_of(response)):
             self._read_no_further()
 
     def _write(self, response: Response, headers: Headers, *, head_only: bool = False) -> None:

@@ -92,6 +92,15 @@ def answer_response(request: protocol.Request, outcomes: Sequence[Outcome]) -> R
     return Response(status, body, headers=RETRY if status == 503 else ())
 
 
+def headers_of(response: Response) -> Headers:
+    """What an answer says of itself: the type and length of its body, and its own headers."""
+    return [
+        (b"content-type", response.content_type.encode()),
+        (b"content-length", str(len(response.body)).encode()),
+        *((name.encode(), value.encode("latin-1", "replace")) for name, value in response.headers),
+    ]
+
+
 def refusal_response(error: RefusedError) -> Response:
     """A refusal as TorchServe's handler, KServe v1 and the Open Inference Protocol all write it: ``{"error": …}``."""
     return json_response(error.status, {"error": str(error)}, error.headers)
