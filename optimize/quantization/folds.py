@@ -26,24 +26,23 @@ def write_out_folds(module: fx.GraphModule) -> int:
     for number, node in enumerate(found):
         given: Any = node.args
         patches, size, kernel, dilation, padding, stride = given
-        places = [
-            (whole + 2 * around - apart * (wide - 1) - 1) // step + 1
-            for whole, wide, apart, around, step in zip(size, kernel, dilation, padding, stride, strict=True)
-        ]
-        # What steps leave over at the end.
-        rest = [
-            whole - ((count - 1) * step - 2 * around + apart * (wide - 1) + 1)
-            for whole, count, wide, apart, around, step in zip(
-                size, places, kernel, dilation, padding, stride, strict=True
-            )
-        ]
+        # By axis: the steps from the first patch to the last, and what they leave over at the end.
+        steps, rest = zip(
+            *(
+                divmod(whole + 2 * around - apart * (wide - 1) - 1, step)
+                for whole, wide, apart, around, step in zip(size, kernel, dilation, padding, stride, strict=True)
+            ),
+            strict=True,
+        )
         inputs, area = patches.meta["val"].shape[-2], kernel[0] * kernel[1]
         ones = torch.eye(area).reshape(area, 1, *kernel).repeat(inputs // area, 1, 1, 1)
         module.register_buffer(f"patch_places_{number}", ones)
         with module.graph.inserting_before(node):
             weight = module.graph.get_attr(f"patch_places_{number}")
-            laid = module.graph.call_function(_ATEN.reshape.default, (patches, [-1, inputs, *places]))
-            settings = (stride, padding, rest, inputs // area, dilation)
+            laid = module.graph.call_function(
+                _ATEN.reshape.default, (patches, [-1, inputs, *(count + 1 for count in steps)])
+            )
+            settings = (stride, padding, list(rest), inputs // area, dilation)
             summed = module.graph.call_function(_ATEN.conv_transpose2d.input, (laid, weight, None, *settings))
             node.replace_all_uses_with(summed)
         module.graph.erase_node(node)
