@@ -88,7 +88,7 @@ def _capture(
     except RuntimeError as error:
         raise EngineError(f"{name}: does not run on {inputs.device} at batch {len(inputs)}: {_said(error)}") from error
     graph = torch.cuda.CUDAGraph()
-    drawn = torch.cuda.get_rng_state(inputs.device)
+    drawn = torch.cuda.get_rng_state()
     try:
         # thread_local: another thread that allocates meanwhile (one that pins a data loader's batches) does no harm.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -96,7 +96,7 @@ def _capture(
         graph.replay()
         torch.cuda.synchronize(inputs.device)
     except RuntimeError as error:
-        _draw_anew(inputs.device, drawn)
+        _draw_anew(drawn)
         raise EngineError(
             f"{name}: cannot be captured as a CUDA graph at batch {len(inputs)}: {_said(error)}"
         ) from error
@@ -108,19 +108,18 @@ def _capture(
     return graph, logits
 
 
-def _draw_anew(device: torch.device, drawn: torch.Tensor) -> None:
-    """Give a device's generator a new state, after a capture that failed.
+def _draw_anew(drawn: torch.Tensor) -> None:
+    """Give the current device's generator a new state, after a capture that failed.
 
     Its own goes on believing in the capture, and whoever draws a number next gets an error: "Offset increment outside
     graph capture" (seen with torch 2.11).
 
     Args:
-        device: where the capture failed.
         drawn: the state of its generator before that.
     """
-    generator = torch.Generator(device)
+    index = torch.cuda.current_device()
+    generator = torch.Generator(torch.device("cuda", index))
     generator.set_state(drawn)
-    index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.default_generators[index].graphsafe_set_state(generator.graphsafe_get_state())
 
 

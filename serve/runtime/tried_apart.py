@@ -39,7 +39,7 @@ def answers_apart(package: Path, index: int, batches: Sequence[torch.Tensor], na
     Args:
         package: what AOTInductor wrote.
         index: of the CUDA device that it was compiled for; -1: the CPU.
-        batches: ``(N, C, H, W)`` each, on any device.
+        batches: ``(N, C, H, W)`` each, on the host.
         name: what was compiled, for messages.
 
     Raises:
@@ -47,7 +47,7 @@ def answers_apart(package: Path, index: int, batches: Sequence[torch.Tensor], na
     """
     with tempfile.TemporaryDirectory(prefix="tried-apart-") as folder:
         asked, answered = Path(folder) / "asked.pt", Path(folder) / "answered.pt"
-        torch.save([batch.cpu() for batch in batches], asked)
+        torch.save([*batches], asked)
         command = [sys.executable, "-c", _CHILD, str(package), str(index), str(asked), str(answered)]
         compiled = f"{name}: what AOTInductor of torch {torch.__version__} compiled"
         try:

@@ -148,7 +148,7 @@ def compile_program(
         configs = {"freezing": settings["freezing"], "max_autotune": settings["max_autotune"]}
         aoti_compile_and_package(program, package_path=str(package), inductor_configs=configs)
         counts = (len(example),) if static else (*_CHECKED_BATCHES, len(example))
-        batches = [torch.randn((count, *example.shape[1:])).to(example.device, example.dtype) for count in counts]
+        batches = [torch.randn((count, *example.shape[1:])).to(example.dtype) for count in counts]
         # A crash would end a server of several models. On the CPU nobody gets this engine who did not ask for it.
         if example.device.type == "cuda":
             answers = answers_apart(package, _index(example.device), batches, name)
@@ -157,7 +157,7 @@ def compile_program(
             answers = [compiled(batch) for batch in batches]
         tolerance = _ROUNDED if rounds else _TOLERANCE.get(example.dtype, 0.1)
         for batch, logits in zip(batches, answers, strict=True):
-            if not agree(logits, module(batch).to(logits.device), tolerance):
+            if not agree(logits, module(batch.to(example.device)).cpu(), tolerance):
                 raise EngineError(
                     f"{name}: what AOTInductor of torch {torch.__version__} compiled gives other logits than the "
                     f"program itself at batch {len(batch)}"
