@@ -42,6 +42,7 @@ from serve.runtime.errors import EngineError, UserError
 from serve.runtime.execution import Execution
 from serve.runtime.observing import Observation
 from serve.runtime.serving import Serving
+from tests.serve.certificates import certify
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[], Awaitable[Streams]]
@@ -461,18 +462,7 @@ def test_a_refusal_reaches_a_client_that_is_still_sending_and_the_connection_end
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Listening:
-    folder = tmp_path_factory.mktemp("tls")
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    made = subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out", certificate),
-        ],
-        capture_output=True,
-        check=False,
-    )
-    if made.returncode:
-        pytest.skip("openssl makes no certificate here")
+    certificate, key = certify(tmp_path_factory.mktemp("tls"))
     return Listening(port=0, certificate=certificate, key=key)
 
 

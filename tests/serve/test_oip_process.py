@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import shutil
 import signal
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -32,9 +30,8 @@ from serve.asgi.process import Settings
 from serve.runtime.errors import UserError
 from serve.torchserve.archive import build_archive
 from tests.serve import artifacts
+from tests.serve.certificates import certify
 from tests.serve.test_asgi_process import HEADERS, TOKEN, Server, running
-
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tokens").write_text(TOKEN + "\n")
     (folder / "tokens").chmod(0o600)
     return folder
-
-
-def certify(folder: Path) -> tuple[Path, Path]:
-    """A certificate of its own for this machine, and its key."""
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    told = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
-    made = ("-newkey", "rsa:2048", "-nodes", "-days", "2", "-out", certificate, "-keyout", key)
-    subprocess.run(["openssl", "req", "-x509", *told, *made], check=True, capture_output=True)
-    return certificate, key
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +72,6 @@ def infer(client: Any, images: list[bytes]) -> Any:
     return client.infer("m", [tensor], headers=dict(HEADERS))
 
 
-@needs_openssl
 def test_grpc_has_the_certificate_and_the_tokens_of_http(encrypted: Server) -> None:
     assert "with TLS" in encrypted.await_line("gRPC at ")
     authority = str(encrypted.folder / "certificate.pem")
@@ -96,7 +83,6 @@ def test_grpc_has_the_certificate_and_the_tokens_of_http(encrypted: Server) -> N
     assert 'serve_requests_total{model="m",route="grpc/ModelInfer",status="200",version="1.0"} 1.0' in told
 
 
-@needs_openssl
 def test_renewed_certificates_are_shown_from_sighup_on_and_broken_ones_never(folder: Path, tmp_path: Path) -> None:
     certificate, key = certify(tmp_path)
     (old := tmp_path / "old.pem").write_bytes(certificate.read_bytes())
@@ -134,7 +120,6 @@ def test_renewed_certificates_are_shown_from_sighup_on_and_broken_ones_never(fol
         assert known_by(new, server) == [True, True]
 
 
-@needs_openssl
 def test_what_grpc_accepted_is_answered_before_the_server_ends(encrypted: Server) -> None:
     authority = str(encrypted.folder / "certificate.pem")
     large = encoded(Image.new("RGB", (3000, 3000)), quality=50)
