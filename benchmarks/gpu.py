@@ -276,8 +276,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--decoders", type=_words(DECODERS), default=DECODERS, help=f"of {', '.join(DECODERS)}")
     found.add_argument("--where", type=_words(PLACES), default=PLACES, help=f"of {', '.join(PLACES)}")
     found.add_argument("--jpeg-seconds", type=float, default=2.0, help="for each figure of the JPEG part")
-    found.add_argument("--no-networks", action="store_true", help="measure the part that begins with JPEG bytes alone")
-    found.add_argument("--no-jpeg", action="store_true", help="leave out the part that begins with JPEG bytes")
+    parts = found.add_mutually_exclusive_group()
+    parts.add_argument("--no-networks", action="store_true", help="measure the part that begins with JPEG bytes alone")
+    parts.add_argument("--no-jpeg", action="store_true", help="leave out the part that begins with JPEG bytes")
     found.add_argument("--state", type=Path, default=Path("build/bench-gpu.json"), help="where figures are kept")
     found.add_argument("--resume", action="store_true", help="go on with what --state holds")
     found.add_argument("--write", type=Path, help="write the page there, besides printing it")
@@ -301,14 +302,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state = State(options.state, facts, resume=options.resume)
     made = command("benchmarks.gpu", sys.argv[1:] if arguments is None else arguments, without=("--resume",))
     state.body["commands"] = list(dict.fromkeys((*state.body["commands"], made)))
-    chosen = [way for way in WAYS if options.ways is None or way.name in options.ways]
+    chosen = [] if options.no_networks else [way for way in WAYS if options.ways is None or way.name in options.ways]
     whole = True
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as work:
         subjects = [make_subject(name, Path(work), options.images, options.photos) for name in options.models]
         for subject in subjects:
             state.put("weights", subject.name, "trained" if subject.trained else "random")
         # What opens quickly first, for every model: a run that is cut short has something of everything.
-        for way in () if options.no_networks else chosen:
+        for way in chosen:
             for subject in subjects:
                 deadline = begun + options.limit
                 whole = whole and measure_way(way, subject, device, state, options=options, deadline=deadline)
