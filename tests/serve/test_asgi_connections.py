@@ -5,25 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import gc
 import itertools
 import os
-import signal
 import socket
-import ssl
 import struct
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
@@ -34,95 +26,10 @@ from serve.asgi.application import Application
 from serve.asgi.call import Call, Limits
 from serve.asgi.connections import GuardedConnection
 from serve.asgi.listening import Listening
-from serve.asgi.loading import Wanted
 from serve.asgi.messages import Response
-from serve.asgi.models import Models, Served
 from serve.asgi.process import Settings
-from serve.runtime.errors import EngineError, UserError
-from serve.runtime.execution import Execution
 from serve.runtime.observing import Observation
-from serve.runtime.serving import Serving
-from tests.serve.certificates import certify
-
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Connect = Callable[[], Awaitable[Streams]]
-PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
-
-
-class Stuck:
-    """A service that takes requests and answers none."""
-
-    broken: str | None = None
-    full: str | None = None
-
-    def __init__(self) -> None:
-        self.futures: list[Future[Any]] = []
-        self.requests: list[Any] = []
-
-    def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
-        self.requests.append(request)
-        self.futures.append(Future())
-        return self.futures[-1]
-
-    @property
-    def waiting(self) -> int:
-        return sum(not future.done() for future in self.futures)
-
-    def drain(self, timeout_s: float) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
-
-
-class Full(Stuck):
-    """A service that takes nothing more."""
-
-    full = "256 requests wait already: try again later"
-
-
-def stuck_model(service: Any) -> Served:
-    predictor: Any = None
-    serving = Serving((Execution("openvino"),), response_timeout_s=1)
-    return Served("stuck", "1.0", predictor, serving, service)
-
-
-@asynccontextmanager
-async def listening(settings: Settings, *models: Served) -> AsyncIterator[tuple[Connect, Application]]:
-    async with started(settings, *models) as (server, opened, application):
-        del server
-        yield functools.partial(asyncio.open_connection, *opened.getsockname()[:2]), application
-
-
-@asynccontextmanager
-async def started(
-    settings: Settings, *models: Served
-) -> AsyncIterator[tuple[process._Uvicorn, socket.socket, Application]]:
-    served = Models()
-    served.replace({entry.name: [entry] for entry in models})
-    application = process.build(settings, served)
-    server = process._Uvicorn(process._uvicorn_config(application, settings))
-    opened = settings.listening.open()
-    running = asyncio.ensure_future(server.serve(sockets=[opened]))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield server, opened, application
-    finally:
-        server.should_exit = True
-        await asyncio.wait_for(running, 20)
-
-
-def settings(**limits: Any) -> Settings:
-    return Settings(listening=Listening(port=0), limits=Limits(**limits), drain_s=3)
-
-
-async def read(reader: asyncio.StreamReader, timeout_s: float = 30) -> bytes:
-    """All that comes until the connection is closed."""
-    try:
-        return await asyncio.wait_for(reader.read(), timeout_s)
-    except ConnectionResetError:
-        return b""
+from tests.serve.stuck import PING, Connect, Full, Streams, Stuck, listening, read, settings, stuck_model
 
 
 def test_a_full_queue_is_told_before_the_body_is_sent_and_the_connection_goes_on() -> None:
@@ -252,7 +159,6 @@ def test_a_body_in_any_number_of_parts_is_what_was_sent() -> None:
     assert [request.images == (body,) for request in service.requests] == [True, True, True]
 
 
-# Bodies that a parser would take for heads, too.
 BODIES = st.one_of(
     st.binary(max_size=40), st.just(b"\r\n\r\n"), st.just(PING), st.just(b"POST /predictions/stuck HTTP/1.1\r\n\r\n")
 )
@@ -460,237 +366,6 @@ def test_a_refusal_reaches_a_client_that_is_still_sending_and_the_connection_end
     assert ended
 
 
-@pytest.fixture(scope="module")
-def secure(tmp_path_factory: pytest.TempPathFactory) -> Listening:
-    certificate, key = certify(tmp_path_factory.mktemp("tls"))
-    return Listening(port=0, certificate=certificate, key=key)
-
-
-def test_it_serves_by_tls_with_the_files_that_it_is_given(secure: Listening) -> None:
-    trusting = ssl.create_default_context(cafile=secure.certificate)
-
-    async def ask() -> bytes:
-        async with listening(Settings(listening=secure, drain_s=3)) as (connect, _):
-            reader, writer = await functools.partial(connect, ssl=trusting, server_hostname="localhost")()  # type: ignore[call-arg]
-            writer.write(PING)
-            answer = await asyncio.wait_for(reader.readline(), 30)
-            writer.close()
-            return answer
-
-    assert asyncio.run(ask()).startswith(b"HTTP/1.1 200 ")
-
-
-def test_files_that_make_no_tls_are_named_before_anything_is_opened(secure: Listening, tmp_path: Path) -> None:
-    certificate, key = secure.certificate, secure.key
-    assert certificate is not None
-    assert key is not None
-    locked, other, nothing = tmp_path / "locked.pem", tmp_path / "other.pem", tmp_path / "nothing.pem"
-    nothing.write_text("nothing")
-    subprocess.run(["openssl", "rsa", "-aes256", "-passout", "pass:word", "-in", key, "-out", locked], check=True)
-    subprocess.run(["openssl", "genrsa", "-out", other], check=True)
-    Listening(certificate=certificate, key=key, client_authorities=certificate)
-    for wrong in (nothing, locked, other):
-        with pytest.raises(UserError, match=f"^--tls-certificate {certificate} and --tls-key {wrong} cannot be used"):
-            Listening(certificate=certificate, key=wrong)
-    with pytest.raises(UserError, match=f"^--tls-certificate {certificate} cannot be used"):
-        Listening(certificate=certificate)
-    with pytest.raises(UserError, match=f"^--tls-client-authorities {nothing} cannot be used"):
-        Listening(certificate=certificate, key=key, client_authorities=nothing)
-
-
-def test_when_a_device_is_lost_the_process_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    service: Any = Stuck()
-    monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
-    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
-    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
-    wanted = Wanted("stuck", "1.0", Path("stuck.mar"))
-
-    def said(line: str) -> None:
-        if line.startswith("ready"):
-            service.broken = "CUDA error: device-side assert"
-
-    with pytest.raises(EngineError, match="stuck: CUDA error: device-side assert: the server ends"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [wanted], said)
-
-
-def test_a_tls_client_that_nobody_reads_for_does_not_hold_up_the_end(
-    secure: Listening, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A connection in a client's pool: that it is closed is read when it is taken for the next request."""
-    service: Any = Stuck()
-    monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
-    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
-    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
-    monkeypatch.setattr(process, "_GOODBYE_S", 0.5)
-    monkeypatch.setattr(process, "_HANDSHAKE_S", 0.5)
-    trusting = ssl.create_default_context(cafile=secure.certificate)
-    clients: list[socket.socket] = []
-    told: list[float | bytes] = []
-
-    def ask(port: int) -> None:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as silent:
-            told.append(silent.recv(1))  # closed: it shook no hands
-        clients.append(
-            trusting.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=10), server_hostname="localhost")
-        )
-        clients[0].sendall(PING)
-        told.append(clients[0].recv(4096))
-        told.append(time.monotonic())
-        service.broken = "the test is over"
-
-    def said(line: str) -> None:
-        if line.startswith("ready"):
-            threading.Thread(target=ask, args=(int(line.rpartition(":")[2]),)).start()
-
-    wanted = [Wanted("stuck", "1.0", Path("stuck.mar"))]
-    with pytest.raises(EngineError, match="the test is over"):
-        process.run(Settings(listening=secure, drain_s=20), lambda: wanted, said)
-    ended = time.monotonic()
-    clients[0].close()
-    closed, answer, began = told
-    assert closed == b""
-    assert isinstance(answer, bytes)
-    assert answer.startswith(b"HTTP/1.1 200 ")
-    assert isinstance(began, float)
-    assert ended - began < 8
-
-
-def test_while_it_serves_who_waits_for_pythons_lock_gets_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoders and engine wait for it behind the event loop, which under overload has something to do all the time."""
-    service: Any = Stuck()
-    monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
-    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
-    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
-    intervals: list[float] = []
-
-    def said(line: str) -> None:
-        if line.startswith("ready"):
-            intervals.append(sys.getswitchinterval())
-            service.broken = "the test is over"
-
-    before = sys.getswitchinterval()
-    with pytest.raises(EngineError, match="the test is over"):
-        process.run(
-            Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path("stuck.mar"))], said
-        )
-    (serving,) = intervals
-    assert serving <= before / 10
-    assert sys.getswitchinterval() == before
-
-
-def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    service: Any = Stuck()
-
-    def load(wanted: Wanted, **_: Any) -> Served:
-        if wanted.name == "gpu-only":
-            raise EngineError("gpu-only: it runs on a GPU, and none was assigned here")
-        return stuck_model(service)
-
-    monkeypatch.setattr("serve.asgi.changing.load", load)
-    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
-    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
-    wanted = [Wanted(name, "1.0", Path(f"{name}.mar")) for name in ("stuck", "gpu-only")]
-    lines: list[str] = []
-
-    def say(line: str) -> None:
-        lines.append(line)
-        if line.startswith("ready"):
-            service.broken = "the test is over"
-
-    with pytest.raises(EngineError, match="gpu-only: it runs on a GPU"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: wanted, say)
-    with pytest.raises(EngineError, match="the test is over"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1, leave_out=True), lambda: wanted, say)
-    assert "left out: gpu-only 1.0: gpu-only: it runs on a GPU, and none was assigned here" in lines
-
-
-def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Hanging(Stuck):
-        def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
-            future = super().submit(request, deadline=deadline)
-            future.set_running_or_notify_cancel()  # it cannot be cancelled any more
-            return future
-
-    class ExitedError(Exception):
-        pass
-
-    def leave(status: int) -> None:
-        raise ExitedError(status)
-
-    service = Hanging()
-    monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
-    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
-    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
-    monkeypatch.setattr(process, "_GRACE_S", 0.5)
-    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
-    answers: list[httpx.Response] = []
-    asking: list[threading.Thread] = []
-
-    def say(line: str) -> None:
-        if line.startswith("ready: "):
-            url = f"{line.removeprefix('ready: ')}/predictions/stuck"
-            asking.append(threading.Thread(target=lambda: answers.append(httpx.post(url, content=b"x", timeout=20))))
-            asking[0].start()
-
-    with pytest.raises(ExitedError, match="1"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
-    asking[0].join()
-    assert answers[0].status_code == 504
-    assert "did not answer within 1 s" in answers[0].json()["error"]
-
-
-def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    class ExitedError(Exception):
-        pass
-
-    def leave(status: int) -> None:
-        opening.set()  # so that the test's own thread ends
-        raise ExitedError(status)
-
-    opening = threading.Event()
-
-    def load(*_: Any, **__: Any) -> Served:
-        opening.wait(30)
-        return stuck_model(Stuck())
-
-    def say(line: str) -> None:
-        if line.startswith("serving"):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr("serve.asgi.changing.load", load)
-    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
-    with pytest.raises(ExitedError, match="0"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
-
-
-def test_told_twice_to_look_again_it_serves_what_was_said_last() -> None:
-    """Though the first reading take longer than the second."""
-    asked: list[str] = []
-    changed: list[str] = []
-
-    def wanted() -> list[Wanted]:
-        asked.append(str(len(asked)))
-        mine = asked[-1]
-        if mine == "0":
-            time.sleep(0.5)
-        return [Wanted("m", mine, Path())]
-
-    class Changing:
-        async def change(self, told: list[Wanted], *, leave_out: bool) -> None:
-            changed.append(told[0].version)
-
-    async def run() -> None:
-        looking = process._Process(settings(), wanted, lambda _: None)
-        looking._changing = Changing()  # type: ignore[assignment]
-        looking._models = Models()
-        await asyncio.gather(looking._look_again(), looking._look_again())
-
-    asyncio.run(run())
-    assert changed == ["0", "1"]
-
-
 @pytest.mark.parametrize(("files", "connections"), [((300, 5000), 2000), ((300, 1256), 1000), ((300, 300), 44)])
 def test_as_many_connections_are_taken_as_files_can_be_opened(
     files: tuple[int, int], connections: int, monkeypatch: pytest.MonkeyPatch
@@ -700,53 +375,6 @@ def test_as_many_connections_are_taken_as_files_can_be_opened(
     monkeypatch.setattr("serve.asgi.process.resource.setrlimit", lambda _, pair: limits.append(pair))
     assert process._with_files(Limits(connections=2000), ports=1).connections == connections
     assert limits[-1] == (min(2256, files[1]), files[1])
-
-
-def test_a_connection_that_waits_to_be_accepted_when_the_server_ends_is_answered() -> None:
-    async def end() -> bytes:
-        async with started(settings()) as (server, opened, _):
-            # The kernel accepts it; while this runs, the server's loop does not.
-            with socket.create_connection(opened.getsockname()) as client:
-                client.sendall(PING)
-                await server.stop(opened)
-                client.settimeout(5)
-                return await asyncio.to_thread(client.recv, 4096)
-
-    assert asyncio.run(end()).startswith(b"HTTP/1.1 200 ")
-
-
-def test_who_shakes_no_hands_by_tls_when_the_server_ends_keeps_nobody_and_fails_nothing(secure: Listening) -> None:
-    trusting = ssl.create_default_context(cafile=secure.certificate)
-
-    def ask(address: tuple[str, int]) -> bytes:
-        with socket.create_connection(address, timeout=10) as plain:
-            begun.set()
-            with trusting.wrap_socket(plain, server_hostname="localhost") as client:
-                client.sendall(PING)
-                return client.recv(4096)
-
-    async def end() -> tuple[bytes, float, list[bytes]]:
-        async with started(Settings(listening=secure, drain_s=3)) as (server, opened, _):
-            others = [socket.create_connection(opened.getsockname(), timeout=10) for _ in range(4)]
-            others[0].sendall(PING)
-            others[1].sendall(b"\x16\x03\x01")
-            others[2].close()
-            answer = asyncio.ensure_future(asyncio.to_thread(ask, opened.getsockname()))
-            await asyncio.sleep(0)
-            begun.wait(10)
-            began = time.monotonic()
-            await server.stop(opened)
-            took = time.monotonic() - began
-            left = [await asyncio.to_thread(other.recv, 4096) for other in (others[0], others[1], others[3])]
-            for other in others:
-                other.close()
-            return await answer, took, left
-
-    begun = threading.Event()
-    answer, took, left = asyncio.run(end())
-    assert answer.startswith(b"HTTP/1.1 200 ")
-    assert took < 5
-    assert left == [b""] * 3
 
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAAAA\r\n"
@@ -886,35 +514,6 @@ def test_a_length_of_many_digits_is_read_as_the_number_that_it_is(caplog: pytest
     assert told.startswith(b"HTTP/1.1 503")
     assert b"HTTP/1.1 200" in told
     assert not [record for record in caplog.records if record.name == "asyncio"]
-
-
-def test_told_to_end_while_it_changes_models_it_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    class ExitedError(Exception):
-        pass
-
-    def leave(status: int) -> None:
-        opening.set()
-        raise ExitedError(status)
-
-    opening = threading.Event()
-    wanted = [Wanted("stuck", "1.0", Path())]
-
-    def load(entry: Wanted, **_: Any) -> Served:
-        if entry.version == "2.0":
-            os.kill(os.getpid(), signal.SIGTERM)
-            opening.wait(10)
-        return stuck_model(Stuck())
-
-    def say(line: str) -> None:
-        if line.startswith("ready"):
-            wanted[:] = [Wanted("stuck", "2.0", Path())]
-            os.kill(os.getpid(), signal.SIGHUP)
-
-    monkeypatch.setattr("serve.asgi.changing.load", load)
-    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
-    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
-    with pytest.raises(ExitedError, match="0"):
-        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: list(wanted), say)
 
 
 def _connections_in_memory() -> int:

@@ -1,0 +1,212 @@
+"""When the process of the own server ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve.asgi import process
+from serve.asgi.listening import Listening
+from serve.asgi.loading import Wanted
+from serve.asgi.models import Models, Served
+from serve.asgi.process import Settings
+from serve.runtime.errors import EngineError
+from tests.serve.stuck import PING, Stuck, settings, stand_in, started, stuck_model
+
+
+def test_when_a_device_is_lost_the_process_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    service: Any = Stuck()
+    stand_in(monkeypatch, service)
+    wanted = Wanted("stuck", "1.0", Path("stuck.mar"))
+
+    def said(line: str) -> None:
+        if line.startswith("ready"):
+            service.broken = "CUDA error: device-side assert"
+
+    with pytest.raises(EngineError, match="stuck: CUDA error: device-side assert: the server ends"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [wanted], said)
+
+
+def test_while_it_serves_who_waits_for_pythons_lock_gets_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders and engine wait for it behind the event loop, which under overload has something to do all the time."""
+    service: Any = Stuck()
+    stand_in(monkeypatch, service)
+    intervals: list[float] = []
+
+    def said(line: str) -> None:
+        if line.startswith("ready"):
+            intervals.append(sys.getswitchinterval())
+            service.broken = "the test is over"
+
+    before = sys.getswitchinterval()
+    with pytest.raises(EngineError, match="the test is over"):
+        process.run(
+            Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path("stuck.mar"))], said
+        )
+    (serving,) = intervals
+    assert serving <= before / 10
+    assert sys.getswitchinterval() == before
+
+
+def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    service: Any = Stuck()
+
+    def load(wanted: Wanted, **_: Any) -> Served:
+        if wanted.name == "gpu-only":
+            raise EngineError("gpu-only: it runs on a GPU, and none was assigned here")
+        return stuck_model(service)
+
+    monkeypatch.setattr("serve.asgi.changing.load", load)
+    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
+    wanted = [Wanted(name, "1.0", Path(f"{name}.mar")) for name in ("stuck", "gpu-only")]
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("ready"):
+            service.broken = "the test is over"
+
+    with pytest.raises(EngineError, match="gpu-only: it runs on a GPU"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: wanted, say)
+    with pytest.raises(EngineError, match="the test is over"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1, leave_out=True), lambda: wanted, say)
+    assert "left out: gpu-only 1.0: gpu-only: it runs on a GPU, and none was assigned here" in lines
+
+
+def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Hanging(Stuck):
+        def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
+            future = super().submit(request, deadline=deadline)
+            future.set_running_or_notify_cancel()  # it cannot be cancelled any more
+            return future
+
+    class ExitedError(Exception):
+        pass
+
+    def leave(status: int) -> None:
+        raise ExitedError(status)
+
+    service = Hanging()
+    stand_in(monkeypatch, service)
+    monkeypatch.setattr(process, "_GRACE_S", 0.5)
+    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
+    answers: list[httpx.Response] = []
+    asking: list[threading.Thread] = []
+
+    def say(line: str) -> None:
+        if line.startswith("ready: "):
+            url = f"{line.removeprefix('ready: ')}/predictions/stuck"
+            asking.append(threading.Thread(target=lambda: answers.append(httpx.post(url, content=b"x", timeout=20))))
+            asking[0].start()
+
+    with pytest.raises(ExitedError, match="1"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
+    asking[0].join()
+    assert answers[0].status_code == 504
+    assert "did not answer within 1 s" in answers[0].json()["error"]
+
+
+def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ExitedError(Exception):
+        pass
+
+    def leave(status: int) -> None:
+        opening.set()  # so that the test's own thread ends
+        raise ExitedError(status)
+
+    opening = threading.Event()
+
+    def load(*_: Any, **__: Any) -> Served:
+        opening.wait(30)
+        return stuck_model(Stuck())
+
+    def say(line: str) -> None:
+        if line.startswith("serving"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("serve.asgi.changing.load", load)
+    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
+    with pytest.raises(ExitedError, match="0"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
+
+
+def test_told_to_end_while_it_changes_models_it_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ExitedError(Exception):
+        pass
+
+    def leave(status: int) -> None:
+        opening.set()
+        raise ExitedError(status)
+
+    opening = threading.Event()
+    wanted = [Wanted("stuck", "1.0", Path())]
+
+    def load(entry: Wanted, **_: Any) -> Served:
+        if entry.version == "2.0":
+            os.kill(os.getpid(), signal.SIGTERM)
+            opening.wait(10)
+        return stuck_model(Stuck())
+
+    def say(line: str) -> None:
+        if line.startswith("ready"):
+            wanted[:] = [Wanted("stuck", "2.0", Path())]
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr("serve.asgi.changing.load", load)
+    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
+    monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
+    with pytest.raises(ExitedError, match="0"):
+        process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: list(wanted), say)
+
+
+def test_told_twice_to_look_again_it_serves_what_was_said_last() -> None:
+    """Though the first reading take longer than the second."""
+    asked: list[str] = []
+    changed: list[str] = []
+
+    def wanted() -> list[Wanted]:
+        asked.append(str(len(asked)))
+        mine = asked[-1]
+        if mine == "0":
+            time.sleep(0.5)
+        return [Wanted("m", mine, Path())]
+
+    class Changing:
+        async def change(self, told: list[Wanted], *, leave_out: bool) -> None:
+            changed.append(told[0].version)
+
+    async def run() -> None:
+        looking = process._Process(settings(), wanted, lambda _: None)
+        looking._changing = Changing()  # type: ignore[assignment]
+        looking._models = Models()
+        await asyncio.gather(looking._look_again(), looking._look_again())
+
+    asyncio.run(run())
+    assert changed == ["0", "1"]
+
+
+def test_a_connection_that_waits_to_be_accepted_when_the_server_ends_is_answered() -> None:
+    async def end() -> bytes:
+        async with started(settings()) as (server, opened, _):
+            # The kernel accepts it; while this runs, the server's loop does not.
+            with socket.create_connection(opened.getsockname()) as client:
+                client.sendall(PING)
+                await server.stop(opened)
+                client.settimeout(5)
+                return await asyncio.to_thread(client.recv, 4096)
+
+    assert asyncio.run(end()).startswith(b"HTTP/1.1 200 ")
