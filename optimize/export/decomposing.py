@@ -114,6 +114,17 @@ def _drop(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
+def _is_cast(node: fx.Node) -> bool:
+    """Whether a node changes the type of what it is given, and asks for nothing else."""
+    given = node.args[0]
+    assert isinstance(given, fx.Node)
+    return len(node.args) == 2 and not node.kwargs and given.meta["val"].dtype != node.meta["val"].dtype
+
+
+def _write_cast(node: fx.Node) -> None:
+    node.target, node.args, node.kwargs = _ATEN._to_copy.default, node.args[:1], {"dtype": node.args[1]}
+
+
 def _has_running_statistics(norm: fx.Node) -> bool:
     return len(norm.args) == 9 and not norm.args[5] and None not in norm.args[3:5]
 
@@ -205,6 +216,8 @@ _WAYS: Final[dict[Any, _Way]] = {
     **dict.fromkeys(_DROPOUTS, _Way(lambda node: node.args[2] is False and not _is_answer(node), _drop)),
     **dict.fromkeys(_RESHAPING, _Way(lambda node: _sizes(node).count(-1) <= 1, _write_view)),
     _ATEN.batch_norm.default: _Way(lambda node: _has_running_statistics(node) and not _is_answer(node), _write_norm),
+    _ATEN._assert_tensor_metadata.default: _Way(lambda node: True, lambda node: node.graph.erase_node(node)),
+    _ATEN.to.dtype: _Way(_is_cast, _write_cast),
     _ATEN.contiguous.default: _Way(lambda node: len(node.args) == 1 and not node.kwargs, _write_copy),
     _ATEN.swapaxes.default: _Way(lambda node: True, _write_transpose),
     _ATEN.chunk.default: _Way(lambda node: isinstance(_size_and_axis(node)[0], int), _write_split),

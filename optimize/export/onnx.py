@@ -16,6 +16,7 @@ from torch import nn
 
 from optimize.errors import PassError
 from optimize.export.alike import require_alike
+from optimize.export.aten import program_of
 from optimize.export.decomposing import decomposed_where_needed
 from optimize.export.plain import (
     write_out_attention,
@@ -62,7 +63,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         # The exporter reports progress on stdout and warns of its own internals.
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        exported = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+        exported = program_of(module, example)
         write_out_pools(exported.graph_module)
         write_out_borders(exported.graph_module)
         write_out_circles(exported.graph_module)

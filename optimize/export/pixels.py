@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import fx, nn
 
 from optimize.context import Context
+from optimize.export.aten import is_program
 from serve.config import Config
 from serve.runtime.card import InputType, Preprocessing
 
@@ -16,6 +18,8 @@ from serve.runtime.card import InputType, Preprocessing
 GraphInput = Literal["uint8", "float"]
 
 INPUT_TYPES: dict[GraphInput, InputType] = {"uint8": "uint8", "float": "float32"}
+
+_ATEN = torch.ops.aten
 
 
 class TakesPixels(Config):
@@ -56,7 +60,29 @@ class FromPixels(nn.Module):
 
 def entered(module: nn.Module, given: GraphInput, preprocessing: Preprocessing) -> nn.Module:
     """``module``, which takes normalised float32, as a network that takes what the graph is to take."""
-    return FromPixels(module, preprocessing) if given == "uint8" else module
+    if given == "float":
+        return module
+    whole = FromPixels(module, preprocessing)
+    return _as_one_graph(whole, module) if is_program(module) else whole
+
+
+def _as_one_graph(whole: FromPixels, program: fx.GraphModule) -> fx.GraphModule:
+    """``whole``, whose module is a program, as a program: what it computes is written into a copy of the graph."""
+    (images,) = program.graph.find_nodes(op="placeholder")
+    graph = fx.Graph()
+    pixels = graph.placeholder("pixels")
+    pixels.meta.update(images.meta)  # which number is that of images; the type is that of an example
+    floats = graph.call_function(_ATEN.to.dtype, (pixels, torch.float32))
+    scaled = graph.call_function(_ATEN.mul.Tensor, (floats, graph.get_attr("factor")))
+    normalised = graph.call_function(_ATEN.sub.Tensor, (scaled, graph.get_attr("shift")))
+    # What looks at the images, whether they are float32, does not come along.
+    known = dict.fromkeys(program.graph.find_nodes(op="call_module"), normalised) | {images: normalised}
+    answer = graph.graph_copy(program.graph, known)
+    for tensor in program.graph.find_nodes(op="get_attr"):
+        known[tensor].target = f"module.{tensor.target}"
+    graph.output(answer)
+    graph.set_codegen(copy.deepcopy(program.graph._codegen))
+    return fx.GraphModule(whole, graph)
 
 
 def graph_input(context: Context, given: GraphInput, images: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from optimize.errors import PassError
+from optimize.export.aten import program_of
 from optimize.store.artifact import WEIGHTS_FILE
 from serve.runtime.card import Format
 from serve.runtime.errors import EngineError, one_line
@@ -38,7 +39,7 @@ def write_program(module: nn.Module, example: torch.Tensor, folder: Path, *, ste
         The file's name and format.
     """
     try:
-        program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+        program = program_of(module, example)
     except Exception as error:  # noqa: BLE001 - torch.export raises what the model's own code raises, and more
         try:
             return write_script(module, example, folder, stem=stem), "torchscript"

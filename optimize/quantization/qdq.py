@@ -30,6 +30,7 @@ import torch
 from torch import fx, nn
 
 from optimize.errors import PassError
+from optimize.export.aten import program_of
 from optimize.export.constants import constant_value
 from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
@@ -112,7 +113,7 @@ def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     Returns:
         Its program, with weights folded to int8, and without pairs that change no integer.
     """
-    module = _export(module, example).module()
+    module = program_of(module, example).module()
     assert isinstance(module, fx.GraphModule)
     _fold_weights(module)
     _drop_doubled(module)
@@ -124,7 +125,7 @@ def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
 def reference_program(form: fx.GraphModule, example: torch.Tensor) -> torch.export.ExportedProgram:
     """A reference form (see `reference_form`) as a program; tensors that nothing reads any more are left out."""
     _drop_unused_tensors(form)
-    return _export(form, example)
+    return program_of(form, example)
 
 
 def lower(
@@ -268,10 +269,6 @@ def _clamped(
         and integers[1] <= range_.high
         for range_ in ranges
     )
-
-
-def _export(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
 
 
 def _quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:

@@ -55,6 +55,17 @@ class Tokens(nn.Module):
         return self.last(x.transpose(1, 2).reshape(x.shape[0], -1).view(-1, 8, 17).mean(2))
 
 
+class Cast(nn.Module):
+    """Images of other numbers, as pixels are; torch asserts of which type they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv2d(3, 5, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x.to(torch.float64).mul(1 / 255).float()).flatten(1)
+
+
 class ReadByTheOldName(nn.Module):
     """What is computed in place is read under the name that it had before."""
 
@@ -101,6 +112,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "SiLU": lambda: Usual(nn.SiLU(inplace=True)),
     "GELU": lambda: Usual(nn.GELU()),
     "tokens": Tokens,
+    "cast": Cast,
 }
 
 

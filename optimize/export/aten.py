@@ -1,0 +1,181 @@
+"""A network as a program of ATen operators, with a dynamic batch; one that is such a program already is not traced.
+
+``torch.export.export`` runs a module under its tracers, whatever it is. A graph that it has made itself, perhaps
+changed since, has no Python left that could do anything else: its tensors become inputs again. What its nodes give is
+noted at them already; those that were written in since, and those that read these, are asked for it. For that a program
+is made by its constructor, which is no promise of torch's (2.11 to 2.14 have it).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx, nn
+from torch._export.verifier import TrainingIRVerifier
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+from optimize.export.constants import attribute
+
+#: What the module of a program has look at the images, since torch 2.9; it is no part of the program.
+_GUARDS = "_guards_fn"
+#: Where functions of sizes are from: ``operator.mul``, ``math.ceil``, ``torch.sym_max``; also ``operator.getitem``.
+_OF_SIZES = ("_operator", "math", "torch")
+
+#: Where a node is from that was written in. Of one that is from nowhere, `run_decompositions` (torch 2.14) looks up the
+#: place that it is at itself, for each node and size that it writes for it: half of its time.
+_NOWHERE = "written by optimize.export"
+
+
+def program_of(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
+    """Export a module, with a dynamic batch.
+
+    Args:
+        module: in eval mode, or what `torch.export.ExportedProgram.module` gave, changed or not.
+        example: an input ``(N, C, H, W)``, N >= 2.
+
+    Raises:
+        Exception: what torch.export and the module's own code raise.
+    """
+    if is_program(module) and (program := _as_program(module, example)) is not None:
+        return program
+    return torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+
+
+def is_program(module: nn.Module) -> TypeGuard[fx.GraphModule]:
+    """Whether a module is a graph that torch.export made, of operators and tensors alone, of any number of images."""
+    if not isinstance(module, fx.GraphModule) or not all(_is_plain(module, node) for node in module.graph.nodes):
+        return False
+    inputs = module.graph.find_nodes(op="placeholder")
+    return len(inputs) == 1 and _mode(inputs[0]) is not None and isinstance(_number(inputs[0]), torch.SymInt)
+
+
+def _is_plain(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node is an operator or a tensor; blocks under ``torch.cond``, ``torch.no_grad`` … are left to torch."""
+    if node.op == "get_attr":
+        return isinstance(attribute(module, str(node.target)), torch.Tensor)
+    if node.op == "call_function":
+        return isinstance(node.target, OpOverload) or getattr(node.target, "__module__", "") in _OF_SIZES
+    return node.op in ("placeholder", "output") or node.target == _GUARDS
+
+
+def _mode(images: fx.Node) -> FakeTensorMode | None:
+    """What knows the shapes of the program that a graph was."""
+    return detect_fake_mode(images.meta.get("val"))
+
+
+def _number(images: fx.Node) -> Any:
+    """The number of images, a symbol where it is dynamic."""
+    return images.meta["val"].shape[0]
+
+
+def _as_program(module: fx.GraphModule, example: torch.Tensor) -> torch.export.ExportedProgram | None:
+    """The program that a graph is; None where it cannot be told of any number of images what a node gives."""
+    (images,), (output,) = (module.graph.find_nodes(op=op) for op in ("placeholder", "output"))
+    mode = _mode(images)
+    assert mode is not None
+    sizes = mode.shape_env
+    assert sizes is not None
+    graph, copies, specs = fx.Graph(), dict[fx.Node, fx.Node](), list[InputSpec]()
+    changed: set[fx.Node] = set()  # of those of the module, what gives anything else than is noted at it
+    state: dict[str, torch.Tensor] = {}
+    constants: dict[str, Any] = {}
+
+    def take(name: str, kind: InputKind, value: torch.Tensor, target: str | None = None) -> fx.Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = value
+        specs.append(InputSpec(kind, TensorArgument(node.name), target, kind is InputKind.BUFFER or None))
+        return node
+
+    for number, (target, (kind, readers)) in enumerate(_tensors(module).items()):
+        tensor = attribute(module, target)
+        kept = constants if kind is InputKind.CONSTANT_TENSOR else state
+        kept[target] = tensor
+        value = mode.from_tensor(tensor.detach(), static_shapes=True)
+        copies.update(dict.fromkeys(readers, take(f"{kind.name.lower()}_{number}", kind, value, target)))
+        changed.update(reader for reader in readers if not _are_alike(reader.meta.get("val"), value))
+    batch = _number(images)
+    # What torch asks here of the number of images, to choose kernels, is no condition (2.14: convolutions do).
+    with torch.no_grad(), mode, sizes.suppress_guards():
+        taken = torch.empty((batch, *example.shape[1:]), dtype=example.dtype)
+        copies[images] = take(images.name, InputKind.USER_INPUT, taken)
+        if not _are_alike(images.meta["val"], taken):
+            changed.add(images)
+        for node in (node for node in module.graph.nodes if node.op == "call_function"):
+            copies[node] = copied = graph.node_copy(node, copies.__getitem__)
+            copied.stack_trace = copied.stack_trace or _NOWHERE
+            if "val" in node.meta and changed.isdisjoint(node.all_input_nodes):
+                continue
+            try:
+                _note_value(copied)
+            except Exception:  # noqa: BLE001 - a condition of sizes that cannot be decided, and what operators raise
+                return None
+            if not _are_alike(node.meta.get("val"), copied.meta["val"]):
+                changed.add(node)
+    answers = [copies[node] for node in pytree.tree_leaves(output.args)]
+    if not all(isinstance(answer.meta["val"].shape[0], torch.SymInt) for answer in answers):
+        return None
+    graph.output(tuple(answers))
+    graph.eliminate_dead_code()
+    written: Any = module.graph._codegen
+    tree = written.pytree_info
+    return torch.export.ExportedProgram(
+        nn.Module(),
+        graph,
+        ExportGraphSignature(
+            specs, [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(answer.name), None) for answer in answers]
+        ),
+        state,
+        {batch.node.expr: sizes.var_to_range[batch.node.expr]},
+        [ModuleCallEntry("", ModuleCallSignature([], [], tree.in_spec, tree.out_spec, [images.name]))],
+        ((example,), {}),
+        constants,
+        verifiers=[TrainingIRVerifier],
+    )
+
+
+def _note_value(node: fx.Node) -> None:
+    """Note at an operator what it gives of its arguments; to be called under the mode that those were noted under."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
+    assert callable(node.target)
+    node.meta["val"] = node.target(*args, **kwargs)
+    node.meta.pop("tensor_meta", None)
+
+
+def _are_alike(noted: Any, found: Any) -> bool:
+    """Whether two values have the same types, shapes and order in memory, in the same symbols."""
+    return _described(noted) == _described(found)
+
+
+def _described(value: Any) -> Any:
+    """What is compared of a value; no size is asked for its number, which would be a condition of the program."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(map(_described, value.shape)), tuple(map(_described, value.stride()))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    return value.node.expr if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+def _tensors(module: fx.GraphModule) -> dict[str, tuple[InputKind, list[fx.Node]]]:
+    """The tensors that a graph reads, by name, in a program's order: what each is, and the nodes that read it."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    found: dict[str, tuple[InputKind, list[fx.Node]]] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        kind = InputKind.BUFFER if name in buffers else InputKind.CONSTANT_TENSOR
+        found.setdefault(name, (InputKind.PARAMETER if name in parameters else kind, []))[1].append(node)
+    order = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+    return dict(sorted(found.items(), key=lambda item: order.index(item[1][0])))

@@ -1,0 +1,172 @@
+"""Programs that were exported, and changed, as programs again."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind
+
+from optimize.export.aten import is_program, program_of
+from optimize.export.pixels import FromPixels, entered
+from serve.runtime.card import Preprocessing
+
+IMAGES = torch.randn(2, 3, 8, 8)
+KINDS = ("PARAMETER", "BUFFER", "CONSTANT_TENSOR", "USER_INPUT")
+DYNAMIC = ({0: torch.export.Dim.DYNAMIC},)
+GIVEN = Preprocessing(8, (8, 8), mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
+
+
+class Network(nn.Module):
+    """With parameters, buffers and a tensor that is neither; sizes are asked, and what is shared is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.factor = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Parameter(torch.randn(4, 1, 1))
+        self.register_buffer("places", torch.randn(1, 36))
+        self.shift = torch.randn(36)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        maps = (self.norm(self.stem(x)) * self.factor).relu() + self.factor
+        first, second = maps.reshape(x.shape[0], -1, 2, 36).unbind(2)
+        return (first - second + self.places).mean(1) + self.shift
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Network().eval()
+
+
+def traced(module: nn.Module, images: torch.Tensor = IMAGES) -> torch.export.ExportedProgram:
+    return torch.export.export(module, (images,), dynamic_shapes=DYNAMIC)
+
+
+def graph_of(program: torch.export.ExportedProgram) -> fx.GraphModule:
+    module = program.module()
+    assert isinstance(module, fx.GraphModule)
+    return module
+
+
+def calls(program: torch.export.ExportedProgram) -> list[tuple[str, list[str], str]]:
+    """Each operator that computes, what it is given, and the shape that it gives.
+
+    Where the number of images is asked, and that pixels are pixels, does not count.
+    """
+    names = {spec.arg.name: spec.target or "images" for spec in program.graph_signature.input_specs}
+    found: list[tuple[str, list[str], str]] = []
+    for node in program.graph.nodes:
+        if node.target == torch.ops.aten.sym_size.int:
+            names[node.name] = "number"
+        elif node.op == "call_function" and node.target != torch.ops.aten._assert_tensor_metadata.default:
+            names[node.name] = str(len(found))
+            shape = re.sub(r"s\d+", "N", str(node.meta["val"]))
+            found.append((str(node.target), [names[before.name] for before in node.all_input_nodes], shape))
+    return found
+
+
+def never(*given: object, **settings: object) -> None:
+    raise AssertionError("it was traced")
+
+
+def test_a_programs_graph_is_the_program_that_tracing_makes_of_it_and_is_not_traced(monkeypatch):
+    graph = graph_of(traced(network()))
+    expected = traced(graph)
+    monkeypatch.setattr(torch.export, "export", never)
+    program = program_of(graph, IMAGES)
+    assert calls(program) == calls(expected)
+    kinds = {spec.target: spec.kind for spec in program.graph_signature.input_specs}
+    read = {spec.target: spec.kind for spec in expected.graph_signature.input_specs if spec.target in kinds}
+    assert kinds == read
+    assert set(kinds.values()) == {getattr(InputKind, name) for name in KINDS}
+    assert str(program.range_constraints) == str(expected.range_constraints)
+    assert str(program.call_spec) == str(expected.call_spec)
+
+
+@pytest.mark.parametrize("count", [2, 5, 40])
+def test_it_answers_as_the_graph_whatever_the_number_of_images(count):
+    graph, images = graph_of(traced(network())), torch.randn(count, 3, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(program_of(graph, IMAGES).module()(images), network()(images))
+
+
+def test_what_was_changed_has_the_shape_and_the_type_that_it_gives():
+    graph = graph_of(traced(network()))
+    (relu,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+    with graph.graph.inserting_after(relu):
+        wide = graph.graph.call_function(torch.ops.aten.to.dtype, (relu, torch.float64))
+    relu.replace_all_uses_with(wide, lambda reader: reader is not wide)
+    program = program_of(graph, IMAGES)
+    (found,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype)
+    (behind,) = found.users
+    assert found.meta["val"].shape[1:] == behind.meta["val"].shape[1:] == (4, 6, 6)
+    assert found.meta["val"].dtype == behind.meta["val"].dtype == torch.float64
+
+
+def test_one_thread_narrows_no_number_of_images():
+    """torch.export's own tracing asks nothing of it; a convolution chooses its kernel by it (torch 2.14)."""
+    graph, threads = graph_of(traced(network())), torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            (found,) = program_of(graph, IMAGES).range_constraints.values()
+            assert (found.lower, str(found.upper)) == (2, "int_oo")
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Blocked(nn.Module):
+    """Torch keeps what lies under ``no_grad`` as a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = x.mean((1, 2)) * 2
+        return self.head(x)
+
+
+def test_a_program_with_blocks_is_left_to_torch():
+    module = Blocked().eval()
+    with torch.enable_grad():
+        graph = graph_of(traced(module))
+    assert not is_program(graph)
+    images = torch.randn(3, 3, 8, 8)
+    torch.testing.assert_close(program_of(graph, IMAGES).module()(images), module(images))
+
+
+def test_a_program_of_a_fixed_number_of_images_is_left_to_torch():
+    graph = graph_of(torch.export.export(network(), (IMAGES,)))
+    assert not is_program(graph)
+
+
+def test_what_torch_fx_traced_is_no_program():
+    assert not is_program(fx.symbolic_trace(network()))
+    assert not is_program(network())
+
+
+def test_each_operator_says_where_it_is_from():
+    """Where one does not, torch's decompositions look for it, for each node and size that they write (2.14)."""
+    graph = graph_of(traced(network()))
+    for node in graph.graph.nodes:
+        node.meta.pop("stack_trace", None)
+    program = program_of(graph, IMAGES)
+    assert all(node.stack_trace for node in program.graph.nodes if node.op == "call_function")
+
+
+def test_a_program_behind_pixels_is_one_graph_and_gives_the_same_bits(monkeypatch):
+    graph = graph_of(traced(network()))
+    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    expected = traced(FromPixels(copy.deepcopy(graph), GIVEN), pixels)
+    whole = entered(graph, "uint8", GIVEN)
+    monkeypatch.setattr(torch.export, "export", never)
+    program = program_of(whole, pixels)
+    assert calls(program) == calls(expected)
+    more = torch.randint(0, 256, (7, 3, 8, 8), dtype=torch.uint8)
+    with torch.no_grad():
+        assert torch.equal(program.module()(more), FromPixels(network(), GIVEN)(more))
+        assert torch.equal(whole(more), program.module()(more))
