@@ -25,6 +25,7 @@ from benchmarks.zoo.stages import STAGES, Model, Settings
 from benchmarks.zoo.stream import RoundedSums, branch_ends
 from benchmarks.zoo.watch import run
 from benchmarks.zoo.weights import fit_head, initialise
+from optimize.errors import PassError
 from tests.optimize import families
 
 MIB = 1 << 20
@@ -580,3 +581,12 @@ def test_the_head_leans_on_nothing_that_rounding_drowns(monkeypatch: pytest.Monk
         found.append(10 * math.log10(float(signal)))
     assert found[0] > 8
     assert found[0] > found[1] + 4
+
+
+def test_a_network_whose_head_reads_no_numbers_is_refused() -> None:
+    """Its weights are numbers, but grew until what they make of images is not."""
+    module = nn.Sequential(nn.Conv2d(3, 4, 16), nn.Flatten(), nn.Linear(4, 3)).eval()
+    module[0].weight.data.fill_(3e38)
+    images, labels = torch.ones(8, 3, 16, 16), torch.arange(8) % 3
+    with pytest.raises(PassError, match="what the head reads of these images is no number"):
+        fit_head(module, lambda: iter([(images, labels)]), lambda: iter([(images, labels)]))

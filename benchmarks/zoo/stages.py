@@ -296,16 +296,14 @@ class Model:
             try:
                 train(module, few, config)
                 reestimate(module, few, images)
-                broken = not all(value.isfinite().all() for value in module.state_dict().values())
-            except PassError:  # its loss is no number
+                found = self._fit_head(module)
+            except PassError:  # its loss is no number, or what its head reads: ConvMixer's weights grow until there
                 if config is careful:
                     raise
-                broken = True
-            if broken and config is not careful:
                 module.load_state_dict(before)
                 config = careful
                 continue
-            signal, epochs = self._fit_head(module), epochs + config.epochs
+            signal, epochs = found, epochs + config.epochs
             self._note(weights=f"random, trained for {epochs} epochs")
         return signal
 

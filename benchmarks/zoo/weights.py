@@ -37,6 +37,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.zoo.record import CLEAR_DB, Signal
 from benchmarks.zoo.stream import RoundedSums, deep_branch_ends
+from optimize.errors import PassError
 
 _WEIGHTED = (nn.Conv2d, nn.Linear)
 _NORMS = (_BatchNorm, nn.LayerNorm)
@@ -276,6 +277,9 @@ def fit_head(
         shown: batches of images ``float32 (N, C, H, W)`` and labels ``int64 (N,)`` to fit on.
         judged: others, to judge by.
         largest: integer of an activation; see `_rounding`.
+
+    Raises:
+        PassError: what it reads is infinite or NaN.
     """
     head = _last_layer(module, next(shown())[0])
     assert isinstance(head, _WEIGHTED)
@@ -289,6 +293,8 @@ def fit_head(
             rounded.append(_read_by(module, head, images))
         labels.append(wanted)
     exact, lossy = torch.cat(features).double(), torch.cat(rounded).double()
+    if not (exact.isfinite().all() and lossy.isfinite().all()):
+        raise PassError("what the head reads of these images is no number")
     x, y = torch.cat([exact, lossy]), torch.cat(labels + labels)
     classes = head.weight.shape[0]
     lost = float((lossy - exact).square().mean() / x.square().mean().clamp_min(1e-12))
