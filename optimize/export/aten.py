@@ -8,9 +8,12 @@ is made by its constructor, which is no promise of torch's (2.11 to 2.14 have it
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
+import torch.fx.config
 from torch import fx, nn
 from torch._export.verifier import TrainingIRVerifier
 from torch._guards import detect_fake_mode
@@ -34,9 +37,7 @@ _GUARDS = "_guards_fn"
 #: Where functions of sizes are from: ``operator.mul``, ``math.ceil``, ``torch.sym_max``; also ``operator.getitem``.
 _OF_SIZES = ("_operator", "math", "torch")
 
-#: Where a node is from that was written in. Of one that is from nowhere, `run_decompositions` (torch 2.14) looks up the
-#: place that it is at itself, for each node and size that it writes for it: half of its time.
-_NOWHERE = "written by optimize.export"
+_CLAMP = torch.ops.aten.clamp.default
 
 
 def program_of(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
@@ -51,7 +52,24 @@ def program_of(module: nn.Module, example: torch.Tensor) -> torch.export.Exporte
     """
     if is_program(module) and (program := _as_program(module, example)) is not None:
         return program
-    return torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    with unplaced():
+        return torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+
+
+@contextlib.contextmanager
+def unplaced() -> Iterator[None]:
+    """Have torch note at no node which lines of which sources it is from, within the block.
+
+    Nothing here reads it, files are to have none of it, and to look it up takes a tenth of the way to an int8 graph.
+    Torch 2.11 looks it up whatever it is told.
+    """
+    config: Any = fx.config
+    before = config.do_not_emit_stack_traces if hasattr(config, "do_not_emit_stack_traces") else None
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
 
 
 def is_program(module: nn.Module) -> TypeGuard[fx.GraphModule]:
@@ -115,7 +133,6 @@ def _as_program(module: fx.GraphModule, example: torch.Tensor) -> torch.export.E
             changed.add(images)
         for node in (node for node in module.graph.nodes if node.op == "call_function"):
             copies[node] = copied = graph.node_copy(node, copies.__getitem__)
-            copied.stack_trace = copied.stack_trace or _NOWHERE
             if "val" in node.meta and changed.isdisjoint(node.all_input_nodes):
                 continue
             try:
@@ -150,8 +167,26 @@ def _note_value(node: fx.Node) -> None:
     """Note at an operator what it gives of its arguments; to be called under the mode that those were noted under."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
     assert callable(node.target)
-    node.meta["val"] = node.target(*args, **kwargs)
+    if (kind := _kind_of(node.target, args, kwargs)) is not None:
+        node.meta["val"] = torch.empty_like(args[0], dtype=kind)
+    else:
+        node.meta["val"] = node.target(*args, **kwargs)
     node.meta.pop("tensor_meta", None)
+
+
+def _kind_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The type that a quantizer, its counterpart or a clamp of integers gives of a tensor as it is; None: another one.
+
+    Torch writes these out in up to a dozen operators, of which each would be asked for its shape (2.14: 40 ms a clamp).
+    """
+    if getattr(target, "namespace", "") == "quantized_decomposed":
+        name = target._schema.name.split("::")[1]
+        if name in ("quantize_per_tensor", "quantize_per_channel"):
+            return args[-1] if isinstance(args[-1], torch.dtype) else None
+        if name in ("dequantize_per_tensor", "dequantize_per_channel"):
+            return kwargs.get("out_dtype") or torch.float32
+    whole = target is _CLAMP and not args[0].dtype.is_floating_point
+    return args[0].dtype if whole and all(isinstance(bound, int | None) for bound in args[1:]) else None
 
 
 def _are_alike(noted: Any, found: Any) -> bool:

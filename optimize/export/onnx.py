@@ -16,7 +16,7 @@ from torch import nn
 
 from optimize.errors import PassError
 from optimize.export.alike import require_alike
-from optimize.export.aten import program_of
+from optimize.export.aten import program_of, unplaced
 from optimize.export.decomposing import decomposed_where_needed
 from optimize.export.plain import (
     write_out_attention,
@@ -25,6 +25,7 @@ from optimize.export.plain import (
     write_out_copies,
     write_out_pools,
 )
+from optimize.export.promoting import promoted_by_notes
 from optimize.export.rewriting import let_go
 from optimize.export.translations import read_once
 from serve.runtime.errors import one_line
@@ -59,7 +60,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
     Raises:
         PassError: torch's exporter fails, or the graph has another input or output than those, or a fixed batch.
     """
-    with _nothing_learned(module), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with _nothing_learned(module), unplaced(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         # The exporter reports progress on stdout and warns of its own internals.
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -69,7 +70,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         write_out_circles(exported.graph_module)
         write_out_attention(exported.graph_module)
         write_out_copies(exported)
-        with read_once(), decomposed_where_needed():
+        with read_once(), decomposed_where_needed(), promoted_by_notes():
             try:
                 program = torch.onnx.export(
                     exported,
