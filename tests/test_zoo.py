@@ -585,8 +585,9 @@ def test_the_head_leans_on_nothing_that_rounding_drowns(monkeypatch: pytest.Monk
 
 def test_a_network_whose_head_reads_no_numbers_is_refused() -> None:
     """Its weights are numbers, but grew until what they make of images is not."""
-    module = nn.Sequential(nn.Conv2d(3, 4, 16), nn.Flatten(), nn.Linear(4, 3)).eval()
-    module[0].weight.data.fill_(3e38)
+    first = nn.Conv2d(3, 4, 16)
+    first.weight.data.fill_(3e38)
+    module = nn.Sequential(first, nn.Flatten(), nn.Linear(4, 3)).eval()
     images, labels = torch.ones(8, 3, 16, 16), torch.arange(8) % 3
     with pytest.raises(PassError, match="what the head reads of these images is no number"):
         fit_head(module, lambda: iter([(images, labels)]), lambda: iter([(images, labels)]))

@@ -165,7 +165,8 @@ def _as_program(module: fx.GraphModule, example: torch.Tensor) -> torch.export.E
 
 def _note_value(node: fx.Node) -> None:
     """Note at an operator what it gives of its arguments; to be called under the mode that those were noted under."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
+    values: Any = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
+    args, kwargs = values
     assert callable(node.target)
     if (kind := _kind_of(node.target, args, kwargs)) is not None:
         node.meta["val"] = torch.empty_like(args[0], dtype=kind)
@@ -191,7 +192,7 @@ def _kind_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
 
 def _are_alike(noted: Any, found: Any) -> bool:
     """Whether two values have the same types, shapes and order in memory, in the same symbols."""
-    return _described(noted) == _described(found)
+    return bool(_described(noted) == _described(found))
 
 
 def _described(value: Any) -> Any:

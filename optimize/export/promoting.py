@@ -43,7 +43,7 @@ def _promote(graph_module: fx.GraphModule) -> None:
     """Write a program's promotions into its graph, as torch's own pass does that runs it."""
     from torch.onnx._internal.fx.passes import type_promotion
 
-    class Noted(type_promotion._TypePromotionInterpreter):  # type: ignore[misc]  # torch's own, without types here
+    class Noted(type_promotion._TypePromotionInterpreter):
         """Knows what nodes give; runs what it writes, but for a clamp, which gives what it gave by numbers."""
 
         def _run_node_and_set_meta(self, node: fx.Node) -> Any:
