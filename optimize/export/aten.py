@@ -64,7 +64,7 @@ def unplaced() -> Iterator[None]:
     Torch 2.11 looks it up whatever it is told.
     """
     config: Any = fx.config
-    before = config.do_not_emit_stack_traces if hasattr(config, "do_not_emit_stack_traces") else None
+    before = getattr(config, "do_not_emit_stack_traces", False)
     config.do_not_emit_stack_traces = True
     try:
         yield
@@ -186,7 +186,7 @@ def _kind_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
             return args[-1] if isinstance(args[-1], torch.dtype) else None
         if name in ("dequantize_per_tensor", "dequantize_per_channel"):
             return kwargs.get("out_dtype") or torch.float32
-    whole = target is _CLAMP and not args[0].dtype.is_floating_point
+    whole = target is _CLAMP and not kwargs and not args[0].dtype.is_floating_point
     return args[0].dtype if whole and all(isinstance(bound, int | None) for bound in args[1:]) else None
 
 

@@ -81,7 +81,7 @@ def _as_one_graph(whole: FromPixels, program: fx.GraphModule) -> fx.GraphModule:
     for tensor in program.graph.find_nodes(op="get_attr"):
         known[tensor].target = f"module.{tensor.target}"
     graph.output(answer)
-    graph.set_codegen(copy.deepcopy(program.graph._codegen))
+    graph.set_codegen(copy.copy(program.graph._codegen))
     return fx.GraphModule(whole, graph)
 
 

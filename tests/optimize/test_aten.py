@@ -149,6 +149,7 @@ def test_what_torch_fx_traced_is_no_program():
     assert not is_program(network())
 
 
+@pytest.mark.skipif(not hasattr(torch.fx.config, "do_not_emit_stack_traces"), reason="torch 2.11 cannot be told")
 def test_no_operator_says_which_sources_it_is_from():
     """To look that up takes a tenth of the way to an int8 graph; afterwards torch does as it did before."""
     before = torch.fx.config.do_not_emit_stack_traces
@@ -167,7 +168,7 @@ class Rounded(nn.Module):
         floats = quantized.dequantize_per_tensor(whole, *range_).clamp(0, 6)
         channels = (torch.full((8,), 0.1), torch.zeros(8, dtype=torch.int64), 1, -127, 127, torch.int8)
         again = quantized.dequantize_per_channel(quantized.quantize_per_channel(floats, *channels), *channels)
-        return again.mean((1, 2)) + whole.clamp(1.5, 20).sum((1, 2))
+        return again.mean((1, 2)) + (whole.clamp(1.5, 20) + whole.clamp(max=9.5)).sum((1, 2))
 
 
 def test_what_is_not_noted_is_what_torch_gives():
