@@ -9,7 +9,7 @@ is made by its constructor, which is no promise of torch's (2.11 to 2.14 have it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -31,13 +31,12 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from optimize.export.constants import attribute
+from optimize.export.noted import are_alike, note_value
 
 #: What the module of a program has look at the images, since torch 2.9; it is no part of the program.
 _GUARDS = "_guards_fn"
 #: Where functions of sizes are from: ``operator.mul``, ``math.ceil``, ``torch.sym_max``; also ``operator.getitem``.
 _OF_SIZES = ("_operator", "math", "torch")
-
-_CLAMP = torch.ops.aten.clamp.default
 
 
 def program_of(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
@@ -123,23 +122,23 @@ def _as_program(module: fx.GraphModule, example: torch.Tensor) -> torch.export.E
         kept[target] = tensor
         value = mode.from_tensor(tensor.detach(), static_shapes=True)
         copies.update(dict.fromkeys(readers, take(f"{kind.name.lower()}_{number}", kind, value, target)))
-        changed.update(reader for reader in readers if not _are_alike(reader.meta.get("val"), value))
+        changed.update(reader for reader in readers if not are_alike(reader.meta.get("val"), value))
     batch = _number(images)
     # What torch asks here of the number of images, to choose kernels, is no condition (2.14: convolutions do).
     with torch.no_grad(), mode, sizes.suppress_guards():
-        taken = torch.empty((batch, *example.shape[1:]), dtype=example.dtype)
+        taken = torch.empty((batch, *example.shape[1:]), dtype=example.dtype, device=example.device)
         copies[images] = take(images.name, InputKind.USER_INPUT, taken)
-        if not _are_alike(images.meta["val"], taken):
+        if not are_alike(images.meta["val"], taken):
             changed.add(images)
         for node in (node for node in module.graph.nodes if node.op == "call_function"):
             copies[node] = copied = graph.node_copy(node, copies.__getitem__)
             if "val" in node.meta and changed.isdisjoint(node.all_input_nodes):
                 continue
             try:
-                _note_value(copied)
+                note_value(copied)
             except Exception:  # noqa: BLE001 - a condition of sizes that cannot be decided, and what operators raise
                 return None
-            if not _are_alike(node.meta.get("val"), copied.meta["val"]):
+            if not are_alike(node.meta.get("val"), copied.meta["val"]):
                 changed.add(node)
     answers = [copies[node] for node in pytree.tree_leaves(output.args)]
     if not all(isinstance(answer.meta["val"].shape[0], torch.SymInt) for answer in answers):
@@ -161,47 +160,6 @@ def _as_program(module: fx.GraphModule, example: torch.Tensor) -> torch.export.E
         constants,
         verifiers=[TrainingIRVerifier],
     )
-
-
-def _note_value(node: fx.Node) -> None:
-    """Note at an operator what it gives of its arguments; to be called under the mode that those were noted under."""
-    values: Any = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
-    args, kwargs = values
-    assert callable(node.target)
-    if (kind := _kind_of(node.target, args, kwargs)) is not None:
-        node.meta["val"] = torch.empty_like(args[0], dtype=kind)
-    else:
-        node.meta["val"] = node.target(*args, **kwargs)
-    node.meta.pop("tensor_meta", None)
-
-
-def _kind_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """The type that a quantizer, its counterpart or a clamp of integers gives of a tensor as it is; None: another one.
-
-    Torch writes these out in up to a dozen operators, of which each would be asked for its shape (2.14: 40 ms a clamp).
-    """
-    if getattr(target, "namespace", "") == "quantized_decomposed":
-        name = target._schema.name.split("::")[1]
-        if name in ("quantize_per_tensor", "quantize_per_channel"):
-            return args[-1] if isinstance(args[-1], torch.dtype) else None
-        if name in ("dequantize_per_tensor", "dequantize_per_channel"):
-            return kwargs.get("out_dtype") or torch.float32
-    whole = target is _CLAMP and not kwargs and not args[0].dtype.is_floating_point
-    return args[0].dtype if whole and all(isinstance(bound, int | None) for bound in args[1:]) else None
-
-
-def _are_alike(noted: Any, found: Any) -> bool:
-    """Whether two values have the same types, shapes and order in memory, in the same symbols."""
-    return bool(_described(noted) == _described(found))
-
-
-def _described(value: Any) -> Any:
-    """What is compared of a value; no size is asked for its number, which would be a condition of the program."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, tuple(map(_described, value.shape)), tuple(map(_described, value.stride()))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    return value.node.expr if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
 
 
 def _tensors(module: fx.GraphModule) -> dict[str, tuple[InputKind, list[fx.Node]]]:

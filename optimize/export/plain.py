@@ -10,6 +10,8 @@ import torch.ao.quantization.fx._decomposed  # what registers `torch.ops.quantiz
 from torch import fx
 from torch.export import ExportedProgram
 
+from optimize.export.noted import value_of
+
 #: Of ``avg_pool2d``: images and kernel, stride, padding, whether sizes are rounded up, whether zeros count, divisor.
 _POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
 #: Axes of attention: images, heads, places and channels.
@@ -129,18 +131,9 @@ def _of_another_rank(attention: fx.Node) -> bool:
 def _put(written: fx.Node, node: fx.Node) -> None:
     """Have readers of a node read what was written before it, which says what it gives, as it is asked next."""
     with node.meta["val"].fake_mode:
-        _value(written)
+        value_of(written)
     node.replace_all_uses_with(written)
     node.graph.erase_node(node)
-
-
-def _value(node: fx.Node) -> Any:
-    """What a node gives, in ``meta["val"]`` as `torch.export` notes it; noted where it was written in."""
-    if "val" not in node.meta:
-        given, settings = fx.map_arg((node.args, node.kwargs), _value)
-        assert callable(node.target)
-        node.meta["val"] = node.target(*given, **settings)
-    return node.meta["val"]
 
 
 def _shifted(node: Any) -> bool:

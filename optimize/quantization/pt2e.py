@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization.observer import ObserverBase
 
+from optimize.export.aten import program_of
 from optimize.quantization.between import integers_at
 from optimize.quantization.choices import Chosen
 from optimize.quantization.dropouts import drop_dropouts
@@ -101,7 +102,7 @@ def prepare_program(
     if target.packed:
         free_last_pool(whole, example)
     _cut_weights(whole, watching)
-    program = torch.export.export(whole, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)).module()
+    program = program_of(whole, example).module()
     prepared: fx.GraphModule = prepare_pt2e(program, _TargetQuantizer(watching))
     return prepared
 
