@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic._internal._model_construction import ModelMetaclass  # which pydantic 2 does not export
 from pydantic.fields import FieldInfo
 
@@ -70,6 +70,14 @@ class Config(BaseModel, metaclass=_Settings):
             named = [_head(name, cls.model_fields[name], usual) for name in general]
             fields.append(_paragraph(f"as {cls.described_by} has them, which describes them: {'; '.join(named)}"))
         cls.__doc__ = "\n".join([own, "", "Settings:", *fields])
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _counts_no_truth(cls, value: object, info: ValidationInfo) -> object:
+        """YAML's ``yes``, ``on`` and ``true`` are no numbers, though Python counts with them, and pydantic lets it."""
+        if isinstance(value, bool) and _is_number(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("input should be a number")
+        return value
 
     @classmethod
     def _described_elsewhere(cls) -> list[str]:
@@ -141,6 +149,12 @@ def settings_within(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
     parts = [part for part in (typing.get_args(annotation) if union else (annotation,)) if part is not types.NoneType]
     alone = parts[0] if len(parts) == 1 else None
     return alone if isinstance(alone, type) and issubclass(alone, BaseModel) else None
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether a setting of this type is a number, or None."""
+    parts = typing.get_args(annotation) or (annotation,)
+    return all(part in (int, float, types.NoneType) for part in parts)
 
 
 def _known(kind: type[BaseModel], name: str) -> list[str]:

@@ -327,6 +327,7 @@ def test_a_form_that_is_none_or_was_cut_is_refused(noise: bytes, length: int) ->
         ("models: {m: [{archive: a.mar, wait: 1}]}", "wait"),
         ("models: {m: [{archive: a.mar}, {archive: a.mar}]}", "version twice"),
         ("models: {m: [{archive: a.mar, weight: 0}]}", "weight above 0"),
+        ("models: {m: [{archive: a.mar, weight: yes}]}", "m: weight: input should be a number"),
         ("models: {'m/n': [{archive: a.mar}]}", "cannot name"),
         ("models: {m: [{archive: a.mar, version: 'a b'}]}", "a version is"),
         ("models: {m: [{archive: none.mar}]}", "there is no such archive"),

@@ -38,6 +38,19 @@ def test_all_wrong_settings_are_said_at_once_with_their_values() -> None:
     assert "greater than or equal to 1 (it is 0)" in str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["width", "rate", "limit"])
+def test_true_is_no_number(field: str) -> None:
+    class Brush(Paint):
+        rate: float = Field(default=0.5, description="of drying, mm/s")
+        limit: int | None = Field(default=None, description="the most strokes")
+        wet: bool = Field(default=False, description="whether it is")
+
+    with pytest.raises(UserError, match=f"^Brush: {field}: input should be a number \\(it is True\\)$"):
+        Brush(**{field: True})
+    assert Brush(**{field: 1}) == Brush(**{field: "1"})  # as YAML gives 1e-3, and a command line all
+    assert Brush(wet=True).wet
+
+
 @pytest.mark.parametrize(
     "kind", [Paint, opt.Training, opt.Timing, ServingOptions, *(p.config for p in passes().values())]
 )
