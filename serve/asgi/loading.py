@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from serve.runtime.errors import UserError
 from serve.runtime.known import NOTHING_KNOWN, read_known
 from serve.runtime.self_check import check_known
 from serve.runtime.service import open_service
+from serve.scratch import scratch
 from serve.verified import Policy, verified_copy
 
 
@@ -87,15 +87,16 @@ def _unpacked(archive: Path, policy: Policy) -> Iterator[tuple[Path, str]]:
     Raises:
         UserError: there is no room for them, or no such archive.
     """
-    try:
-        private = tempfile.TemporaryDirectory(prefix="serve-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise UserError(f"{archive}: no folder can be made for a private copy ({error.strerror or error})") from None
-    with private as temporary:
+    with ExitStack() as stack:
+        try:
+            private = stack.enter_context(scratch("serve-"))
+        except OSError as error:
+            why = error.strerror or error
+            raise UserError(f"{archive}: no folder can be made for a private copy ({why})") from None
         # Its Python is not run: this process has the runtime that it was started with.
-        copy = verified_copy(archive, policy, Path(temporary), foreign=None)
+        copy = verified_copy(archive, policy, private, foreign=None)
         digest = sha256_file(copy)
-        folder = Path(temporary) / "archive"
+        folder = private / "archive"
         try:
             with zipfile.ZipFile(copy) as opened:
                 opened.extractall(folder)  # names are those of the card, which are plain
