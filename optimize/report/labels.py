@@ -57,7 +57,7 @@ def place_labels(
     canvas = figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
     renderer = canvas.get_renderer()  # type: ignore[no-untyped-call]
-    inside = axes.get_window_extent()
+    inside = axes.get_window_extent().padded(-4)  # beside the frame, and not on it
     spots = [axes.transData.transform(label.at) for label in labels]
     corners = [axes.transData.transform(corner) for corner in front]
     taken = [
