@@ -104,9 +104,9 @@ def _reading() -> Iterator[str]:
     yield from (
         "Seconds are of processor time, of all threads. Images differ by a share of the power of what the head "
         "reads, so far above what rounding each layer's weights and answers, and pooled maps, to 8 bits changes "
-        "there (answers to 7 where it says so, as on a CPU without VNNI, whose int8 has as many; with a star: not "
-        "pooled maps; with two: answers alone; with a dagger: residual sums, too). Size is that of the int8 graph, as "
-        "a share of the float graph's. Agreement is that of top-1, SQNR that of the logits' "
+        "there (weights or answers to 7 where it says so, as in the int8 of a CPU without VNNI: weights now, answers "
+        "before; with a star: not pooled maps; with two: answers alone; with a dagger: residual sums, too). Size is "
+        "that of the int8 graph, as a share of the float graph's. Agreement is that of top-1, SQNR that of the logits' "
         "part that differs between images, in dB. *Of the integers*: against float. *Of engines*: the lowest of "
         "torch's kernels, ONNX Runtime and OpenVINO against what the integers mean in exact arithmetic. The graph for "
         "TensorRT is computed node by node by ONNX Runtime: TensorRT was not run. Speed is of one image, batch 1: the "
@@ -161,7 +161,7 @@ def _figures(records: Sequence[ModelRecord]) -> Iterator[str]:
 
 def _signal(signal: Signal) -> str:
     stars = "*" * (2 - signal.weights_rounded - signal.pooled_rounded)
-    bits = "" if signal.largest == 255 else " of 7 bits"
+    bits = " of 7 bits" if signal.largest < 255 else " of 7-bit weights" if signal.widest < 127 else ""
     return f"{signal.image_share:.1%}, {signal.rounding_db:.0f} dB{bits}{stars}{'†' if signal.branches else ''}"
 
 

@@ -25,8 +25,8 @@ class Signal(Record):
     numbers, of 8 bits: below 0 dB an int8 network of these weights answers noise, whatever made it. ``top1`` is the
     fitted head's, on ``images`` that nothing was fitted on. Of records without ``weights_rounded`` the weights
     stayed exact, of those without ``pooled_rounded`` pooled maps. ``branches`` are a deep transformer's, whose sums
-    were rounded, too, and which were drawn small; 0 for others. ``largest`` is that of an activation's integers: 127
-    where numbers have 7 bits, as those of a CPU without VNNI do.
+    were rounded, too, and which were drawn small; 0 for others. ``widest`` is the largest integer of a weight: 63 on a
+    CPU without VNNI. ``largest`` is that of an activation: 127 in records of such CPUs from when those had 7 bits.
     """
 
     image_share: float
@@ -37,6 +37,7 @@ class Signal(Record):
     pooled_rounded: bool = False
     branches: int = 0
     largest: int = 255
+    widest: int = 127
 
 
 class Agreement(Record):

@@ -267,7 +267,7 @@ class Model:
         torch.manual_seed(context.seed)
         module = source.build(len(context.data.classes), context.preprocessing.crop[0])
         images, _ = next(self._batches(context.data.train, self.settings.calibration, size=32))
-        initialise(module, images, largest=x86_target().activation_max)
+        initialise(module, images, widest=x86_target().weight_max)
         return module
 
     def _fit_head(self, module: nn.Module) -> Signal:
@@ -276,7 +276,7 @@ class Model:
             module,
             lambda: self._batches(data.train, self.settings.fitting),
             lambda: self._batches(data.val, self.settings.judging),
-            largest=x86_target().activation_max,
+            widest=x86_target().weight_max,
         )
 
     def _strengthened(self, module: nn.Module, signal: Signal) -> Signal:

@@ -61,14 +61,14 @@ _BRANCH_FACTORS = ("layer_scale", "gamma", "gamma_1", "gamma_2")
 _TOKENS = ("class_token", "cls_token", "dist_token", "reg_token", "pos_embedding", "pos_embed")
 
 
-def initialise(module: nn.Module, images: torch.Tensor, seed: int = 0, *, largest: int = 255) -> float:
+def initialise(module: nn.Module, images: torch.Tensor, seed: int = 0, *, widest: int = 127) -> float:
     """Draw weights that keep their signal through the depth of a network, in place.
 
     Args:
         module: in any mode, as its library builds it; afterwards in eval mode.
         images: ``float32 (N, C, H, W)``, normalised, real; N of 16 to 32 are enough.
         seed: of the draw.
-        largest: integer of an activation; see `_rounding`.
+        widest: largest integer of a weight; see `_rounding`.
 
     Returns:
         The mean that was chosen.
@@ -83,7 +83,7 @@ def initialise(module: nn.Module, images: torch.Tensor, seed: int = 0, *, larges
             _settle(module, images, way, seed, ends)
             head = _last_layer(module, images)
             exact = _read_by(module, head, images)
-            with _rounding(module, sums=bool(ends), largest=largest):
+            with _rounding(module, sums=bool(ends), widest=widest):
                 kept[way] = _above_db(exact, _read_by(module, head, images))
         best = max(kept, key=lambda way: kept[way])
         if kept[best] >= CLEAR_DB:
@@ -195,13 +195,13 @@ def _as_branch(layer: nn.Module, given: Any, output: Any, deviation: float) -> A
 
 
 @contextmanager
-def _rounding(module: nn.Module, sums: bool, largest: int) -> Iterator[None]:
-    """Let each layer have weights of 8 bits, and give numbers of as many, or of 7: integers from 0 to ``largest``.
+def _rounding(module: nn.Module, sums: bool, widest: int) -> Iterator[None]:
+    """Let each layer have weights of 8 bits, or of 7 (up to ``widest`` steps from 0), and give numbers of 8.
 
-    A channel's weights are of 255 numbers, symmetric and at equal distances; a norm that is folded into them later
-    scales them alike. What a layer gives is of 256, at equal distances from its least to its largest; not where it has
-    no bias and there are norms: those are folded into it, and give what is rounded. Pooled maps, which a squeeze and
-    excitation reads, are of 256 too; all of them of 128 where a CPU without VNNI is to compute with them.
+    A channel's weights are of 255 numbers, symmetric and at equal distances, or of 127 where a CPU without VNNI is to
+    compute with them; a norm that is folded into them later scales them alike. What a layer gives is of 256, at equal
+    distances from its least to its largest; not where it has no bias and there are norms: those are folded into it, and
+    give what is rounded. Pooled maps, which a squeeze and excitation reads, are of 256 too.
 
     All three count. The error of a weight is the same at all places, and no pool averages it out as it does that of
     what a layer gives: in a small MaxViT, whose squeeze and excitation makes much of little differences between pooled
@@ -213,21 +213,20 @@ def _rounding(module: nn.Module, sums: bool, largest: int) -> Iterator[None]:
     norms = [layer for layer in module.modules() if isinstance(layer, _NORMS)]
     layers = [layer for layer in module.modules() if isinstance(layer, _WEIGHTED)]
     kept = [layer.weight.data for layer in layers]
-    in_bits = functools.partial(_in_bits, largest=largest)
 
     def rounded(layer: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
-        return in_bits(output)
+        return _in_bits(output)
 
     def read(layer: nn.Module, given: Any) -> Any:
-        return (in_bits(given[0]),) if _reads_pooled(layer, given) else given
+        return (_in_bits(given[0]),) if _reads_pooled(layer, given) else given
 
     try:
         for layer, weight in zip(layers, kept, strict=True):
             others = tuple(range(1, weight.ndim))
-            step = (weight.abs().amax(others, keepdim=True) / 127).clamp_min(1e-12)
+            step = (weight.abs().amax(others, keepdim=True) / widest).clamp_min(1e-12)
             layer.weight.data = (weight / step).round() * step
         with (
-            RoundedSums(in_bits) if sums else nullcontext(),
+            RoundedSums(_in_bits) if sums else nullcontext(),
             _hooked(layers, read, before=True),
             _hooked(norms, rounded),
             _hooked([layer for layer in layers if not norms or layer.bias is not None], rounded),
@@ -243,10 +242,10 @@ def _reads_pooled(layer: nn.Module, given: Any) -> bool:
     return isinstance(layer, nn.Conv2d) and given[0].shape[-2:] == (1, 1)
 
 
-def _in_bits(values: torch.Tensor, largest: int) -> torch.Tensor:
-    """The nearest of ``largest + 1`` numbers at equal distances, from the least of the values to the largest."""
+def _in_bits(values: torch.Tensor) -> torch.Tensor:
+    """The nearest of 256 numbers at equal distances, from the least of the values to the largest."""
     low, high = values.aminmax()
-    step = ((high - low) / largest).clamp_min(1e-12)
+    step = ((high - low) / 255).clamp_min(1e-12)
     return ((values - low) / step).round() * step + low
 
 
@@ -268,7 +267,7 @@ def fit_head(
     shown: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]],
     judged: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]],
     *,
-    largest: int = 255,
+    widest: int = 127,
 ) -> Signal:
     """Fit the last layer to labels, by ridge regression, and see what the network is worth with it.
 
@@ -276,7 +275,7 @@ def fit_head(
         module: in eval mode; its last layer with weights gives the logits (after a pool, where it is a convolution).
         shown: batches of images ``float32 (N, C, H, W)`` and labels ``int64 (N,)`` to fit on.
         judged: others, to judge by.
-        largest: integer of an activation; see `_rounding`.
+        widest: largest integer of a weight; see `_rounding`.
 
     Raises:
         PassError: what it reads is infinite or NaN.
@@ -289,7 +288,7 @@ def fit_head(
     labels: list[torch.Tensor] = []
     for images, wanted in shown():
         features.append(_read_by(module, head, images))
-        with _rounding(module, sums=branches > 0, largest=largest):
+        with _rounding(module, sums=branches > 0, widest=widest):
             rounded.append(_read_by(module, head, images))
         labels.append(wanted)
     exact, lossy = torch.cat(features).double(), torch.cat(rounded).double()
@@ -298,7 +297,6 @@ def fit_head(
     x, y = torch.cat([exact, lossy]), torch.cat(labels + labels)
     classes = head.weight.shape[0]
     lost = float((lossy - exact).square().mean() / x.square().mean().clamp_min(1e-12))
-    lost *= (largest / 255) ** 2  # of 8 bits, which TensorRT has whatever this CPU has
     weight, centre = _ridge(x, nn.functional.one_hot(y, classes).double(), max(_NOISE, _SYMMETRIC * lost))
     answers = (x - centre) @ weight
     weight = weight * (3 / answers.std().clamp_min(1e-12))
@@ -322,7 +320,7 @@ def fit_head(
         weights_rounded=True,
         pooled_rounded=True,
         branches=branches,
-        largest=largest,
+        widest=widest,
     )
 
 

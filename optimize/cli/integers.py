@@ -27,9 +27,7 @@ def lint(
     file: Annotated[Path, typer.Argument(help="A quantized ONNX graph, of whatever tool.", metavar="FILE.onnx")],
     target: Annotated[
         str,
-        typer.Option(
-            help="What it is for: cpu (ONNX Runtime and OpenVINO, with VNNI), x86 (any x86 CPU: 7 bits) or tensorrt."
-        ),
+        typer.Option(help="What it is for: cpu (ONNX Runtime and OpenVINO, with VNNI), x86 (any x86 CPU) or tensorrt."),
     ] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False,
 ) -> None:

@@ -18,8 +18,8 @@ from optimize.lint.graph import Graph
 from serve.runtime.errors import UserError, one_line
 from serve.runtime.registry import Registry
 
-#: What a graph is for: ``cpu``, ONNX Runtime and OpenVINO on a CPU with VNNI (activations of 8 bits); ``x86``, on any
-#: x86 CPU (7 bits, which 16-bit sums hold); ``tensorrt``, TensorRT 10 or 11.
+#: What a graph is for: ``cpu``, ONNX Runtime and OpenVINO on a CPU with VNNI; ``x86``, on any x86 CPU (weights or
+#: activations of 7 bits, which 16-bit sums hold); ``tensorrt``, TensorRT 10 or 11.
 LintTarget = Literal["cpu", "x86", "tensorrt"]
 TARGETS: tuple[LintTarget, ...] = get_args(LintTarget)
 CPUS: tuple[LintTarget, ...] = ("cpu", "x86")

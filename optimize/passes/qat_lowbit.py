@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from pydantic import ConfigDict, Field
-from torch import fx
+from torch import fx, nn
 
 from optimize.context import Context
 from optimize.export.program import write_weights
@@ -33,6 +34,8 @@ from optimize.quantization.targets import target_named
 from optimize.store.artifact import Artifact, Product
 from optimize.training.config import TrainingConfig, by_optimizer
 from optimize.training.loop import train
+from serve.runtime.errors import UserError
+from serve.runtime.integers import WEIGHT_MAX
 
 
 class QatLowbit(TrainingConfig, LowBitTraining):
@@ -92,6 +95,22 @@ def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) 
     )
 
 
+def _check(build: Callable[[], nn.Module], config: QatLowbit) -> None:
+    """As `check_choices`; and all but DoReFa's 7 bits keep to integers that any x86 CPU can sum (`WEIGHT_MAX`).
+
+    Raises:
+        UserError: as there; or two products would not fit into 16 bits.
+    """
+    check_choices(build, config)
+    target = target_named(config.target)
+    wide = config.weight_quantizer == "dorefa" and config.weight_bits == 7
+    if wide and config.activation_bits == 8 and target.packed and target.weight_max <= WEIGHT_MAX:
+        raise UserError(
+            f"dorefa of 7 bits has integers to 127, of which target {target.name} cannot sum products with activations "
+            "of 8 bits: set weight_bits to 6 or less, or activation_bits to 7 or less"
+        )
+
+
 def _on_grids(settled: Quantized) -> fx.GraphModule:
     """The network that was trained, with its weights rounded."""
     module = copy.deepcopy(settled.module)
@@ -108,7 +127,7 @@ QAT_LOWBIT = register(
         accepts=frozenset({"module", "lowbit"}),
         yields="lowbit",
         apply=_apply,
-        check=check_choices,
+        check=_check,
         data="training",
         rebuild=trace_calls,
     )

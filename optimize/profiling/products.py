@@ -1,7 +1,7 @@
 """The product of two int8 matrices, as an ONNX graph for engines that run graphs: what an int8 peak is taken by.
 
-Its activations have the integers that artifacts for this CPU have. Without VNNI those of 8 bits would saturate, and
-what was timed would be no product.
+Its weights have the integers that artifacts for this CPU have. Without VNNI those of 8 bits would saturate, and what
+was timed would be no product.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ def int8_product_graph(side: int) -> bytes:
 
     Its input is the activations' integers, so that nothing but the product is timed; its output ``uint8``.
     """
-    weights = np.random.default_rng(0).integers(-127, 128, (side, side), dtype=np.int8)
     constants = [
-        numpy_helper.from_array(weights, "w"),
+        numpy_helper.from_array(weights(side), "w"),
         numpy_helper.from_array(np.array(0.01, np.float32), "scale"),
-        numpy_helper.from_array(np.array(_middle(), np.uint8), "zero"),
+        numpy_helper.from_array(np.array(128, np.uint8), "zero"),
         numpy_helper.from_array(np.array(0, np.int8), "weight_zero"),
     ]
     nodes = [
@@ -43,12 +42,13 @@ def int8_product_graph(side: int) -> bytes:
 
 def activations(side: int) -> np.ndarray:
     """Integers for its input."""
-    return np.random.default_rng(1).integers(0, x86_target().activation_max + 1, (side, side), dtype=np.uint8)
+    return np.random.default_rng(1).integers(0, 256, (side, side), dtype=np.uint8)
 
 
-def _middle() -> int:
-    """The zero-point of a range with as much below 0 as above."""
-    return (x86_target().activation_max + 1) // 2
+def weights(side: int) -> np.ndarray:
+    """Integers of its weights."""
+    most = x86_target().weight_max
+    return np.random.default_rng(0).integers(-most, most + 1, (side, side), dtype=np.int8)
 
 
 def _node(kind: str, given: Sequence[str], answer: str) -> NodeProto:

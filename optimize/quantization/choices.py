@@ -43,8 +43,8 @@ class Choices(Gate):
 
     target: TargetName = Field(
         default="auto",
-        description="what the integers are for: x86-vnni (activations of 8 bits; CPUs without VNNI refuse them), x86 "
-        "(7 bits, for every x86 CPU), auto: this machine's CPU, or tensorrt (signed activations around 0; torch has no "
+        description="what the integers are for: x86-vnni (weights of 8 bits; CPUs without VNNI refuse them), x86 "
+        "(of 7, for every x86 CPU), auto: this machine's CPU, or tensorrt (signed activations around 0; torch has no "
         "kernels for them, and its program computes what they mean in float arithmetic)",
     )
     keep_float: tuple[str, ...] = Field(

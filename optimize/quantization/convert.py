@@ -52,7 +52,6 @@ from optimize.quantization.stream import free_stream
 from optimize.quantization.targets import Target
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.integers import ANY_X86
 from serve.runtime.program_file import save_program
 
 _NOTHING = "torch.ao.quantization found no layer that it can quantize in this model"
@@ -142,7 +141,7 @@ def prepare(module: fx.GraphModule, mapping: QConfigMapping, example: torch.Tens
         if target.packed:
             free_last_pool(bounded, example)
             free_inexact(bounded)
-            free_known(bounded, weighed=target.name == ANY_X86)
+            free_known(bounded)
         bounds = bound_relus(bounded, mapping, but_not=unbound)
         with forgotten(bounded):
             prepared: fx.GraphModule = insert(
@@ -233,7 +232,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
         device="cpu",
         target=target.name,
         notes=(
-            f"{layers} quantized layers, activations 0 to {target.activation_max} ({target.name})",
+            f"{layers} quantized layers, {target.described}",
             *_left_in_float(converted),
         ),
     )
@@ -264,9 +263,8 @@ def write_reference(form: fx.GraphModule, example: torch.Tensor, target: Target,
         device="cpu",
         target=target.name,
         notes=(
-            f"{layers} quantized layers, activations {target.activation_min} to {target.activation_max} "
-            f"({target.name}); {why}: this program computes what they mean in float arithmetic, and its speed is not "
-            "theirs",
+            f"{layers} quantized layers, {target.described}; {why}: this program computes what they mean in float "
+            "arithmetic, and its speed is not theirs",
         ),
     )
 

@@ -1,10 +1,7 @@
-"""Operators whose range is known, kept in float where 7 bits are wanted: torch's kernels of them give all 8.
+"""Operators whose range is known, kept in float where they are put together with others, which would have their range.
 
-Of a tanh, a sigmoid and a hardsigmoid torch.ao (2.11 to 2.14) knows the range, and its kernels give 256 integers
-whatever the target. A layer with weights that reads them has products that a CPU without VNNI adds in 16 bits, in
-torch, ONNX Runtime and OpenVINO alike: behind the tanh of a small MaxViT's head two thirds of the last layer's
-integers were others. In float they are rounded by the quantizer of what reads them, to 7 bits. What a sigmoid
-multiplies (a squeeze and excitation) is no sum of products, and takes 8.
+Of a tanh, a sigmoid and a hardsigmoid torch.ao (2.11 to 2.14) knows the range, and its kernels give its integers
+whatever is done with them. In float they are rounded by the quantizer of what reads them.
 """
 
 from __future__ import annotations
@@ -52,14 +49,13 @@ _OTHERS: Final = frozenset(
 )
 
 
-def free_known(module: fx.GraphModule, *, weighed: bool) -> int:
-    """Make operators of known range, which layers with weights read, ones that stay in float, in place.
+def free_known(module: fx.GraphModule) -> int:
+    """Make operators of known range that are put together with others, or write in place, ones that stay in float.
 
-    So are those, whatever reads them, that are put together with others, which would have their range.
+    torch's integer kernels (2.14) have no ``tanh_``.
 
     Args:
         module: traced, before anything watches its tensors.
-        weighed: whether what layers with weights read is.
 
     Returns:
         How many.
@@ -67,7 +63,8 @@ def free_known(module: fx.GraphModule, *, weighed: bool) -> int:
     freed = 0
     for node in list(module.graph.nodes):
         known = _in_float(module, node)
-        if known is None or not ((weighed and _weighed(module, node)) or _put_together(module, node)):
+        in_place = isinstance(node.target, str) and node.target.endswith("_")
+        if known is None or not (in_place or _put_together(module, node)):
             continue
         name = f"{node.name}_in_float"
         module.add_submodule(name, known)
@@ -130,8 +127,3 @@ def _read_afterwards(module: fx.GraphModule, node: fx.Node) -> bool:
     others = [user for user in node.all_input_nodes[0].users if user is not node]
     # What a layer with weights gives lies in memory of its own.
     return writes(module, node) and not all(user < node and has_weights(module, user) for user in others)
-
-
-def _weighed(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a layer with weights reads what a node gives, or what is only moved, pooled or put together of it."""
-    return leads_to(node, lambda user: has_weights(module, user), lambda user: user.target not in _OTHERS)

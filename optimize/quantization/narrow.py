@@ -30,8 +30,7 @@ def clamp_packed(converted: fx.GraphModule, reference: fx.Graph, example: torch.
     """Clamp what packed kernels give to the range that it was quantized for, in place.
 
     torch's kernels (2.11 to 2.14) write all 8 bits whatever the range: an activation beyond what calibration saw
-    becomes an integer above 127, which the reference form and the ONNX graph do not have, and whose products no longer
-    fit into the 16 bits that a CPU without VNNI adds them in.
+    becomes an integer beyond it, which the reference form and the ONNX graph do not have.
 
     Args:
         converted: the packed model.

@@ -101,9 +101,9 @@ def prepare_program(
     drop_dropouts(whole)
     if target.packed:
         free_last_pool(whole, example)
-    _cut_weights(whole, watching)
+    _cut_weights(whole, watching, target.weight_max)
     program = program_of(whole, example).module()
-    prepared: fx.GraphModule = prepare_pt2e(program, _TargetQuantizer(watching))
+    prepared: fx.GraphModule = prepare_pt2e(program, _TargetQuantizer(watching, target.weight_max))
     return prepared
 
 
@@ -161,14 +161,14 @@ def left_in_float(prepared: fx.GraphModule) -> tuple[str, ...]:
     return (f"{len(left)} layers left in float: {', '.join(left[:4])}{' …' if len(left) > 4 else ''}",)
 
 
-def _cut_weights(module: fx.GraphModule, watching: Watching) -> None:
+def _cut_weights(module: fx.GraphModule, watching: Watching, most: int) -> None:
     """Cut what lies beyond the ranges that weights were given, in place, as `choose_weights` does it behind FX."""
     for node in module.graph.nodes:
         layer = called_module(module, node)
         if isinstance(layer, _LAYERS) and not watching.chosen.in_float(str(node.target)):
             kind, granularity = watching.weight(str(node.target))
             if kind != "minmax":
-                layer.weight.data = cut(layer.weight.data, kind, granularity)
+                layer.weight.data = cut(layer.weight.data, kind, granularity, most)
 
 
 class _TargetQuantizer:
@@ -177,8 +177,9 @@ class _TargetQuantizer:
     Each node of the graph is looked at once, in its order; `_integers` are those whose output is quantized.
     """
 
-    def __init__(self, watching: Watching) -> None:
+    def __init__(self, watching: Watching, most: int) -> None:
         self._watching = watching
+        self._most = most
         self._activations: dict[Observer, Any] = {}
         self._integers: set[fx.Node] = set()
 
@@ -222,7 +223,8 @@ class _TargetQuantizer:
         """A layer with its activation: input, weight and what the activation gives."""
         name = _module_of(node)
         _, granularity = self._watching.weight(name)  # of what was not cut
-        inputs = {node.args[0]: self._activation(), node.args[1]: _spec(weight_observer("minmax", granularity))}
+        weight = _spec(weight_observer("minmax", granularity, -self._most, self._most))
+        inputs = {node.args[0]: self._activation(), node.args[1]: weight}
         self._with_activation(node, inputs, self._activation(self._watching.chosen.observer(name)))
 
     def _pair(self, node: fx.Node) -> None:

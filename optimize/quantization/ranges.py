@@ -279,7 +279,7 @@ class WeightRange(PerChannelMinMaxObserver):
         return best
 
 
-def weight_observer(kind: WeightObserver, granularity: Granularity, low: int = -127, high: int = 127) -> Any:
+def weight_observer(kind: WeightObserver, granularity: Granularity, low: int, high: int) -> Any:
     """What makes observers of weights, symmetric in ``[low, high]``, for a `QConfig`."""
     return WeightRange.with_args(
         kind=kind,
@@ -291,9 +291,16 @@ def weight_observer(kind: WeightObserver, granularity: Granularity, low: int = -
     )
 
 
-def cut(weight: torch.Tensor, kind: WeightObserver, granularity: Granularity) -> torch.Tensor:
-    """A weight, channels first, without what lies beyond the range that an observer of this kind gives it."""
-    observer = weight_observer(kind, granularity)().to(weight.device)
+def cut(weight: torch.Tensor, kind: WeightObserver, granularity: Granularity, most: int) -> torch.Tensor:
+    """A weight, channels first, without what lies beyond the range that an observer of this kind gives it.
+
+    Args:
+        weight: ``float32 (C, …)``.
+        kind: how the range is found.
+        granularity: of how many scales.
+        most: largest integer.
+    """
+    observer = weight_observer(kind, granularity, -most, most)().to(weight.device)
     observer(weight.detach())
     scale, _ = observer.calculate_qparams()
     ends = scale.view(-1, *[1] * (weight.ndim - 1))

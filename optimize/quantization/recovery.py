@@ -61,13 +61,14 @@ class Recovery(Config):
         return self
 
 
-def choose_weights(prepared: fx.GraphModule, config: Recovery, chosen: Chosen) -> None:
+def choose_weights(prepared: fx.GraphModule, config: Recovery, chosen: Chosen, most: int) -> None:
     """Give the weights of a prepared model the scales that were chosen, in place; what lies beyond a range is cut.
 
     Args:
         prepared: with observers.
         config: what holds for all layers.
         chosen: what holds for single ones.
+        most: largest integer of a weight.
     """
     for name in weighted(prepared):
         granularity = chosen.granularity(name) or config.weights
@@ -78,8 +79,8 @@ def choose_weights(prepared: fx.GraphModule, config: Recovery, chosen: Chosen) -
             # torch's packing writes -128 for what lies beyond (2.11 to 2.14), the reference form -127; and a range that
             # is cut is that of what is left.
             weight: torch.Tensor = weighted(prepared)[name].weight  # type: ignore[assignment]
-            weight.data = cut(weight.data, observer, granularity)
-        _watch_weight(prepared, name, granularity)
+            weight.data = cut(weight.data, observer, granularity, most)
+        _watch_weight(prepared, name, granularity, most)
 
 
 def recover(prepared: fx.GraphModule, context: Context, batches: Batches, config: Recovery) -> list[Effect]:
@@ -224,7 +225,7 @@ def _channel_means(batches: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     return (total / sum(len(row) for row in rows)).float()
 
 
-def _watch_weight(prepared: fx.GraphModule, name: str, granularity: Granularity) -> None:
+def _watch_weight(prepared: fx.GraphModule, name: str, granularity: Granularity, most: int) -> None:
     called = prepared.get_submodule(name)
     qconfig: QConfig = called.qconfig  # type: ignore[assignment]
-    called.qconfig = QConfig(qconfig.activation, weight_observer("minmax", granularity))  # type: ignore[assignment, no-untyped-call]
+    called.qconfig = QConfig(qconfig.activation, weight_observer("minmax", granularity, -most, most))  # type: ignore[assignment, no-untyped-call]

@@ -63,7 +63,7 @@ def observing(
         traced = trace_calls(load(), example, chosen.in_float)
         mapping = choose(traced, target.post_training(observer), chosen, target.observing)
         model = prepare(traced, mapping, example, target)
-        choose_weights(model, config, chosen)
+        choose_weights(model, config, chosen, target.weight_max)
         return model
 
     return observed

@@ -38,7 +38,7 @@ from serve.runtime.onnx_session import cpu_session
 from serve.runtime.program_file import load_program
 from tests.processor import NEEDS_VNNI
 
-from .workbench import noise, noise_context, parent_of, quantizers
+from .workbench import noise, noise_context, of_seven_bits, parent_of, quantizers
 
 ORT = Execution("onnxruntime")
 LITERAL = Execution("onnxruntime", options={"optimizations": False})
@@ -152,7 +152,8 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Activations of 7 bits, each with a clamp, in a graph that takes normalised floats."""
     torch.manual_seed(0)
-    return quantized(Net(), tmp_path_factory.mktemp("narrow"), "x86", given="float")
+    with of_seven_bits():
+        return quantized(Net(), tmp_path_factory.mktemp("narrow"), "x86", given="float")
 
 
 def changed(made: Made, root: Path, change: Callable[[onnx.ModelProto], None]) -> Made:
@@ -273,7 +274,8 @@ def surprised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[GraphInput]
     @functools.cache
     def made(given: GraphInput) -> Made:
         torch.manual_seed(0)
-        calibrated = quantized(Net(side=2), tmp_path_factory.mktemp("surprised"), "x86", (100, 130), given)
+        with of_seven_bits():
+            calibrated = quantized(Net(side=2), tmp_path_factory.mktemp("surprised"), "x86", (100, 130), given)
         return dataclasses.replace(calibrated, pixels=noise_pixels(16))
 
     return made

@@ -13,7 +13,7 @@ from optimize.export.onnx import run_onnx
 from optimize.quantization.clamps import round_clamps
 from serve.runtime.integers import ANY_X86
 from tests.optimize.test_plain import in_openvino
-from tests.optimize.workbench import Between, lowered, noise_context
+from tests.optimize.workbench import Between, lowered, noise_context, of_seven_bits
 
 DECOMPOSED = torch.ops.quantized_decomposed
 INTEGERS = (0.3, 5, 0, 127, torch.uint8)
@@ -32,7 +32,8 @@ INTEGERS = (0.3, 5, 0, 127, torch.uint8)
 )
 def test_openvino_gives_what_the_integers_mean_behind_a_clamp(clamp, tmp_path):
     torch.manual_seed(0)
-    _, path = lowered(Between(clamp).eval(), tmp_path, ANY_X86)
+    with of_seven_bits():
+        _, path = lowered(Between(clamp).eval(), tmp_path, ANY_X86)
     batch = noise_context().example(32)
     assert torch.equal(in_openvino(path, batch), run_onnx(path, batch, literal=True))
 

@@ -34,8 +34,10 @@ NEEDS_X86 = pytest.mark.skipif(
 def steps_off(channels: int, groups: int, stride: int, kernel: int = 3) -> torch.Tensor:
     """How many output steps a packed convolution is off, over random integers of the target's whole range."""
     generator = torch.Generator().manual_seed(channels + groups)
-    weight = torch.randint(-127, 128, (channels, channels // groups, kernel, kernel), generator=generator).double()
-    levels = x86_target().activation_max
+    most, levels = x86_target().weight_max, x86_target().activation_max
+    weight = torch.randint(
+        -most, most + 1, (channels, channels // groups, kernel, kernel), generator=generator
+    ).double()
     pixels = torch.randint(0, levels + 1, (2, channels, 9, 9), generator=generator).double()
     sums = functional.conv2d(pixels, weight, padding=kernel // 2, groups=groups, stride=stride)
     low, high = sums.min().item(), sums.max().item()

@@ -81,7 +81,7 @@ def test_a_card_states_which_integers_it_was_built_for(made) -> None:
         assert made(name).card.target is None
     narrow = made("ptq", target="x86")
     assert narrow.card.target == "x86"
-    assert "activations 0 to 127 (x86)" in narrow.card.notes[0]
+    assert "activations 0 to 255, weights -63 to 63 (x86)" in narrow.card.notes[0]
 
 
 def test_dynamic_layers_take_seven_bits_wherever_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,14 +104,14 @@ def test_a_cpu_without_vnni_refuses_eight_bits_in_every_engine(made, digits_cont
     assert len(said) == 4
     for message in said.values():
         assert message is not None
-        assert "built for CPUs with VNNI (x86-vnni, activations 0 to 255); this CPU has none" in message
-        assert "or anywhere with target: x86 (activations 0 to 127)" in message
+        assert "built for CPUs with VNNI (x86-vnni, weights -127 to 127); this CPU has none" in message
+        assert "or anywhere with target: x86 (weights -63 to 63)" in message
         assert "\n" not in message
 
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory) -> dict[str, Artifact]:
-    """A network whose products are all large and of one sign, in 7 bits, and its graph."""
+    """A network whose products are all large and of one sign, with weights of 7 bits, and its graph."""
     root: Path = tmp_path_factory.mktemp("narrow")
     context, module = noise_context(train=noise(64, 1, 100, 140)), depthwise(128, 1)
     for parameter in module.get_submodule("2").parameters():
@@ -140,7 +140,7 @@ def _written(entry: Any, config: Any, parent: Artifact, root: Path) -> Artifact:
 
 @ON_X86
 def test_seven_bits_open_there_and_answer_as_everywhere_whatever_comes_in(narrow, tmp_path) -> None:
-    """Inputs far brighter and darker than those that were calibrated on, where integers above 127 would appear."""
+    """Inputs far brighter and darker than those that were calibrated on, whose integers are all large."""
     pixels = torch.randint(0, 256, (16, 1, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     pixels[8:] = 255
     pairs = [(narrow[name].folder, engine) for name, found in ENGINES.items() for engine in found]
@@ -157,7 +157,7 @@ def test_seven_bits_open_there_and_answer_as_everywhere_whatever_comes_in(narrow
     assert reference.unique().numel() > 4
     step = min(float(gap) for gap in reference.unique().diff())
     for name, answers in logits.items():
-        # Ties of the two roundings that OpenVINO takes in another order; an integer above 127 would be off by far more.
+        # Ties of the two roundings that OpenVINO takes in another order; a sum that saturated would be off by far more.
         assert (answers - reference).abs().max() <= 2.01 * step, name
 
 

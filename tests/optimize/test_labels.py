@@ -29,7 +29,7 @@ def test_no_label_touches_a_mark_another_or_the_frame(seed: int) -> None:
     labels = [Label(name, spot, 80.0, None, bold=name[0] == "★") for name, spot in zip(NAMES, spots, strict=True)]
     place_labels(figure, axes, labels, PAGE, front=[])
     assert isinstance(figure.canvas, FigureCanvasAgg)
-    renderer = figure.canvas.get_renderer()  # type: ignore[no-untyped-call]
+    renderer = figure.canvas.get_renderer()
     boxes = [text.get_window_extent(renderer) for text in axes.texts]
     assert sorted(text.get_text() for text in axes.texts) == sorted(NAMES)
     frame, marks = axes.get_window_extent(), [axes.transData.transform(spot) for spot in spots]

@@ -31,7 +31,6 @@ from serve.runtime.engines.base import open_engine
 from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.execution import Execution
 from serve.runtime.images import normalise
-from tests.processor import LARGEST
 
 from .workbench import CPU, noise_context, packed_weights, parent_of, quantizers, run, with_running_statistics
 
@@ -82,7 +81,7 @@ def test_trained_layers_have_4_bits_and_the_ends_8(w4: Artifact) -> None:
     assert all(weight.min() >= -8 and weight.max() <= 7 for weight in packed_weights(w4.folder)[1:-1])
     highs = [high for _, _, _, high in quantizers(w4.folder)]
     assert highs.count(15) == 3, "each of three layers reads 16 integers"
-    assert set(highs) == {15, LARGEST}
+    assert set(highs) == {15, 255}
 
 
 def test_the_integers_are_those_that_were_trained(w4: Artifact, session) -> None:
@@ -247,7 +246,7 @@ def test_onnx_runtime_computes_layers_of_few_bits_in_integers(graphs, tmp_path: 
     assert kinds.count("QLinearConv") == 4
     highs = [high for _, _, _, high in quantizers(path.parent / "ptq")]
     assert highs.count(15) == 3, "of what three layers of 4 bits read"
-    assert highs.count(LARGEST) == len(highs) - 3
+    assert highs.count(255) == len(highs) - 3
     assert kinds.count("Clip") == sum(high < 255 for high in highs)
     assert not {"Conv", "FusedConv", "Gemm", "FusedGemm"} & set(kinds)
 

@@ -22,14 +22,14 @@ from optimize.quantization.gate import sqnr
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.card import Preprocessing
 from serve.runtime.program_file import load_program
-from tests.processor import LARGEST
+from tests.processor import WIDEST
 
 from .workbench import noise_context, through_int8
 
 #: Where engines round ties to different sides, they differ by a step. As many averages of integers are ties whatever
 #: the step is; with integers up to 127 it is twice that of those up to 255, and so is the difference: 6.05 dB. (A pool
 #: that counts the integer 0 around the image is at -8 dB.)
-COARSER_DB = 20 * math.log10(255 / LARGEST)
+COARSER_DB = 20 * math.log10(127 / WIDEST)
 
 
 class ChannelsLast(nn.Module):

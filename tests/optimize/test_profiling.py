@@ -25,6 +25,7 @@ from optimize.profiling.graph import GraphLayers
 from optimize.profiling.names import float_layers
 from optimize.profiling.process import in_process
 from optimize.profiling.products import INPUT, activations, int8_product_graph
+from optimize.profiling.products import weights as product_weights
 from optimize.profiling.profiling import float_program, profile_artifact
 from optimize.profiling.records import Layer, Peak, Profile, Profiled
 from optimize.profiling.table import HEADS, amount, caption, markdown, rows
@@ -36,7 +37,7 @@ from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.runtime.onnx_session import cpu_session
-from tests.processor import LARGEST
+from tests.processor import WIDEST
 
 from .runs_fixtures import TinyRun, copied_store, tiny_run
 
@@ -162,14 +163,14 @@ def test_a_graphs_layers_have_the_models_names_and_are_given_once(passes: tuple[
     assert layers.left == 3 * (MACS - TINY["stem.0"][0])
 
 
-@pytest.mark.parametrize("largest", sorted({127, LARGEST}))
+@pytest.mark.parametrize("widest", sorted({63, WIDEST}))
 def test_the_product_that_int8_is_compared_with_is_computed_in_integers_by_each_engine(
-    largest: int, monkeypatch: pytest.MonkeyPatch
+    widest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it is that product: with activations of 8 bits sums saturate on a CPU without VNNI."""
-    monkeypatch.setattr("optimize.quantization.targets.has_vnni", lambda: largest == 255)
+    """And it is that product: with weights of 8 bits sums saturate on a CPU without VNNI."""
+    monkeypatch.setattr("optimize.quantization.targets.has_vnni", lambda: widest == 127)
     graph, given = int8_product_graph(64), activations(64)
-    assert (given.min(), given.max()) == (0, largest)
+    assert (given.min(), given.max()) == (0, 255)
     compiled = compile_bytes(graph, 1)
     kinds = {
         getattr(node.get_rt_info()["layerType"], "value", node.get_rt_info()["layerType"]): node
@@ -178,8 +179,8 @@ def test_the_product_that_int8_is_compared_with_is_computed_in_integers_by_each_
     product = kinds.get("FullyConnected") or kinds["MatMul"]
     assert str(getattr(product.get_rt_info()["runtimePrecision"], "value", "")) in ("u8", "i8")
     weights = onnx.numpy_helper.to_array(onnx.load_from_string(graph).graph.initializer[0]).astype(np.int64)
-    zero = (largest + 1) // 2
-    exact = np.clip(np.rint((given.astype(np.int64) - zero) @ weights * 0.01) + zero, 0, 255)
+    assert abs(weights).max() == widest
+    exact = np.clip(np.rint((given.astype(np.int64) - 128) @ weights * 0.01) + 128, 0, 255)
     assert len(np.unique(exact)) > 100
     answers = (
         next(iter(compiled(given).values())),
@@ -196,9 +197,8 @@ def test_torchs_own_product_is_of_integers() -> None:
     answer = reader.int8_product(64, 1)()
     assert isinstance(answer, torch.Tensor)
     assert answer.dtype == torch.quint8
-    torch.manual_seed(0)
-    weights = torch.randint(-127, 128, (64, 64), dtype=torch.int8).long()
-    exact = (torch.from_numpy(activations(64)).long() @ weights.T / answer.q_scale()).round() + answer.q_zero_point()
+    integers = torch.from_numpy(product_weights(64)).long()
+    exact = (torch.from_numpy(activations(64)).long() @ integers.T / answer.q_scale()).round() + answer.q_zero_point()
     assert (answer.int_repr().long() - exact.clamp(0, 255)).abs().max() <= 1
     assert len(exact.unique()) > 50
 

@@ -30,6 +30,7 @@ from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 from tests.narrow import layer
+from tests.processor import WIDEST
 
 from .foreign_layers import NamedConv, NamedNorm, NormAct, SameConv, StandardisedConv
 from .test_training import brightness, network
@@ -119,15 +120,15 @@ def test_ptq_is_near_the_float_network_on_images_it_has_not_seen(trained, made, 
     assert not torch.equal(run(made("ptq"), batch), run(trained, batch)), "int8 that changes no logit is not int8"
 
 
-def test_ptq_rounds_each_weight_to_the_nearest_of_its_channels_127_steps(tmp_path):
+def test_ptq_rounds_each_weight_to_the_nearest_of_its_channels_steps(tmp_path):
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 4)).eval()
     context = noise_context()
     ptq(module, context, tmp_path)
     weights = (layer(module, 0, nn.Conv2d).weight.detach(), layer(module, 2, nn.Linear).weight.detach())
     for weight, integers in zip(weights, packed_weights(tmp_path), strict=True):
-        scale = weight.flatten(1).abs().amax(1) / 127
+        scale = weight.flatten(1).abs().amax(1) / WIDEST
         expected = torch.round(weight / scale.view(-1, *[1] * (weight.ndim - 1)))
-        assert integers.abs().flatten(1).amax(1).tolist() == [127] * 4
+        assert integers.abs().flatten(1).amax(1).tolist() == [WIDEST] * 4
         assert (integers - expected).abs().max() <= 1  # a tie may fall either way in float32
         assert (integers == expected).float().mean() > 0.99
 
@@ -221,13 +222,14 @@ def test_the_same_seed_gives_the_same_integers_and_another_seed_other_images(tmp
     assert quantizers(runs["a"]) != quantizers(runs["c"])
 
 
-def test_a_target_of_seven_bits_keeps_activations_within_127(tmp_path):
+def test_a_target_of_seven_bits_keeps_weights_within_63_and_activations_within_255(tmp_path):
     context = noise_context()
     folder = ptq(small(), context, tmp_path, observer="minmax", images=64, target="x86")
     batch = torch.cat(seen_inputs(context, 64))
-    scale, zero_point = affine(batch.min().item(), batch.max().item(), 127)
+    scale, zero_point = affine(batch.min().item(), batch.max().item(), 255)
     found = quantizers(folder)
-    assert {entry[2:] for entry in found} == {(0, 127)}
+    assert {entry[2:] for entry in found} == {(0, 255)}
+    assert {int(row.abs().max()) for weight in packed_weights(folder) for row in weight} == {63}
     assert found[0][0] == pytest.approx(scale, rel=1e-4)
     assert found[0][1] == zero_point
 
@@ -454,7 +456,7 @@ def test_a_mean_range_that_branches_share_holds_them_all(name, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_packed_and_the_exported_weights_of_qat_are_equal_and_within_127(seed, tmp_path):
+def test_the_packed_and_the_exported_weights_of_qat_are_equal_and_fill_their_range(seed, tmp_path):
     """Also where a step after the last range was taken, or a norm that moved, made a weight larger."""
     torch.manual_seed(seed)
     context = dataclasses.replace(learnable(), seed=seed)
@@ -466,7 +468,7 @@ def test_the_packed_and_the_exported_weights_of_qat_are_equal_and_within_127(see
     assert len(packed) == len(exported) == 3
     for ours, theirs in zip(packed, exported, strict=True):
         assert torch.equal(ours, theirs)
-        assert ours.flatten(1).int().abs().amax(1).tolist() == [127] * len(ours), "a range is not its weight's"
+        assert ours.flatten(1).int().abs().amax(1).tolist() == [WIDEST] * len(ours), "a range is not its weight's"
 
 
 def test_observers_that_never_freeze_move_in_every_epoch(tmp_path, schedule):

@@ -21,6 +21,7 @@ from optimize.store.effects import read_effects
 from serve.runtime.errors import UserError
 from serve.runtime.program_file import load_program
 from tests.narrow import layer
+from tests.processor import WIDEST
 
 from .tiny_net import tiny
 from .workbench import noise_context, packed_in_torchscript, packed_weights, parent_of, with_running_statistics
@@ -125,17 +126,17 @@ def seen_images() -> torch.Tensor:
 def test_one_scale_a_tensor_is_that_of_its_largest_weight(made) -> None:
     for name, integers in zip(LAYERS, packed_weights(made("tensor")), strict=True):
         weight = getattr(unlike(), name).weight.detach()
-        expected = (weight / (weight.abs().max() / 127)).round()
+        expected = (weight / (weight.abs().max() / WIDEST)).round()
         assert int((integers.int() - expected.int()).abs().max()) <= 1
         assert (integers.int() != expected.int()).float().mean() < 0.02
-    assert all(int(row.abs().max()) == 127 for weight in packed_weights(made("channel")) for row in weight)
+    assert all(int(row.abs().max()) == WIDEST for weight in packed_weights(made("channel")) for row in weight)
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_clipped_weight_has_the_least_squared_error(whole: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(4, 8, 3, 3, generator=generator) ** 3
-    observer = weight_observer("mse", "per-tensor" if whole else "per-channel")()
+    observer = weight_observer("mse", "per-tensor" if whole else "per-channel", -127, 127)()
     observer(weight)
     scales, zero_points = observer.calculate_qparams()
     assert not zero_points.any()
@@ -154,7 +155,7 @@ def test_a_clipped_weight_has_the_least_squared_error(whole: bool) -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_percentile_of_weights_leaves_one_of_ten_thousand_out(whole: bool) -> None:
     weight = torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0)) ** 3
-    observer = weight_observer("percentile", "per-tensor" if whole else "per-channel")()
+    observer = weight_observer("percentile", "per-tensor" if whole else "per-channel", -127, 127)()
     observer(weight)
     scales, _ = observer.calculate_qparams()
     rows = weight.flatten()[None] if whole else weight
@@ -170,8 +171,8 @@ def test_torchs_program_has_the_references_integers_where_weights_are_clipped(ma
     clipped = 0
     for (packed, _), reference in zip(packed_in_torchscript(folder / "model.pt"), packed_weights(folder), strict=True):
         assert torch.equal(packed, reference)
-        assert int(reference.min()) >= -127
-        clipped += int((reference.abs() == 127).sum()) - len(reference)
+        assert int(reference.min()) >= -WIDEST
+        clipped += int((reference.abs() == WIDEST).sum()) - len(reference)
     assert clipped > 0
 
 
@@ -256,7 +257,7 @@ def test_ptq_packs_the_rounding_that_was_learned(made) -> None:
     changed = 0
     for name, learned, nearest in zip(LAYERS, packed_weights(folder), packed_weights(plain), strict=True):
         weight = getattr(unlike(), name).weight.detach()
-        exact = weight / (weight.abs().max() / 127)
+        exact = weight / (weight.abs().max() / WIDEST)
         assert float((learned.float() - exact).abs().max()) < 1.0 + 1e-3
         changed += int((learned != nearest).sum())
     assert changed > 0

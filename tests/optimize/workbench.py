@@ -8,10 +8,12 @@ import fcntl
 import io
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import nn
@@ -233,3 +235,11 @@ class Between(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.second(self.between(3 * self.first(x))).mean((2, 3)))
+
+
+@contextmanager
+def of_seven_bits() -> Iterator[None]:
+    """Activations have ranges narrower than their type, as those of layers of few bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("optimize.quantization.targets._UNSIGNED_MAX", 127)
+        yield

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 from onnx import NodeProto, TensorProto
 
 from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
 from optimize.lint.graph import LAYERS, Graph, label
+from serve.runtime.integers import WEIGHT_MAX
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 _WHOLE = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "QLinearAdd", "QGemm")
@@ -15,6 +17,7 @@ _WHOLE = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "QLine
 _OF_TENSORRT = {"INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1"}
 #: The largest activation of 7 bits.
 _SEVEN_BITS = 127
+_MOST_OF_16_BITS = 32_767
 
 
 @rule("nothing-quantized", "error")
@@ -54,19 +57,41 @@ def slow(graph: Graph, target: LintTarget) -> Iterator[Fault]:
                 yield Fault(label(layer), f"its {what} is {kind}", f"quantize it to {wanted.lower()}")
 
 
+@rule("saturating-sums", "error", ("x86",))
+def sums(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Two products of a layer's input and its weight fit into 16 bits: one of the two has 7.
+
+    CPUs without VNNI add pairs of products of unsigned and signed bytes so (VPMADDUBSW, which saturates), and two of
+    255 · 127 do not fit. Either is a remedy: weights of -63 to 63 (ONNX Runtime's ``reduce_range``, NNCF's
+    ``overflow_fix``), or activations of 0 to 127, which need a Clip each (torch's ``reduce_range``).
+    """
+    for layer in graph.of(*LAYERS):
+        given, weight = graph.dequantizer(layer), graph.weight(layer)
+        integers = graph.values(weight, 0) if weight is not None else None
+        if given is None or integers is None or not integers.size or graph.integers(given) != TensorProto.UINT8:
+            continue
+        reach, largest = _reach(graph, given), int(np.abs(integers.astype(np.int32)).max())
+        if 2 * reach * largest > _MOST_OF_16_BITS:
+            yield Fault(
+                label(layer),
+                f"its input reaches {reach} and its weight {largest}: two such products do not fit into 16 bits",
+                f"quantize its weight to -{WEIGHT_MAX} to {WEIGHT_MAX}, or put a Clip to 0 and {_SEVEN_BITS} behind "
+                "its input's quantizer",
+            )
+
+
 @rule("lost-clamp", "error", CPUS)
 def clamps(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Where activations keep to 7 bits, a Clip at each quantizer of a layer's input keeps them there.
 
-    QuantizeLinear saturates at its type's end, 255, not at 127. CPUs without VNNI add pairs of products in 16 bits,
-    which two of 255 · 127 overflow. The exporter of torch 2.11 to 2.14 drops the clamp (onnxscript pull request 3052).
-    For ``x86`` all need it; for ``cpu`` those of a graph where others have it. A ReLU6's Clip is none, unless its bound
-    becomes an integer within the range. Of its integers, behind it, is better: a float Clip before it keeps ONNX
+    QuantizeLinear saturates at its type's end, 255, not at 127. The exporter of torch 2.11 to 2.14 drops the clamp
+    (onnxscript pull request 3052). It is missing where others of a graph have it. A ReLU6's Clip is none, unless its
+    bound becomes an integer within the range. Of its integers, behind it, is better: a float Clip before it keeps ONNX
     Runtime (1.31) from computing the layer that gives it in integers.
     """
     read = [node for node in graph.of("QuantizeLinear") if _feeds_layer(graph, node)]
     unsigned = [node for node in read if graph.integers(node) == TensorProto.UINT8]
-    if target != "x86" and not any(_bounds(graph, node) == (0, _SEVEN_BITS) for node in unsigned):
+    if not any(_bounds(graph, node) == (0, _SEVEN_BITS) for node in unsigned):
         return
     for node in unsigned:
         bounds = _bounds(graph, node)
@@ -86,6 +111,15 @@ def _feeds_layer(graph: Graph, quantizer: NodeProto) -> bool:
         if dequantizer.op_type == "DequantizeLinear"
         for taker in graph.takers(dequantizer)
     )
+
+
+def _reach(graph: Graph, dequantizer: NodeProto) -> int:
+    """The largest integer that a DequantizeLinear of uint8 is given."""
+    before = graph.producer(dequantizer)
+    if before is not None and before.op_type == "Clip":
+        before = graph.producer(before)
+    bounds = _bounds(graph, before) if before is not None and before.op_type == "QuantizeLinear" else None
+    return 255 if bounds is None else min(bounds[1], 255)
 
 
 def _bounds(graph: Graph, quantizer: NodeProto) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from optimize.export.macs import Work, program_work
 from optimize.profiling.base import Piece, Reader, Reading, Subject, register
 from optimize.profiling.names import called, layer_name
 from optimize.profiling.operators import operator_calls, times
-from optimize.profiling.products import activations
+from optimize.profiling.products import activations, weights
 from optimize.quantization.explicit import quantizing
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -109,7 +109,7 @@ def _known(named: Mapping[fx.Node, str], work: Mapping[str, Work]) -> Iterator[_
 def int8_product(side: int, threads: int) -> Callable[[], object]:
     """See `Reader`."""
     use_int8_kernels()
-    weight = torch.randint(-127, 128, (side, side), dtype=torch.int8).float()
+    weight = torch.from_numpy(weights(side)).float()
     packed = torch.ops.quantized.linear_prepack(torch.quantize_per_tensor(weight, 1.0, 0, torch.qint8), None)
     given = torch.quantize_per_tensor(torch.from_numpy(activations(side)).float(), 1.0, 0, torch.quint8)
     return lambda: torch.ops.quantized.linear(given, packed, 1000.0, 128)

@@ -1,11 +1,12 @@
-"""With target x86 no layer with int8 weights reads an integer above 127: in the reference, packed, in the graph.
+"""With target x86 two products of every layer fit into 16 bits: in the reference, packed, in the graph.
 
-Two products of 255 and 127 do not fit into the 16 bits that a CPU without VNNI adds them in.
+That is what a CPU without VNNI adds them in; those of 255 and 127 do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from optimize.context import Context
 from optimize.export.folding import fuse_module
 from optimize.lint.base import lint
 from optimize.passes.ptq import PTQ, Ptq
+from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
 from optimize.quantization.biases import WEIGHTED
 from optimize.quantization.explicit import quantizing
 from optimize.quantization.qdq import lower
@@ -25,6 +27,7 @@ from optimize.quantization.targets import target_named
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.card import Preprocessing
 from serve.runtime.engines.torchscript import use_int8_kernels
+from serve.runtime.errors import UserError
 from serve.runtime.program_file import load_program
 
 from .families import FAMILIES
@@ -66,19 +69,21 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def read_in_program(folder: Path) -> list[int]:
-    """The largest integer of what each layer with int8 weights reads, by the reference program's quantizers."""
-    highs = []
-    for node in load_program(folder / REFERENCE_FILE).graph.nodes:
+def in_program(folder: Path) -> list[tuple[int, int]]:
+    """The largest integer that each layer with int8 weights can read, by the reference program, and of its weight."""
+    module, found = load_program(folder / REFERENCE_FILE).module(), []
+    for node in module.graph.nodes:
         if node.target in WEIGHTED and quantizing(node.args[1]):
             assert quantizing(node.args[0]) == "dequantize_per_tensor", f"{node} reads floats"
-            highs.append(node.args[0].args[4])
-    assert highs
-    return highs
+            weight: torch.Tensor = attrgetter(node.args[1].args[0].target)(module)
+            assert weight.dtype == torch.int8
+            found.append((node.args[0].args[4], widest(weight)))
+    assert found
+    return found
 
 
-def read_in_packed(path: Path, batch: torch.Tensor) -> list[int]:
-    """The largest integer that each layer of torch's packed program is given, of a batch ``(N, C, H, W)``."""
+def in_packed(path: Path, batch: torch.Tensor) -> list[tuple[int, int]]:
+    """The same of what each layer of torch's packed program is given, of a batch ``(N, C, H, W)``."""
     use_int8_kernels()
     script: Any = torch.jit.load(str(path))
     graph = script.inlined_graph
@@ -91,22 +96,35 @@ def read_in_packed(path: Path, batch: torch.Tensor) -> list[int]:
     with torch.no_grad():
         _, *given = torch._C._create_function_from_graph("given", graph)(script._c, batch)
     assert given
-    return [int(each.int_repr().max()) for each in given]
+    packed = [[*node.inputs()][1].toIValue() for node in layers]
+    return [
+        (int(each.int_repr().max()), widest(own.unpack()[0].int_repr()))
+        for each, own in zip(given, packed, strict=True)
+    ]
+
+
+def widest(weight: torch.Tensor) -> int:
+    return int(weight.int().abs().max())
+
+
+def fit(layers: list[tuple[int, int]]) -> bool:
+    return all(2 * given * weight < 2**15 for given, weight in layers)
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_no_layer_is_given_more_after_ptq(name: str, tmp_path: Path) -> None:
+def test_products_fit_after_ptq(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     context = Context(image_data(noise(24, 1), noise(8, 2), 4), COLOUR32, CPU)
     net = fuse_module(with_running_statistics(NETS[name]()), context.example())
     config = Ptq(observer="minmax", images=24, target="x86", min_sqnr=-99, min_agreement=0)
     (tmp_path / "ptq").mkdir()
     product = PTQ.apply(parent_of(net, context, tmp_path / "parent"), config, context, tmp_path / "ptq")
-    assert set(read_in_program(tmp_path / "ptq")) == {127}
-    # Ten times as bright and as dark as any image: a kernel that ends at its type's range would give 255.
-    given = read_in_packed(tmp_path / "ptq" / product.file, 10 * context.example(8))
-    assert len(given) == len(read_in_program(tmp_path / "ptq"))
-    assert max(given) == 127
+    assert set(in_program(tmp_path / "ptq")) == {(255, 63)}
+    # Ten times as bright and as dark as any image: integers are as large as they get.
+    found = in_packed(tmp_path / "ptq" / product.file, 10 * context.example(8))
+    assert len(found) == len(in_program(tmp_path / "ptq"))
+    assert max(found) == (255, 63)
+    assert fit(found)
     lower(load_program(tmp_path / "ptq" / REFERENCE_FILE), context.example(4), tmp_path / "g.onnx", target_named("x86"))
     assert [found for found in lint(onnx.load(tmp_path / "g.onnx"), "x86") if found.severity == "error"] == []
 
@@ -115,5 +133,14 @@ def test_no_layer_is_given_more_after_ptq(name: str, tmp_path: Path) -> None:
 def test_nor_after_passes_that_train_or_take_fewer_bits(name: str, made: Any, digits_context: Any) -> None:
     training = {"epochs": 1, "images": 64, "augment": False} if name == "qat-lowbit" else {}
     artifact = made(name, target="x86", **training)
-    assert max(read_in_program(artifact.folder)) == 127
-    assert max(read_in_packed(artifact.path, 10 * digits_context.example(8))) == 127
+    for found in (in_program(artifact.folder), in_packed(artifact.path, 10 * digits_context.example(8))):
+        assert fit(found)
+        assert max(given for given, _ in found) == 255, "the first layer and the last"
+
+
+def test_more_than_fits_is_refused_before_anything_is_trained() -> None:
+    config = QatLowbit(target="x86", weight_quantizer="dorefa", weight_bits=7, activation_bits=8)
+    assert QAT_LOWBIT.check is not None
+    with pytest.raises(UserError, match=r"dorefa of 7 bits has integers to 127, .* or activation_bits to 7 or less$"):
+        QAT_LOWBIT.check(Shares, config)
+    QAT_LOWBIT.check(Shares, config.model_copy(update={"activation_bits": 7}))
