@@ -162,6 +162,16 @@ def of_a_map(axes: Iterable[int], rank: int | None) -> bool:
     return rank in (4, None) and {axis % 4 for axis in axes} == {2, 3}
 
 
+def summed_alone(equation: str) -> list[int]:
+    """Which operands of an Einsum have an axis that nothing else has, so that they are summed over it."""
+    given, arrow, answer = equation.replace(" ", "").partition("->")
+    terms = given.split(",")
+    if not arrow:  # then an axis that is there once is the answer's
+        return []
+    others = [set(answer).union(*terms[:place], *terms[place + 1 :]) for place in range(len(terms))]
+    return [place for place, term in enumerate(terms) if set(term) - others[place]]
+
+
 def label(node: NodeProto) -> str:
     """How a finding names a node: by its name, or by what it gives."""
     return node.name or f"{node.op_type} of {next(iter(node.output), 'nothing')}"

@@ -3,8 +3,8 @@
 OpenVINO (2026.4.1, measured on a CPU with AVX-512 VNNI and without AMX) moves a dequantizer behind a ReduceSum or
 ReduceMean and reduces the integers. Of 16 values along the second of three axes nothing that is right comes out (the
 error is as large as the sums), and a sum of integers with a zero-point that is quantized again is off by 6 to 110 times
-the largest sum, over whichever axes. Means over a map, axes 2 and 3 of four, are right; over the two last of three they
-are not.
+the largest sum, over whichever axes. An einsum sums so what has an axis that nothing else has. Means over a map, axes 2
+and 3 of four, are right; over the two last of three they are not.
 
 Behind the larger of its input and the lowest float, which is the input, no dequantizer is moved: the numbers are those
 that the graph means, in every engine.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.lint.graph import of_a_map
+from optimize.lint.graph import of_a_map, summed_alone
 
 _ATEN = torch.ops.aten
 _SUMS = (_ATEN.sum.dim_IntList, _ATEN.sum.default)
@@ -26,7 +26,7 @@ _LOWEST = "lowest_float"
 
 
 def keep_reductions(module: fx.GraphModule) -> int:
-    """Put the maximum with the lowest float in front of each sum, and each mean over anything but a map, in place.
+    """Put the maximum with the lowest float in front of what is summed, or meant over anything but a map, in place.
 
     Args:
         module: a program's, of ``aten`` operators.
@@ -34,15 +34,25 @@ def keep_reductions(module: fx.GraphModule) -> int:
     Returns:
         How many there are.
     """
-    found = [node for node in module.graph.nodes if node.target in (*_SUMS, *_MEANS) and not _of_a_map(node)]
-    for node in found:
-        with module.graph.inserting_before(node):
-            if not hasattr(module, _LOWEST):
-                module.register_buffer(_LOWEST, torch.tensor(torch.finfo(torch.float32).min))
-            kept = module.graph.call_function(_ATEN.maximum.default, (node.args[0], module.graph.get_attr(_LOWEST)))
-        node.args = (kept, *node.args[1:])
+    found = 0
+    for node in list(module.graph.nodes):
+        if node.target in (*_SUMS, *_MEANS) and not _of_a_map(node):
+            node.args = (_kept(module, node, node.args[0]), *node.args[1:])
+            found += 1
+        elif node.target is _ATEN.einsum.default and (alone := summed_alone(node.args[0])):
+            operands = [_kept(module, node, x) if i in alone else x for i, x in enumerate(node.args[1])]
+            node.args = (node.args[0], operands, *node.args[2:])
+            found += 1
     module.recompile()
-    return len(found)
+    return found
+
+
+def _kept(module: fx.GraphModule, node: fx.Node, given: fx.Node) -> fx.Node:
+    """The maximum of what a node is given and the lowest float, written before it."""
+    with module.graph.inserting_before(node):
+        if not hasattr(module, _LOWEST):
+            module.register_buffer(_LOWEST, torch.tensor(torch.finfo(torch.float32).min))
+        return module.graph.call_function(_ATEN.maximum.default, (given, module.graph.get_attr(_LOWEST)))
 
 
 def _of_a_map(node: fx.Node) -> bool:

@@ -355,6 +355,11 @@ def reduced(operator: str, *axes: int, kept: bool = False, rank: int | None = No
     return edit
 
 
+def einsum(equation: str) -> Edit:
+    """Of what is dequantized, which nothing reads."""
+    return lambda graph: graph.before("second", "Einsum", ["y"], "reduced", equation=equation)
+
+
 def copied(operator: str, taken: str = "", *, at: int = 0, biased: bool = True) -> Edit:
     """A token for each image, of a Shape: one size of it (by itself, or as ``taken``), or all."""
 
@@ -412,6 +417,8 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
         for axes, rank in [((2, 3), None), ((-1, -2), None), ((2, -1), 4)]
     ],
     ("integer-reduction", (), "ReduceSum_reduced", reduced("ReduceSum", 1, kept=True)),
+    ("integer-reduction", ("cpu", "x86"), "Einsum_reduced", einsum("bchw->bc")),
+    ("integer-reduction", (), "Einsum_reduced", einsum("bchw->bhwc")),
     *[
         ("counted-images", ("cpu", "x86"), f"{operator}_copies", copied(operator, taken))
         for operator, taken in [("Expand", ""), ("Tile", "Gather"), ("Expand", "Slice"), ("ConstantOfShape", "Gather")]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from onnx import NodeProto
 
 from optimize.lint.base import CPUS, Fault, LintTarget, rule
-from optimize.lint.graph import Graph, attribute, label, of_a_map
+from optimize.lint.graph import Graph, attribute, label, of_a_map, summed_alone
 
 # What makes a tensor of a size that is an input, by the number of that input.
 _SIZED = {"Expand": 1, "Tile": 1, "ConstantOfShape": 0}
@@ -49,18 +49,23 @@ def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     OpenVINO (2026.4.1) moves the DequantizeLinear behind them. Means over the two last of four axes are right (see
     `optimize.quantization.reductions`).
     """
-    for node in graph.of("ReduceSum", "ReduceMean"):
-        if not graph.dequantized(node):
-            continue
-        axes = graph.values(node, 1)
-        listed = attribute(node, "axes", ()) if axes is None else axes.ravel().tolist()
-        if node.op_type == "ReduceMean" and of_a_map(listed, graph.rank(node.input[0])):
+    for node in graph.of("ReduceSum", "ReduceMean", "Einsum"):
+        if not any(graph.dequantized(node, place) for place in _reduced(graph, node)):
             continue
         yield Fault(
             label(node),
             "it reduces what is dequantized, and OpenVINO gives other numbers for that",
             "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
         )
+
+
+def _reduced(graph: Graph, node: NodeProto) -> Sequence[int]:
+    """Which inputs a node sums or takes means of, over anything but a map."""
+    if node.op_type == "Einsum":
+        return summed_alone(attribute(node, "equation", b"").decode())
+    axes = graph.values(node, 1)
+    listed = attribute(node, "axes", ()) if axes is None else axes.ravel().tolist()
+    return [] if node.op_type == "ReduceMean" and of_a_map(listed, graph.rank(node.input[0])) else [0]
 
 
 @rule("counted-images", "warning", CPUS)
