@@ -40,6 +40,7 @@ from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.norms import with_factors
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.outputs import free_outputs
+from optimize.quantization.pieces import take_pieces
 from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
 from optimize.quantization.ranges import Observer
@@ -89,6 +90,7 @@ def trace_calls(
     free_maxima(graph_module)
     call_softmax(graph_module)
     note_shapes(graph_module, example)  # of what attention has become, too
+    take_pieces(graph_module)
     free_masks(graph_module)
     free_sizes(graph_module)
     free_resizes(graph_module)

@@ -142,6 +142,9 @@ class Target:
         # TensorRT's backend config says so itself.
         for dropout in (*DROPOUTS, functional.dropout) if self.packed else ():
             mapping = mapping.set_object_type(dropout, default_reuse_input_qconfig)
+        # Learned places: torch.ao (2.14) quantizes no table with these, and training for integers fails on one.
+        for table in (torch.nn.Embedding, torch.nn.EmbeddingBag):
+            mapping = mapping.set_object_type(table, None)
         # torch's x86 kernels of these give other numbers than its reference form (2.14: 70 steps off, seen).
         for transposed in _TRANSPOSED:
             mapping = mapping.set_object_type(transposed, None)

@@ -135,8 +135,17 @@ def test_what_fills_a_border_gives_the_layers_own_numbers(settings):
     assert torch.equal(traced(batch), module(batch))
 
 
+def shuffled(x: torch.Tensor) -> torch.Tensor:
+    """Pieces that are read all at once, in part, and one by one."""
+    x = torch.cat(x.chunk(2, 1)[::-1], 1) + torch.cat(torch.split(x, 2, 1), dim=1)
+    first, *others = x.split([1, 3, 4], 1)
+    return torch.stack(torch.cat([first, *others], 1).unbind(-1)[1:], -1)
+
+
 @pytest.mark.parametrize("target", [ANY_X86, TENSORRT])
-@pytest.mark.parametrize("kind", [Called, Dynamic, Indexed, Masked, functools.partial(Between, reshaped)])
+@pytest.mark.parametrize(
+    "kind", [Called, Dynamic, Indexed, Masked, *(functools.partial(Between, way) for way in (reshaped, shuffled))]
+)
 def test_what_torch_ao_cannot_watch_as_it_stands_is_lowered(kind, target, tmp_path):
     torch.manual_seed(0)
     is_meant(kind(), tmp_path, target, above=18)

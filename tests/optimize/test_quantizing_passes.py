@@ -471,6 +471,26 @@ def test_the_packed_and_the_exported_weights_of_qat_are_equal_and_fill_their_ran
         assert ours.flatten(1).int().abs().amax(1).tolist() == [WIDEST] * len(ours), "a range is not its weight's"
 
 
+class Placed(nn.Module):
+    """Learned places, which a table holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.places, self.head = nn.Conv2d(1, 8, 4, 4), nn.Embedding(16, 8), nn.Linear(8, 4)
+        self.register_buffer("numbers", torch.arange(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.first(x).flatten(2).transpose(1, 2) + self.places(self.numbers)
+        return self.head(tokens.mean(1))
+
+
+@pytest.mark.parametrize("make", [ptq, qat], ids=["ptq", "qat"])
+def test_a_table_of_places_stays_in_float_and_the_layers_beside_it_do_not(make, tmp_path):
+    torch.manual_seed(0)
+    make(Placed().eval(), learnable(), tmp_path)
+    assert len(packed_weights(tmp_path)) == 2
+
+
 def test_observers_that_never_freeze_move_in_every_epoch(tmp_path, schedule):
     qat(small(), learnable(), tmp_path, epochs=2, freeze_observers_at=2)
     assert schedule[1, True][1] != schedule[1, False][1]
