@@ -380,3 +380,12 @@ def test_a_message_of_millions_of_fields_is_refused_before_it_is_read(field: str
         channel.unary_unary(f"/{SERVICE}/ModelInfer")(content, metadata=tuple(bearer().items()))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "more than 16384 fields" in caught.value.details()
+
+
+def test_a_message_of_millions_of_packed_values_is_refused_before_it_is_read(own_server: Running) -> None:
+    request = message("ModelInferRequest")(model_name="small")
+    request.inputs.add(name="image", datatype="BYTES", shape=[1]).contents.uint64_contents.extend([1] * 2_000_000)
+    with grpc.insecure_channel(own_server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(f"/{SERVICE}/ModelInfer")(request.SerializeToString(), metadata=tuple(bearer().items()))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "more than 1048576 packed values" in caught.value.details()
