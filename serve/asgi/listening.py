@@ -13,6 +13,9 @@ from pathlib import Path
 from serve.asgi.tls import Tls
 from serve.runtime.errors import UserError
 
+# Connections that wait to be accepted: as many as uvicorn has wait, by default.
+_WAITING = 2048
+
 
 @dataclass(frozen=True)
 class Listening:
@@ -65,7 +68,10 @@ class Listening:
         return Tls(self.certificate, self.key, self.client_authorities)
 
     def open(self) -> socket.socket:
-        """Take the address, so that nobody else can; nobody is let in before the server listens.
+        """Take the address, so that nobody else can; who connects waits until the server accepts it.
+
+        It listens at once: two sockets with SO_REUSEADDR may be bound to one port, and only the first of them can
+        listen. uvloop 0.23 says nothing where it cannot, and the server would be ready with nobody listening.
 
         Raises:
             UserError: it is taken, or cannot be.
@@ -103,6 +109,7 @@ class Listening:
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind(address)
+            opened.listen(_WAITING)
         except OSError as error:
             opened.close()
             raise UserError(
@@ -117,6 +124,7 @@ class Listening:
         try:
             _remove_dead_socket(path)
             opened.bind(str(path))
+            opened.listen(_WAITING)
         except OSError as error:
             opened.close()
             raise UserError(f"--socket {path}: cannot be made ({error.strerror or error})") from None

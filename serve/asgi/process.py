@@ -97,6 +97,8 @@ class Settings:
             raise UserError("--grpc-port needs an address to listen on, and --socket has none: use --host and --port")
         if self.grpc_port is not None and not 0 <= self.grpc_port <= 65535:
             raise UserError(f"--grpc-port must be between 0 and 65535, got {self.grpc_port}")
+        if self.grpc_port and self.grpc_port == self.listening.port:
+            raise UserError(f"--port and --grpc-port are both {self.grpc_port}: gRPC needs a port of its own")
 
 
 def build(settings: Settings, models: Models) -> Application:

@@ -278,6 +278,15 @@ def test_a_port_that_is_taken_is_named() -> None:
             Listening(port=port).open()
 
 
+def test_of_two_servers_that_take_one_port_before_either_answers_the_second_is_told(tmp_path: Path) -> None:
+    with Listening(port=0).open() as first:
+        port = first.getsockname()[1]
+        with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be used"):
+            Listening(port=port).open()
+    with Listening(path=tmp_path / "s").open(), pytest.raises(UserError, match="another server listens"):
+        Listening(path=tmp_path / "s").open()
+
+
 def form(*parts: tuple[str, str, bytes], boundary: bytes = b"xyz") -> bytes:
     return (
         b"".join(

@@ -389,6 +389,7 @@ def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp
         (("v1.mar", "--host", "0.0.0.0"), "--expose"),
         (("v1.mar", "--no-token", "--token-file", "x"), "exclude each other"),
         (("v1.mar", "--tls-key", "x"), "--tls-certificate"),
+        (("v1.mar", "--port", "18080", "--grpc-port", "18080"), "both 18080: gRPC needs a port of its own"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str, archives: Path) -> None:
