@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +79,13 @@ class Listening:
         """
         return self._open_unix(self.path) if self.path is not None else self._open_tcp()
 
+    def socket_file(self) -> SocketFile | None:
+        """The file of the unix socket that `open` made just now; None: it is none of a path."""
+        if self.path is None:
+            return None
+        found = self.path.lstat()
+        return SocketFile(self.path, found.st_dev, found.st_ino)
+
     def url(self, opened: socket.socket) -> str:
         """The address for a person: of a socket that `open` gave."""
         if self.path is not None:
@@ -134,6 +142,31 @@ class Listening:
         finally:
             os.umask(before)
         return opened
+
+
+@dataclass(frozen=True)
+class SocketFile:
+    """The file of a unix socket, told from another that is put in its place later.
+
+    Attributes:
+        path: where it was made.
+        device: of its file system.
+        inode: its number there, which no other file gets while the socket is open.
+    """
+
+    path: Path
+    device: int
+    inode: int
+
+    def remove(self) -> None:
+        """Remove it, where it is still there: after somebody else has, the path may be another server's.
+
+        Called while the socket is open.
+        """
+        with suppress(FileNotFoundError):
+            found = self.path.lstat()
+            if (found.st_dev, found.st_ino) == (self.device, self.inode):
+                self.path.unlink()
 
 
 def _remove_dead_socket(path: Path) -> None:

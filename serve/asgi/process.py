@@ -33,7 +33,7 @@ from serve.asgi.changing import Changing
 from serve.asgi.connections import GuardedConnection
 from serve.asgi.early import Early
 from serve.asgi.extensions import extend
-from serve.asgi.listening import Listening
+from serve.asgi.listening import Listening, SocketFile
 from serve.asgi.loading import Wanted
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
@@ -133,13 +133,14 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
     first = wanted()
     settings = replace(settings, limits=_with_files(settings.limits, ports=1 if settings.grpc_port is None else 2))
     opened = settings.listening.open()
+    file = settings.listening.socket_file()
     with _lock_in_turns(), opened, asyncio.Runner(loop_factory=_Loop) as runner:
         process = _Process(settings, wanted, say)
         try:
-            return runner.run(process.serve(opened, first))
+            return runner.run(process.serve(opened, file, first))
         finally:
-            if settings.listening.path is not None and not process.stopped:
-                settings.listening.path.unlink(missing_ok=True)
+            if file is not None and not process.stopped:
+                file.remove()
 
 
 @contextlib.contextmanager
@@ -195,22 +196,22 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = True
 
-    async def stop(self, opened: socket.socket, path: Path | None = None) -> None:
+    async def stop(self, opened: socket.socket, file: SocketFile | None = None) -> None:
         """Listen no more, and let what was accepted be answered.
 
-        The path of a unix socket is given up in the same moment: what is there later is another server's.
+        The file of a unix socket is removed in the same moment: what is there later is another server's.
 
         A client whose connection waits to be accepted when the socket is closed gets a reset for its request: all that
         wait are accepted in the moment before. Those that shake no hands by TLS in a moment are closed.
         """
+        if file is not None:
+            file.remove()
         waiting = []
         with contextlib.suppress(OSError):  # there is none, or no file for one
             while True:
                 waiting.append(opened.accept()[0])
         for server in self.servers:
             server.close()
-        if path is not None:
-            path.unlink(missing_ok=True)
         await asyncio.gather(*map(self._take_up, waiting))
         self.should_exit = True
 
@@ -244,7 +245,7 @@ class _Process:
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()
 
-    async def serve(self, opened: socket.socket, first: Sequence[Wanted]) -> int:
+    async def serve(self, opened: socket.socket, file: SocketFile | None, first: Sequence[Wanted]) -> int:
         settings = self._settings
         self._models = Models([entry.name for entry in first])
         self._application = build(settings, self._models)
@@ -279,7 +280,7 @@ class _Process:
             await asyncio.sleep(settings.drain_delay_s)
         if server.started:
             self.stopped = True
-            await server.stop(opened, settings.listening.path)
+            await server.stop(opened, file)
         server.should_exit = True
         await serving
         if self._hangs:  # its thread cannot be ended

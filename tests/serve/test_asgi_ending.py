@@ -210,3 +210,51 @@ def test_a_connection_that_waits_to_be_accepted_when_the_server_ends_is_answered
                 return await asyncio.to_thread(client.recv, 4096)
 
     assert asyncio.run(end()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_the_socket_of_another_server_at_its_path_outlives_it(
+    listens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it ends after it has listened, or before."""
+    service: Any = Stuck()
+    stand_in(monkeypatch, service)
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as other:
+
+        def take_the_place() -> None:
+            path.unlink()
+            other.bind(str(path))
+            service.broken = "the test is over"
+
+        def said(line: str) -> None:
+            if line.startswith("ready"):
+                take_the_place()
+
+        def not_begun(*_: Any) -> Any:
+            take_the_place()
+            raise EngineError("the test is over")
+
+        if not listens:
+            monkeypatch.setattr(process, "build", not_begun)
+        with pytest.raises(EngineError, match="the test is over"):
+            process.run(
+                Settings(listening=Listening(path=path), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], said
+            )
+        assert path.exists()
+
+
+def test_its_own_socket_a_server_takes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service: Any = Stuck()
+    stand_in(monkeypatch, service)
+    path = tmp_path / "socket"
+    seen: list[bool] = []
+
+    def said(line: str) -> None:
+        if line.startswith("ready"):
+            seen.append(path.is_socket())
+            service.broken = "the test is over"
+
+    with pytest.raises(EngineError, match="the test is over"):
+        process.run(Settings(listening=Listening(path=path), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], said)
+    assert [*seen, path.exists()] == [True, False]
