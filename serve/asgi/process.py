@@ -239,6 +239,7 @@ class _Process:
         self._wanted = wanted
         self._say = say
         self._ending = asyncio.Event()
+        self._begun = asyncio.Event()  # what was wanted first is served, or cannot be
         self._failure: PipelineError | None = None
         self._hangs = False
         self.stopped = False  # whether it listens no more
@@ -307,6 +308,12 @@ class _Process:
 
     async def _load(self, first: Sequence[Wanted], url: str) -> None:
         try:
+            await self._serve_first(first, url)
+        finally:
+            self._begun.set()
+
+    async def _serve_first(self, first: Sequence[Wanted], url: str) -> None:
+        try:
             await self._changing.change(first, leave_out=self._settings.leave_out)
         except PipelineError as error:
             self._fail(error)
@@ -337,6 +344,9 @@ class _Process:
         task.add_done_callback(self._tasks.discard)
 
     async def _look_again(self) -> None:
+        await self._begun.wait()  # systemd would be told that it is ready, whatever was found
+        if self._ending.is_set():
+            return
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             async with self._looking:  # what was read first must not be what is changed to last

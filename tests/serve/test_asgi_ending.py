@@ -21,7 +21,7 @@ from serve.asgi.listening import Listening
 from serve.asgi.loading import Wanted
 from serve.asgi.models import Models, Served
 from serve.asgi.process import Settings
-from serve.runtime.errors import EngineError
+from serve.runtime.errors import EngineError, UserError
 from tests.serve.stuck import PING, Stuck, settings, stand_in, started, stuck_model
 
 
@@ -193,10 +193,41 @@ def test_told_twice_to_look_again_it_serves_what_was_said_last() -> None:
         looking = process._Process(settings(), wanted, lambda _: None)
         looking._changing = Changing()  # type: ignore[assignment]
         looking._models = Models()
+        looking._begun.set()
         await asyncio.gather(looking._look_again(), looking._look_again())
 
     asyncio.run(run())
     assert changed == ["0", "1"]
+
+
+def test_told_to_look_again_while_it_loads_it_is_not_ready_before_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service: Any = Stuck()
+    stand_in(monkeypatch, service)
+    asked: list[bool] = []
+
+    def wanted() -> list[Wanted]:
+        asked.append(True)
+        if len(asked) == 1:
+            return [Wanted("stuck", "1.0", Path())]
+        service.broken = "the test is over"
+        raise UserError("the file of models is gone")
+
+    def load(*_: Any, **__: Any) -> Served:
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.5)
+        return stuck_model(service)
+
+    monkeypatch.setattr("serve.asgi.changing.load", load)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with pytest.raises(EngineError, match="the test is over"):
+            process.run(Settings(listening=Listening(port=0), drain_s=1), wanted, lambda _: None)
+        assert systemd.recv(100) == b"READY=1"
+        assert systemd.recv(100).startswith(b"RELOADING=1\n")
 
 
 def test_a_connection_that_waits_to_be_accepted_when_the_server_ends_is_answered() -> None:
