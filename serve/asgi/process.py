@@ -365,11 +365,17 @@ class _Process:
         notify("READY=1")
 
     async def _watch(self) -> None:
-        """End the process when a device is lost to it, or an engine hangs: a new process may do better."""
+        """End the process when a device is lost to it, or an engine hangs: a new process may do better.
+
+        Seconds in which this did not run are not an engine's: the process was stopped, or its machine was.
+        """
+        now = time.monotonic()
         while True:
+            due = now + _LOOK_FOR_BROKEN_S
             await asyncio.sleep(_LOOK_FOR_BROKEN_S)
             now = time.monotonic()
             for served in self._models:
+                served.progressed = min(now, served.progressed + max(0.0, now - due))
                 reason = served.service.broken
                 if served.service.waiting == 0:
                     served.progressed = now

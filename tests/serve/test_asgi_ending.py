@@ -120,6 +120,29 @@ def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_end
     assert "did not answer within 1 s" in answers[0].json()["error"]
 
 
+def test_a_pause_of_the_process_is_not_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of SIGSTOP, a container or a machine that is stopped: for as long, nothing runs."""
+    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
+    monkeypatch.setattr(process, "_GRACE_S", 0.5)
+    service: Any = Stuck()
+
+    async def run() -> bool:
+        watching = process._Process(settings(), list, lambda _: None)
+        watching._models = Models()
+        watching._models.replace({"stuck": [stuck_model(service)]})
+        looking = asyncio.ensure_future(watching._watch())
+        service.submit(None)
+        await asyncio.sleep(0.2)
+        time.sleep(2)  # of the response timeout and the grace, 1.5 s, most is left behind it
+        await asyncio.sleep(0.2)
+        survived = not watching._ending.is_set()
+        await asyncio.wait_for(looking, 10)  # what hangs without a pause is found still
+        assert watching._hangs
+        return survived
+
+    assert asyncio.run(run())
+
+
 def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class ExitedError(Exception):
         pass
