@@ -57,6 +57,8 @@ _HANDSHAKE_S = 10.0
 _GOODBYE_S = 5.0
 # For a connection that is accepted in the moment in which the server ends: a client's handshake takes two ways.
 _LAST_HANDSHAKE_S = 1.0
+# That is waited for anything: a day. Threads cannot wait for ever, nor uvicorn.
+_LONGEST_S = 86_400
 # What is open beside connections: archives, libraries, devices.
 _OTHER_FILES = 256
 
@@ -99,6 +101,13 @@ class Settings:
             raise UserError(f"--grpc-port must be between 0 and 65535, got {self.grpc_port}")
         if self.grpc_port and self.grpc_port == self.listening.port:
             raise UserError(f"--port and --grpc-port are both {self.grpc_port}: gRPC needs a port of its own")
+        for option, seconds in (
+            ("--drain-delay", self.drain_delay_s),
+            ("--drain-timeout", self.drain_s),
+            ("--body-timeout", self.limits.body_s),
+        ):
+            if not 0 <= seconds <= _LONGEST_S:  # of nan neither holds
+                raise UserError(f"{option} must be at most {_LONGEST_S} seconds, got {seconds}")
 
 
 def build(settings: Settings, models: Models) -> Application:

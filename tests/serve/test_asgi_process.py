@@ -390,6 +390,10 @@ def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp
         (("v1.mar", "--no-token", "--token-file", "x"), "exclude each other"),
         (("v1.mar", "--tls-key", "x"), "--tls-certificate"),
         (("v1.mar", "--port", "18080", "--grpc-port", "18080"), "both 18080: gRPC needs a port of its own"),
+        (("v1.mar", "--drain-timeout", "inf"), "--drain-timeout must be at most 86400 seconds, got inf"),
+        (("v1.mar", "--drain-timeout", "nan"), "--drain-timeout"),
+        (("v1.mar", "--drain-delay", "1e300"), "--drain-delay must be at most 86400 seconds"),
+        (("v1.mar", "--body-timeout", "inf"), "--body-timeout must be at most 86400 seconds"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str, archives: Path) -> None:
