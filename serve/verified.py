@@ -6,7 +6,8 @@ Between a check of the file in the store and its use somebody could swap it; nob
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,26 +143,36 @@ def verified_copy(source: Path, policy: Policy, into: Path, *, foreign: ForeignP
     copy = into / source.name
     signature = signature_path(copy)
     try:
-        private_copy(source, into)
-        if policy.keys:
-            if not signature_path(source).is_file():
-                raise SignatureError(
-                    f"{source}: is not signed, and must be by {' or '.join(key.name for key in policy.keys)}: "
-                    f"sign it with `python -m serve sign`"
-                )
-            copy_file(signature_path(source), signature, follow=True)
-            check_signature(copy, policy.keys)
-        if copy.is_dir():
-            load_card(copy)
-        else:
-            with open_archive(copy) as archive:
-                _check_archive(source, archive, policy, foreign)
+        with _told_of(source, copy):
+            private_copy(source, into)
+            if policy.keys:
+                if not signature_path(source).is_file():
+                    raise SignatureError(
+                        f"{source}: is not signed, and must be by {' or '.join(key.name for key in policy.keys)}: "
+                        f"sign it with `python -m serve sign`"
+                    )
+                copy_file(signature_path(source), signature, follow=True)
+                check_signature(copy, policy.keys)
+            if copy.is_dir():
+                load_card(copy)
+            else:
+                with open_archive(copy) as archive:
+                    _check_archive(source, archive, policy, foreign)
     except BaseException:
         remove_copy(copy)
         raise
     finally:
         signature.unlink(missing_ok=True)
     return copy
+
+
+@contextmanager
+def _told_of(source: Path, copy: Path) -> Iterator[None]:
+    """What is wrong with a copy as what is wrong with its source: the copy is gone when somebody reads of it."""
+    try:
+        yield
+    except (CardError, SignatureError) as error:
+        raise type(error)(str(error).replace(str(copy), str(source))) from None
 
 
 def _check_archive(source: Path, archive: OpenArchive, policy: Policy, foreign: ForeignParts | None) -> None:

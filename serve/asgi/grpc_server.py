@@ -18,12 +18,12 @@ from serve.asgi import oip, oip_grpc
 from serve.asgi.application import CLIENT_GONE, server_timing
 from serve.asgi.asking import Asking, ClientGoneError
 from serve.asgi.listening import Listening
-from serve.asgi.messages import RefusedError, bad_request
+from serve.asgi.messages import RefusedError, bad_request, no_memory
 from serve.asgi.oip_messages import SERVICE, message, read_message
 from serve.asgi.oip_routes import project_version, refusal, signature
 from serve.asgi.reading import Reading
 from serve.asgi.tls import Secrets, Tls
-from serve.runtime.errors import RequestError, UserError
+from serve.runtime.errors import RequestError, UserError, one_line
 from serve.runtime.observing import Observation, request_id
 
 if TYPE_CHECKING:
@@ -168,6 +168,11 @@ class GrpcServer:
             observation.status = CLIENT_GONE
             observation.refusals += ("client-gone",)
             raise
+        except MemoryError as error:
+            _LOG.error("request %s: too little memory: %s", observation.request_id, one_line(error))
+            refused = no_memory()
+            observation.status, observation.refusals = refused.status, (*observation.refusals, refused.kind)
+            return refused
         except Exception:  # noqa: BLE001 - one request's fault must not be told as gRPC would: with its text
             _LOG.exception("request %s failed", observation.request_id)
             observation.status, observation.refusals = 500, (*observation.refusals, "fault")

@@ -7,11 +7,15 @@ import ipaddress
 import os
 import socket
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from serve.asgi.tls import Tls
 from serve.runtime.errors import UserError
+
+# Connections that wait to be accepted: as many as uvicorn has wait, by default.
+_WAITING = 2048
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,22 @@ class Listening:
         return Tls(self.certificate, self.key, self.client_authorities)
 
     def open(self) -> socket.socket:
-        """Take the address, so that nobody else can; nobody is let in before the server listens.
+        """Take the address, so that nobody else can; who connects waits until the server accepts it.
+
+        It listens at once: two sockets with SO_REUSEADDR may be bound to one port, and only the first of them can
+        listen. uvloop 0.23 says nothing where it cannot, and the server would be ready with nobody listening.
 
         Raises:
             UserError: it is taken, or cannot be.
         """
         return self._open_unix(self.path) if self.path is not None else self._open_tcp()
+
+    def socket_file(self) -> SocketFile | None:
+        """The file of the unix socket that `open` made just now; None: it is none of a path."""
+        if self.path is None:
+            return None
+        found = self.path.lstat()
+        return SocketFile(self.path, found.st_dev, found.st_ino)
 
     def url(self, opened: socket.socket) -> str:
         """The address for a person: of a socket that `open` gave."""
@@ -103,6 +117,7 @@ class Listening:
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind(address)
+            opened.listen(_WAITING)
         except OSError as error:
             opened.close()
             raise UserError(
@@ -117,6 +132,7 @@ class Listening:
         try:
             _remove_dead_socket(path)
             opened.bind(str(path))
+            opened.listen(_WAITING)
         except OSError as error:
             opened.close()
             raise UserError(f"--socket {path}: cannot be made ({error.strerror or error})") from None
@@ -126,6 +142,31 @@ class Listening:
         finally:
             os.umask(before)
         return opened
+
+
+@dataclass(frozen=True)
+class SocketFile:
+    """The file of a unix socket, told from another that is put in its place later.
+
+    Attributes:
+        path: where it was made.
+        device: of its file system.
+        inode: its number there, which no other file gets while the socket is open.
+    """
+
+    path: Path
+    device: int
+    inode: int
+
+    def remove(self) -> None:
+        """Remove it, where it is still there: after somebody else has, the path may be another server's.
+
+        Called while the socket is open.
+        """
+        with suppress(FileNotFoundError):
+            found = self.path.lstat()
+            if (found.st_dev, found.st_ino) == (self.device, self.inode):
+                self.path.unlink()
 
 
 def _remove_dead_socket(path: Path) -> None:

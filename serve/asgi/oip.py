@@ -28,8 +28,10 @@ INPUT = "image"
 #: What is told in the server's metadata.
 EXTENSIONS = ("binary_tensor_data",)
 
+#: Most sides of a tensor's shape: those of pixels.
+RANK = 4
+
 _FRAMEWORKS = {"torchscript": "pytorch_torchscript", "exported_program": "pytorch_exported", "onnx": "onnx_onnxv1"}
-_RANK = 4  # of pixels
 _LONGEST_SIDE = 65_535  # of pixels
 
 
@@ -200,9 +202,9 @@ def _images(signature: Signature, tensors: Sequence[Tensor]) -> tuple[bytes, ...
         names = ", ".join(shown(tensor.name) for tensor in tensors[:4]) or "none"
         raise RequestError(f"the request must have one input, named {INPUT!r}; found {names}")
     tensor = tensors[0]
-    if not 1 <= len(tensor.shape) <= _RANK or not all(1 <= side < 1 << 63 for side in tensor.shape):
+    if not 1 <= len(tensor.shape) <= RANK or not all(1 <= side < 1 << 63 for side in tensor.shape):
         raise RequestError(
-            f"the shape of {INPUT!r} must be of 1 to {_RANK} numbers from 1, found {_sides(tensor.shape)}"
+            f"the shape of {INPUT!r} must be of 1 to {RANK} numbers from 1, found {_sides(tensor.shape)}"
         )
     elements = math.prod(tensor.shape)
     if len(tensor.data) != elements:
@@ -223,7 +225,7 @@ def _images(signature: Signature, tensors: Sequence[Tensor]) -> tuple[bytes, ...
 def _pixels(signature: Signature, tensor: Tensor, data: bytes) -> tuple[bytes, ...]:
     """Pixels as images without compression: they take the same way as all others, and are resized and bounded alike."""
     channels = signature.channels
-    if len(tensor.shape) != _RANK:
+    if len(tensor.shape) != RANK:
         raise RequestError(
             f"pixels have the shape [N,H,W,{channels}] or [N,{channels},H,W], found {_sides(tensor.shape)}"
         )
@@ -262,5 +264,5 @@ def _timeout(parameters: Mapping[str, object]) -> float | None:
 
 
 def _sides(shape: tuple[int, ...]) -> str:
-    sides = ",".join(str(side) if abs(side) < 1 << 63 else "…" for side in shape[:_RANK])
-    return f"[{sides}{',…' if len(shape) > _RANK else ''}]"
+    sides = ",".join(str(side) if abs(side) < 1 << 63 else "…" for side in shape[:RANK])
+    return f"[{sides}{',…' if len(shape) > RANK else ''}]"

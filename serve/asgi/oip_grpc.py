@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serve.asgi.oip import (
+    RANK,
     Inference,
     Output,
     Signature,
@@ -64,7 +65,8 @@ def read(signature: Signature, request: Any) -> Inference:
             data = unpacked(raw[index], signature.instance_limit)
         else:
             data = raw[index]
-        tensors.append(Tensor(entry.name, entry.datatype, tuple(entry.shape), data))
+        # Of one that is too long no more than tells so: a client may have made it of a million numbers.
+        tensors.append(Tensor(entry.name, entry.datatype, tuple(entry.shape[: RANK + 1]), data))
     wanted = tuple(Wanted(entry.name, bool(raw)) for entry in request.outputs)
     parameters = _parameters(request.parameters)
     return read_inference(signature, tensors, wanted or all_outputs(binary=bool(raw)), parameters, request.id)

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
+
+from serve.runtime.protocol import MOST_VALUES
 
 PACKAGE: Final = "inference"
 SERVICE: Final = f"{PACKAGE}.GRPCInferenceService"
@@ -141,48 +144,94 @@ _POOL.Add(_file())
 #: could have 32 million that are empty, and protobuf makes an object of 150 bytes of each before anybody counts them.
 MOST_FIELDS: Final = 16_384
 
+# Bytes of a number: seven bits in each.
+_LONGEST_NUMBER: Final = 10
+
+# The types whose repeated values may be packed into one field, and their bytes; None: a number as `_number` reads it.
+_PACKED: Final[Mapping[int, int | None]] = {
+    FieldDescriptorProto.TYPE_BOOL: None,
+    FieldDescriptorProto.TYPE_INT32: None,
+    FieldDescriptorProto.TYPE_INT64: None,
+    FieldDescriptorProto.TYPE_UINT32: None,
+    FieldDescriptorProto.TYPE_UINT64: None,
+    FieldDescriptorProto.TYPE_FLOAT: 4,
+    FieldDescriptorProto.TYPE_DOUBLE: 8,
+}
+
 
 def read_message(name: str, content: bytes) -> Any:
     """A message of its bytes.
 
     Raises:
-        ValueError: it is none, or has more fields than are read.
+        ValueError: it is none, or has more fields or packed values than are read.
     """
     kind = message(name)
     try:
-        left = _fields_left(kind.DESCRIPTOR, content, 0, len(content), MOST_FIELDS)
-        if left < 0:
-            raise ValueError(f"the message has more than {MOST_FIELDS} fields")
+        _Room(content).take(kind.DESCRIPTOR, 0, len(content))
         return kind.FromString(content)
     except (DecodeError, IndexError):
         raise ValueError(f"the message is no {name}") from None
 
 
-def _fields_left(kind: Any, content: bytes, place: int, end: int, left: int) -> int:
-    """How many of so many fields are left behind those of a message from ``place``; below 0: there are more."""
-    while place < end and left >= 0:
-        left -= 1
-        key, place = _number(content, place)
-        wire = key & 7
-        if wire == 2:  # with a length
-            length, place = _number(content, place)
-            field = kind.fields_by_number.get(key >> 3)
-            if field is not None and field.message_type is not None:
-                left = _fields_left(field.message_type, content, place, min(end, place + length), left)
-            place += length
-        elif wire == 0:
-            _, place = _number(content, place)
-        elif wire in (1, 5):
-            place += 8 if wire == 1 else 4
-        else:  # groups, which no message has
-            raise DecodeError
-    return left
+class _Room:
+    """How many fields, and values packed into fields, a message may have beside those that were counted."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self._fields, self._values = MOST_FIELDS, MOST_VALUES
+
+    def take(self, kind: Any, place: int, end: int) -> None:
+        """Count what a message of this kind has from ``place`` to ``end``.
+
+        Raises:
+            ValueError: there are more than are read.
+            DecodeError: it is no message.
+            IndexError: it ends in the middle of a number.
+        """
+        while place < end:
+            self._fields -= 1
+            if self._fields < 0:
+                raise ValueError(f"the message has more than {MOST_FIELDS} fields")
+            key, place = _number(self._content, place)
+            wire = key & 7
+            if wire == 2:  # with a length
+                length, place = _number(self._content, place)
+                field = kind.fields_by_number.get(key >> 3)
+                if field is not None:
+                    self._take_inner(field, place, min(end, place + length))
+                place += length
+            elif wire == 0:
+                _, place = _number(self._content, place)
+            elif wire in (1, 5):
+                place += 8 if wire == 1 else 4
+            else:  # groups, which no message has
+                raise DecodeError
+
+    def _take_inner(self, field: Any, place: int, end: int) -> None:
+        if field.message_type is not None:
+            self.take(field.message_type, place, end)
+        elif field.is_repeated and field.type in _PACKED:
+            self._values -= _values(self._content, place, end, _PACKED[field.type])
+            if self._values < 0:
+                raise ValueError(f"the message has more than {MOST_VALUES} packed values: send tensors raw")
+
+
+def _values(content: bytes, place: int, end: int, size: int | None) -> int:
+    """How many values of ``size`` bytes, or None: numbers, a packed field has; at least, where they are too many."""
+    if end <= place:
+        return 0
+    if size is not None:
+        return (end - place) // size
+    if (least := (end - place) // _LONGEST_NUMBER) > MOST_VALUES:  # without looking at 60 MB
+        return least
+    # Each number ends with its one byte below 128. numpy counts 10 MB in some ms, and Python in a second.
+    return int(np.count_nonzero(np.frombuffer(content, np.int8, end - place, place) >= 0))
 
 
 def _number(content: bytes, place: int) -> tuple[int, int]:
     """A number of seven bits in each byte, and the place behind it; none has more than ten bytes."""
     value = 0
-    for shift in range(0, 70, 7):
+    for shift in range(0, 7 * _LONGEST_NUMBER, 7):
         byte = content[place]
         place += 1
         value |= (byte & 127) << shift

@@ -60,7 +60,9 @@ def versions_of(body: object) -> dict[str, tuple[Version, ...]]:
         raise UserError(shape)
     found = {}
     for name, entries in models.items():
-        check_model_name(str(name))
+        if not isinstance(name, str):  # 7, 0x7 and 7.0, or `on` and `yes`, would be one model, and called otherwise
+            raise UserError(f"a model's name must be text, and YAML reads one as {name!r}: put it in quotes")
+        check_model_name(name)
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise UserError(f"{name} must be a list of versions: {shape}")
         try:
@@ -72,7 +74,7 @@ def versions_of(body: object) -> dict[str, tuple[Version, ...]]:
             raise UserError(f"{name} has a version twice: {', '.join(names)}")
         if not any(entry.weight for entry in versions):
             raise UserError(f"{name} needs a version with a weight above 0")
-        found[str(name)] = versions
+        found[name] = versions
     return found
 
 
@@ -109,18 +111,28 @@ class Plan:
         return tuple(wanted)
 
     def _of_word(self, word: str) -> Wanted:
-        name, archive = self._archive(word, Path())
-        return Wanted(name, MODEL_VERSION, archive)
-
-    def _archive(self, word: str, folder: Path) -> tuple[str, Path]:
-        """The archive that a word means, and the name that it is served by where nothing else is said."""
         if not word.endswith(".mar"):
-            return next(iter(runs.select(self.store, [runs.find_target(word)], device=self.device).archives.items()))
+            name, archive = self._of_run(runs.find_target(word))
+            return Wanted(name, MODEL_VERSION, archive)
         name, equals, place = word.partition("=")
-        path = folder / (place if equals else word)
-        if not path.is_file():
-            raise UserError(f"{path}: there is no such archive")
-        return check_model_name(name if equals else path.stem), path
+        if not equals or "/" in name:  # that of a folder
+            name, place = Path(word).stem, word
+        archive = _existing(Path(place))
+        return Wanted(check_model_name(name), MODEL_VERSION, archive)
+
+    def _of_run(self, target: runs.Target) -> tuple[str, Path]:
+        """The archive of a run that is meant, and the name that it is served by where nothing else is said."""
+        return next(iter(runs.select(self.store, [target], device=self.device).archives.items()))
+
+    def _of_entry(self, word: str, folder: Path) -> Path:
+        """The archive that a file of models in this folder means by a word."""
+        named = "a file of models names them by its keys, and not by NAME="
+        if word.endswith(".mar"):
+            return _existing(folder / word, f"; {named}" if "=" in word else "")
+        target = runs.find_target(word)
+        if target.name is not None:
+            raise UserError(f"{word}: {named}")
+        return self._of_run(target)[1]
 
     def _of_file(self, file: Path) -> list[Wanted]:
         try:
@@ -139,7 +151,22 @@ class Plan:
         except UserError as error:
             raise UserError(f"{file}: {error}") from None
         return [
-            Wanted(name, entry.version, self._archive(entry.archive, file.parent)[1], entry.weight)
+            Wanted(name, entry.version, self._of_entry(entry.archive, file.parent), entry.weight)
             for name, versions in models.items()
             for entry in versions
         ]
+
+
+def _existing(path: Path, hint: str = "") -> Path:
+    """The path of an archive.
+
+    Raises:
+        UserError: there is none; ``hint`` ends the message.
+    """
+    try:
+        there = path.is_file()
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if not there:
+        raise UserError(f"{path}: there is no such archive{hint}")
+    return path

@@ -33,7 +33,7 @@ from serve.asgi.changing import Changing
 from serve.asgi.connections import GuardedConnection
 from serve.asgi.early import Early
 from serve.asgi.extensions import extend
-from serve.asgi.listening import Listening
+from serve.asgi.listening import Listening, SocketFile
 from serve.asgi.loading import Wanted
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
@@ -57,6 +57,8 @@ _HANDSHAKE_S = 10.0
 _GOODBYE_S = 5.0
 # For a connection that is accepted in the moment in which the server ends: a client's handshake takes two ways.
 _LAST_HANDSHAKE_S = 1.0
+# That is waited for anything: a day. Threads cannot wait for ever, nor uvicorn.
+_LONGEST_S = 86_400
 # What is open beside connections: archives, libraries, devices.
 _OTHER_FILES = 256
 
@@ -97,6 +99,15 @@ class Settings:
             raise UserError("--grpc-port needs an address to listen on, and --socket has none: use --host and --port")
         if self.grpc_port is not None and not 0 <= self.grpc_port <= 65535:
             raise UserError(f"--grpc-port must be between 0 and 65535, got {self.grpc_port}")
+        if self.grpc_port and self.grpc_port == self.listening.port:
+            raise UserError(f"--port and --grpc-port are both {self.grpc_port}: gRPC needs a port of its own")
+        for option, seconds in (
+            ("--drain-delay", self.drain_delay_s),
+            ("--drain-timeout", self.drain_s),
+            ("--body-timeout", self.limits.body_s),
+        ):
+            if not 0 <= seconds <= _LONGEST_S:  # of nan neither holds
+                raise UserError(f"{option} must be at most {_LONGEST_S} seconds, got {seconds}")
 
 
 def build(settings: Settings, models: Models) -> Application:
@@ -131,13 +142,14 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
     first = wanted()
     settings = replace(settings, limits=_with_files(settings.limits, ports=1 if settings.grpc_port is None else 2))
     opened = settings.listening.open()
+    file = settings.listening.socket_file()
     with _lock_in_turns(), opened, asyncio.Runner(loop_factory=_Loop) as runner:
         process = _Process(settings, wanted, say)
         try:
-            return runner.run(process.serve(opened, first))
+            return runner.run(process.serve(opened, file, first))
         finally:
-            if settings.listening.path is not None and not process.stopped:
-                settings.listening.path.unlink(missing_ok=True)
+            if file is not None and not process.stopped:
+                file.remove()
 
 
 @contextlib.contextmanager
@@ -193,22 +205,22 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = True
 
-    async def stop(self, opened: socket.socket, path: Path | None = None) -> None:
+    async def stop(self, opened: socket.socket, file: SocketFile | None = None) -> None:
         """Listen no more, and let what was accepted be answered.
 
-        The path of a unix socket is given up in the same moment: what is there later is another server's.
+        The file of a unix socket is removed in the same moment: what is there later is another server's.
 
         A client whose connection waits to be accepted when the socket is closed gets a reset for its request: all that
         wait are accepted in the moment before. Those that shake no hands by TLS in a moment are closed.
         """
+        if file is not None:
+            file.remove()
         waiting = []
         with contextlib.suppress(OSError):  # there is none, or no file for one
             while True:
                 waiting.append(opened.accept()[0])
         for server in self.servers:
             server.close()
-        if path is not None:
-            path.unlink(missing_ok=True)
         await asyncio.gather(*map(self._take_up, waiting))
         self.should_exit = True
 
@@ -236,13 +248,14 @@ class _Process:
         self._wanted = wanted
         self._say = say
         self._ending = asyncio.Event()
+        self._begun = asyncio.Event()  # what was wanted first is served, or cannot be
         self._failure: PipelineError | None = None
         self._hangs = False
         self.stopped = False  # whether it listens no more
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()
 
-    async def serve(self, opened: socket.socket, first: Sequence[Wanted]) -> int:
+    async def serve(self, opened: socket.socket, file: SocketFile | None, first: Sequence[Wanted]) -> int:
         settings = self._settings
         self._models = Models([entry.name for entry in first])
         self._application = build(settings, self._models)
@@ -277,7 +290,7 @@ class _Process:
             await asyncio.sleep(settings.drain_delay_s)
         if server.started:
             self.stopped = True
-            await server.stop(opened, settings.listening.path)
+            await server.stop(opened, file)
         server.should_exit = True
         await serving
         if self._hangs:  # its thread cannot be ended
@@ -303,6 +316,12 @@ class _Process:
         return 0 if answered else 1
 
     async def _load(self, first: Sequence[Wanted], url: str) -> None:
+        try:
+            await self._serve_first(first, url)
+        finally:
+            self._begun.set()
+
+    async def _serve_first(self, first: Sequence[Wanted], url: str) -> None:
         try:
             await self._changing.change(first, leave_out=self._settings.leave_out)
         except PipelineError as error:
@@ -334,6 +353,9 @@ class _Process:
         task.add_done_callback(self._tasks.discard)
 
     async def _look_again(self) -> None:
+        await self._begun.wait()  # systemd would be told that it is ready, whatever was found
+        if self._ending.is_set():
+            return
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             async with self._looking:  # what was read first must not be what is changed to last
@@ -352,11 +374,17 @@ class _Process:
         notify("READY=1")
 
     async def _watch(self) -> None:
-        """End the process when a device is lost to it, or an engine hangs: a new process may do better."""
+        """End the process when a device is lost to it, or an engine hangs: a new process may do better.
+
+        Seconds in which this did not run are not an engine's: the process was stopped, or its machine was.
+        """
+        now = time.monotonic()
         while True:
+            due = now + _LOOK_FOR_BROKEN_S
             await asyncio.sleep(_LOOK_FOR_BROKEN_S)
             now = time.monotonic()
             for served in self._models:
+                served.progressed = min(now, served.progressed + max(0.0, now - due))
                 reason = served.service.broken
                 if served.service.waiting == 0:
                     served.progressed = now

@@ -27,7 +27,7 @@ def export(
     memory_mb: Annotated[int | None, typer.Option(help="Most memory of a replica, in MiB. Default: 4096.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs of a replica: 0 or 1. Default: 0.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Fewest replicas. Default: 1.")] = None,
-    max_replicas: Annotated[int | None, typer.Option(help="Most replicas. Default: 8.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(help="Most replicas. Default: 8, or --replicas.")] = None,
     queue_ms: Annotated[
         int | None, typer.Option(help="Mean wait for the engine above which replicas are added. Default: 20.")
     ] = None,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from serve.config import Config
 from serve.runtime.card import Card
 from serve.runtime.registry import Registry
+
+# A label of 63, less what is put behind it: "-tokens", and by KServe "-predictor".
+_LONGEST_NAME = 52
 
 
 class ExportSettings(Config):
@@ -30,10 +34,21 @@ class ExportSettings(Config):
     memory_mb: int = Field(default=4096, ge=256, description="Most memory of a replica, in MiB.")
     gpus: int = Field(default=0, ge=0, le=1, description="GPUs of a replica; a worker uses one.")
     replicas: int = Field(default=1, ge=1, le=1000, description="Fewest replicas.")
-    max_replicas: int = Field(default=8, ge=1, le=1000, description="Most replicas.")
+    max_replicas: int = Field(
+        default_factory=lambda given: max(8, given.get("replicas", 1)),
+        ge=1,
+        le=1000,
+        description="Most replicas; by default 8, or as many as the fewest.",
+    )
     queue_ms: int = Field(
         default=20, ge=1, description="Mean time that requests wait for the engine, above which replicas are added."
     )
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas must be at least replicas, {self.replicas}, and is {self.max_replicas}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -106,9 +121,18 @@ def targets() -> dict[str, Target]:
 
 
 def dns_name(name: str) -> str:
-    """A name as Kubernetes takes it (RFC 1123): ``resnet18-onnx_int8`` is ``resnet18-onnx-int8``."""
-    legal = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name.lower())
-    return legal.strip("-")[:52].rstrip("-") or "model"
+    """A name as Kubernetes takes it for all that is made (RFC 1035): ``resnet18-onnx_int8`` is ``resnet18-onnx-int8``.
+
+    It begins with a letter, as a Service's must. One that is too long is cut, and ends with a hash of the whole: the
+    names of a run's artifacts begin alike.
+    """
+    legal = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name.lower()).strip("-")
+    if not legal[:1].isalpha():
+        legal = f"m-{legal}".rstrip("-")
+    if len(legal) > _LONGEST_NAME:
+        digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+        legal = f"{legal[: _LONGEST_NAME - 9].rstrip('-')}-{digest}"
+    return legal
 
 
 def write_yaml(path: Path, documents: Sequence[Mapping[str, Any]]) -> None:

@@ -53,7 +53,7 @@ def manifests(subject: Subject, name: str) -> list[dict[str, Any]]:
         "spec": {
             "predictor": {
                 "minReplicas": settings.replicas,
-                "maxReplicas": max(settings.replicas, settings.max_replicas),
+                "maxReplicas": settings.max_replicas,
                 "automountServiceAccountToken": False,
                 "securityContext": image.pod_security(),
                 "terminationGracePeriodSeconds": image.grace_s(),

@@ -118,7 +118,7 @@ def _autoscaler(subject: Subject, metadata: dict[str, Any], name: str) -> dict[s
         "spec": {
             "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
             "minReplicas": settings.replicas,
-            "maxReplicas": max(settings.replicas, settings.max_replicas),
+            "maxReplicas": settings.max_replicas,
             "metrics": [{"type": "Pods", "pods": metric}],
             # A replica needs half a minute to be ready; one that goes too soon is missed at the next wave.
             "behavior": {

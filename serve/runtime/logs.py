@@ -47,6 +47,8 @@ def log_to_stderr() -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger("serve").setLevel(logging.INFO)
     silence_pillow()
+    # Of forms as of images: python-multipart 0.0.34 warns of each that is broken.
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
 def silence_pillow() -> None:

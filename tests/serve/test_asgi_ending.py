@@ -21,7 +21,7 @@ from serve.asgi.listening import Listening
 from serve.asgi.loading import Wanted
 from serve.asgi.models import Models, Served
 from serve.asgi.process import Settings
-from serve.runtime.errors import EngineError
+from serve.runtime.errors import EngineError, UserError
 from tests.serve.stuck import PING, Stuck, settings, stand_in, started, stuck_model
 
 
@@ -120,6 +120,29 @@ def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_end
     assert "did not answer within 1 s" in answers[0].json()["error"]
 
 
+def test_a_pause_of_the_process_is_not_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of SIGSTOP, a container or a machine that is stopped: for as long, nothing runs."""
+    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
+    monkeypatch.setattr(process, "_GRACE_S", 0.5)
+    service: Any = Stuck()
+
+    async def run() -> bool:
+        watching = process._Process(settings(), list, lambda _: None)
+        watching._models = Models()
+        watching._models.replace({"stuck": [stuck_model(service)]})
+        looking = asyncio.ensure_future(watching._watch())
+        service.submit(None)
+        await asyncio.sleep(0.2)
+        time.sleep(2)  # of the response timeout and the grace, 1.5 s, most is left behind it
+        await asyncio.sleep(0.2)
+        survived = not watching._ending.is_set()
+        await asyncio.wait_for(looking, 10)  # what hangs without a pause is found still
+        assert watching._hangs
+        return survived
+
+    assert asyncio.run(run())
+
+
 def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class ExitedError(Exception):
         pass
@@ -193,10 +216,41 @@ def test_told_twice_to_look_again_it_serves_what_was_said_last() -> None:
         looking = process._Process(settings(), wanted, lambda _: None)
         looking._changing = Changing()  # type: ignore[assignment]
         looking._models = Models()
+        looking._begun.set()
         await asyncio.gather(looking._look_again(), looking._look_again())
 
     asyncio.run(run())
     assert changed == ["0", "1"]
+
+
+def test_told_to_look_again_while_it_loads_it_is_not_ready_before_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service: Any = Stuck()
+    stand_in(monkeypatch, service)
+    asked: list[bool] = []
+
+    def wanted() -> list[Wanted]:
+        asked.append(True)
+        if len(asked) == 1:
+            return [Wanted("stuck", "1.0", Path())]
+        service.broken = "the test is over"
+        raise UserError("the file of models is gone")
+
+    def load(*_: Any, **__: Any) -> Served:
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.5)
+        return stuck_model(service)
+
+    monkeypatch.setattr("serve.asgi.changing.load", load)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with pytest.raises(EngineError, match="the test is over"):
+            process.run(Settings(listening=Listening(port=0), drain_s=1), wanted, lambda _: None)
+        assert systemd.recv(100) == b"READY=1"
+        assert systemd.recv(100).startswith(b"RELOADING=1\n")
 
 
 def test_a_connection_that_waits_to_be_accepted_when_the_server_ends_is_answered() -> None:
@@ -210,3 +264,51 @@ def test_a_connection_that_waits_to_be_accepted_when_the_server_ends_is_answered
                 return await asyncio.to_thread(client.recv, 4096)
 
     assert asyncio.run(end()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_the_socket_of_another_server_at_its_path_outlives_it(
+    listens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it ends after it has listened, or before."""
+    service: Any = Stuck()
+    stand_in(monkeypatch, service)
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as other:
+
+        def take_the_place() -> None:
+            path.unlink()
+            other.bind(str(path))
+            service.broken = "the test is over"
+
+        def said(line: str) -> None:
+            if line.startswith("ready"):
+                take_the_place()
+
+        def not_begun(*_: Any) -> Any:
+            take_the_place()
+            raise EngineError("the test is over")
+
+        if not listens:
+            monkeypatch.setattr(process, "build", not_begun)
+        with pytest.raises(EngineError, match="the test is over"):
+            process.run(
+                Settings(listening=Listening(path=path), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], said
+            )
+        assert path.exists()
+
+
+def test_its_own_socket_a_server_takes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service: Any = Stuck()
+    stand_in(monkeypatch, service)
+    path = tmp_path / "socket"
+    seen: list[bool] = []
+
+    def said(line: str) -> None:
+        if line.startswith("ready"):
+            seen.append(path.is_socket())
+            service.broken = "the test is over"
+
+    with pytest.raises(EngineError, match="the test is over"):
+        process.run(Settings(listening=Listening(path=path), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], said)
+    assert [*seen, path.exists()] == [True, False]

@@ -278,6 +278,15 @@ def test_a_port_that_is_taken_is_named() -> None:
             Listening(port=port).open()
 
 
+def test_of_two_servers_that_take_one_port_before_either_answers_the_second_is_told(tmp_path: Path) -> None:
+    with Listening(port=0).open() as first:
+        port = first.getsockname()[1]
+        with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be used"):
+            Listening(port=port).open()
+    with Listening(path=tmp_path / "s").open(), pytest.raises(UserError, match="another server listens"):
+        Listening(path=tmp_path / "s").open()
+
+
 def form(*parts: tuple[str, str, bytes], boundary: bytes = b"xyz") -> bytes:
     return (
         b"".join(
@@ -330,7 +339,14 @@ def test_a_form_that_is_none_or_was_cut_is_refused(noise: bytes, length: int) ->
         ("models: {m: [{archive: a.mar, weight: yes}]}", "m: weight: input should be a number"),
         ("models: {'m/n': [{archive: a.mar}]}", "cannot name"),
         ("models: {m: [{archive: a.mar, version: 'a b'}]}", "a version is"),
-        ("models: {m: [{archive: none.mar}]}", "there is no such archive"),
+        ("models: {m: [{archive: none.mar}]}", r"none\.mar: there is no such archive$"),
+        ("models: {7: [{archive: a.mar}], 0x7: [{archive: a.mar}]}", "text, and YAML reads one as 7: put it in"),
+        ("models: {on: [{archive: a.mar}]}", "must be text, and YAML reads one as True: put it in quotes"),
+        ("models: {null: [{archive: a.mar}]}", "must be text, and YAML reads one as None: put it in quotes"),
+        ("models: {1.0: [{archive: a.mar}]}", r"must be text, and YAML reads one as 1\.0: put it in quotes"),
+        ("models: {m: [{archive: n=a.mar}]}", "n=a.mar: there is no such archive; .* by its keys, and not by NAME="),
+        ("models: {m: [{archive: n=run/ptq}]}", "n=run/ptq: a file of models names them by its keys, and not by NAME="),
+        (f"models: {{m: [{{archive: {'a' * 300}.mar}}]}}", "a.mar: cannot be read .File name too long"),
     ],
 )
 def test_a_file_of_models_that_says_something_else_is_refused_in_one_line(
@@ -394,6 +410,15 @@ def test_an_archive_is_served_by_its_files_name_or_another(tmp_path: Path) -> No
         (tmp_path / f"{name}.mar").write_bytes(b"")
     wanted = Plan((f"{tmp_path}/a.mar", f"cat={tmp_path}/b.mar"), None, tmp_path).read()
     assert [(entry.name, entry.archive.name) for entry in wanted] == [("a", "a.mar"), ("cat", "b.mar")]
+    folder = tmp_path / "day=1"
+    folder.mkdir()
+    (folder / "c.mar").write_bytes(b"")
+    assert Plan((f"{folder}/c.mar",), None, tmp_path).read()[0].name == "c"
+    assert Plan((f"d={folder}/c.mar",), None, tmp_path).read()[0].name == "d"
+    (tmp_path / "models.yaml").write_text("models: {m: [{archive: day=1/c.mar}]}")
+    assert Plan((), tmp_path / "models.yaml", tmp_path).read()[0].archive == folder / "c.mar"
+    with pytest.raises(UserError, match=r"cannot be read \(File name too long\)"):
+        Plan((f"{'a' * 300}.mar",), None, tmp_path).read()
     with pytest.raises(UserError, match="a is to be served twice"):
         Plan((f"{tmp_path}/a.mar", f"a={tmp_path}/b.mar"), None, tmp_path).read()
 

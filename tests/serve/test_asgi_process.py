@@ -166,6 +166,17 @@ def test_thousands_of_damaged_images_among_whole_ones_cost_nobody_else_an_answer
     assert not [line for line in said if "Traceback" in line or '"logger": "PIL' in line], "a client would fill the log"
 
 
+def test_a_broken_form_is_told_to_its_client_and_not_to_the_log(server: Server) -> None:
+    begun = len(server.lines)
+    with server.client() as client:
+        for _ in range(20):
+            kind = {"content-type": "multipart/form-data; boundary=xyz"}
+            answer = client.post("/predictions/m", content=b"--abc\r\n\r\n", headers=kind)
+            assert answer.status_code == 400
+            assert "the multipart form cannot be read" in answer.json()["error"]
+    assert not [line for line in server.lines[begun:] if "multipart" in line]
+
+
 def test_a_body_beyond_the_limit_is_told_while_it_is_sent(server: Server) -> None:
     with server.socket() as opened:
         head = f"POST /predictions/m HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
@@ -389,6 +400,11 @@ def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp
         (("v1.mar", "--host", "0.0.0.0"), "--expose"),
         (("v1.mar", "--no-token", "--token-file", "x"), "exclude each other"),
         (("v1.mar", "--tls-key", "x"), "--tls-certificate"),
+        (("v1.mar", "--port", "18080", "--grpc-port", "18080"), "both 18080: gRPC needs a port of its own"),
+        (("v1.mar", "--drain-timeout", "inf"), "--drain-timeout must be at most 86400 seconds, got inf"),
+        (("v1.mar", "--drain-timeout", "nan"), "--drain-timeout"),
+        (("v1.mar", "--drain-delay", "1e300"), "--drain-delay must be at most 86400 seconds"),
+        (("v1.mar", "--body-timeout", "inf"), "--body-timeout must be at most 86400 seconds"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str, archives: Path) -> None:

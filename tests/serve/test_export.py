@@ -33,7 +33,7 @@ from benchmarks.hostile.pictures import encoded, picture
 from serve.archive_file import check_archive
 from serve.asgi.plan import Plan
 from serve.cli import app
-from serve.export.base import dns_name, targets
+from serve.export.base import ExportSettings, dns_name, targets
 from serve.export.pbtxt import text
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
@@ -503,6 +503,7 @@ def test_what_a_target_cannot_open_is_refused(store: Path, tmp_path: Path) -> No
         ("--to", "kubernetes"): "several artifacts for this: say --artifact onnx or script",
         ("--to", "kubernetes", "--artifact", "onyx"): "did you mean onnx",
         ("--to", "kubernetes", "--artifact", "onnx", "--gpus", "3"): "gpus",
+        ("--to", "kserve", "--artifact", "onnx", "--replicas", "9", "--max-replicas", "3"): "replicas, 9, and is 3",
         ("--to", "kserve", "--artifact", "onnx", "--public-key", "x.pub"): "needs both keys",
         ("--to", "kserve", "--artifact", "onnx", "--queue-ms", "9"): "kserve has no use for queue-ms",
         ("--to", "triton", "--image", "a", "--replicas", "2"): "triton has no use for image, replicas",
@@ -519,8 +520,23 @@ def test_what_a_target_cannot_open_is_refused(store: Path, tmp_path: Path) -> No
 
 @given(st.text(max_size=80))
 def test_any_name_becomes_one_that_kubernetes_takes(name: str) -> None:
-    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", dns_name(name))
+    assert re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", dns_name(name))
     assert len(dns_name(name)) + len("-tokens") <= 63
+
+
+def test_a_name_that_kubernetes_takes_stays_and_no_two_long_ones_become_one() -> None:
+    assert dns_name("resnet18-onnx_int8") == "resnet18-onnx-int8"
+    assert dns_name("3d-net-onnx") == "m-3d-net-onnx"
+    assert dns_name("a" * 52) == "a" * 52
+    run = "a-run-of-a-network-whose-name-is-longer-than-a-label-of-dns"
+    names = [dns_name(f"{run}-{artifact}") for artifact in ("onnx", "onnx-int8", "ptq")]
+    assert len(set(names)) == 3
+    assert {name[:43] for name in names} == {run[:43]}
+
+
+@pytest.mark.parametrize(("given_", "most"), [({}, 8), ({"replicas": 9}, 9), ({"replicas": 3, "max_replicas": 3}, 3)])
+def test_there_are_never_fewer_replicas_at_most_than_at_least(given_: dict[str, int], most: int) -> None:
+    assert ExportSettings(**given_).max_replicas == most
 
 
 @given(st.dictionaries(st.sampled_from(["name", "backend", "default_model_filename"]), st.text(max_size=40)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import struct
@@ -381,6 +382,53 @@ def test_any_grpc_message_is_read_or_is_a_400(tensors: list[Any], raw: list[byte
         tensor.contents.bytes_contents.extend(texts)
         tensor.contents.uint_contents.extend(numbers)
     read_or_400(lambda: oip_grpc.read(SIGNATURE, request))
+
+
+PACKED = {
+    "bool_contents": st.booleans(),
+    "int_contents": st.integers(-(2**31), 2**31 - 1),
+    "int64_contents": st.integers(-(2**63), 2**63 - 1),
+    "uint_contents": st.integers(0, 2**32 - 1),
+    "uint64_contents": st.integers(0, 2**64 - 1),
+    "fp32_contents": st.floats(width=32),
+    "fp64_contents": st.floats(),
+}
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=9),
+    st.fixed_dictionaries({name: st.lists(value, max_size=9) for name, value in PACKED.items()}),
+    st.lists(st.binary(max_size=99), max_size=3),
+)
+def test_packed_values_are_counted_and_nothing_else_is(shape: list[int], packed: Any, texts: list[bytes]) -> None:
+    """A message is read where it may have as many as it has, and is not where it may have one less."""
+    request = oip_messages.message("ModelInferRequest")(model_name="of no values", raw_input_contents=texts)
+    request.parameters["k"].int64_param = 3
+    tensor = request.inputs.add(name=oip.INPUT, datatype="BYTES", shape=shape)
+    tensor.contents.bytes_contents.extend(texts)
+    for name, values in packed.items():
+        getattr(tensor.contents, name).extend(values)
+    content = request.SerializeToString()
+    count = len(shape) + sum(map(len, packed.values()))
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(oip_messages, "MOST_VALUES", count)
+        assert oip_messages.read_message("ModelInferRequest", content).SerializeToString() == content
+        changed.setattr(oip_messages, "MOST_VALUES", count - 1)
+        with pytest.raises(ValueError, match="packed values"):
+            oip_messages.read_message("ModelInferRequest", content)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_message_or_are_told_to_be_none(content: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        oip_messages.read_message("ModelInferRequest", content)
+
+
+def test_a_shape_of_a_million_numbers_is_refused_with_the_first_of_them() -> None:
+    request = oip_messages.message("ModelInferRequest")()
+    request.inputs.add(name=oip.INPUT, datatype="BYTES", shape=[1] * (1 << 20)).contents.bytes_contents.append(b"x")
+    with pytest.raises(RequestError, match=r"of 1 to 4 numbers from 1, found \[1,1,1,1,…\]$"):
+        oip_grpc.read(SIGNATURE, request)
 
 
 def test_version_1_reads_instances_whatever_their_content_type() -> None:

@@ -380,3 +380,30 @@ def test_a_message_of_millions_of_fields_is_refused_before_it_is_read(field: str
         channel.unary_unary(f"/{SERVICE}/ModelInfer")(content, metadata=tuple(bearer().items()))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "more than 16384 fields" in caught.value.details()
+
+
+def test_a_message_of_millions_of_packed_values_is_refused_before_it_is_read(own_server: Running) -> None:
+    request = message("ModelInferRequest")(model_name="small")
+    request.inputs.add(name="image", datatype="BYTES", shape=[1]).contents.uint64_contents.extend([1] * 2_000_000)
+    with grpc.insecure_channel(own_server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(f"/{SERVICE}/ModelInfer")(request.SerializeToString(), metadata=tuple(bearer().items()))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "more than 1048576 packed values" in caught.value.details()
+
+
+def test_want_of_memory_is_told_as_over_http_and_logged_in_a_line(
+    carrier: Carrier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The memory is none here where a request's tensors are read."""
+
+    def starved(*_: Any) -> Any:
+        raise MemoryError("cannot allocate 99 GiB")
+
+    monkeypatch.setattr("serve.asgi.oip_rest.read_inference", starved)
+    monkeypatch.setattr("serve.asgi.oip_grpc.read_inference", starved)
+    status, said = refused(carrier, JPEGS[:1])
+    assert status in ("503", "RESOURCE_EXHAUSTED")
+    assert "too little memory for the request now: try again later" in said
+    (record,) = [record for record in caplog.records if record.name.startswith("serve.asgi")]
+    assert "too little memory: MemoryError: cannot allocate 99 GiB" in record.getMessage()
+    assert record.exc_info is None

@@ -269,6 +269,28 @@ def test_a_signed_archive_does_not_stand_in_for_another(archive: Path, keys: Key
         verified_copy(renamed, Policy((keys.public,)), private, foreign=foreign_parts)
 
 
+@pytest.mark.parametrize("fault", ["cut", "changed", "no zip", "of a folder", "signature"])
+def test_what_is_wrong_with_a_copy_is_told_by_the_path_that_was_given(
+    archive: Path, folder: Path, keys: Keys, private: Path, fault: str
+) -> None:
+    source, policy = archive, Policy()
+    if fault == "signature":
+        sign(archive, keys.private)
+        flip(archive)
+        policy = Policy((keys.public,))
+    elif fault == "of a folder":
+        source = folder
+        (folder / "model.pt").write_bytes(b"other")
+    elif fault == "changed":
+        flip(archive)
+    else:
+        archive.write_bytes(archive.read_bytes()[:-100] if fault == "cut" else b"no zip")
+    with pytest.raises((CardError, SignatureError)) as caught:
+        verified_copy(source, policy, private, foreign=None)
+    assert str(caught.value).startswith(str(source))
+    assert str(private) not in str(caught.value)
+
+
 def test_a_copy_is_not_made_where_others_write(archive: Path, tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
