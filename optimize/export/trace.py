@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -34,7 +32,6 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     """
     tracer, graph = _traced(module.eval(), example)
     graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
-    _take_defaults(graph_module.graph)
     _ask_the_images(graph_module)
     as_plain_layers(graph_module)
     return graph_module
@@ -83,24 +80,7 @@ def graph_as_is(module: nn.Module, example: torch.Tensor | None = None, *, train
     finally:
         for layer, mode in before:
             layer.training = mode
-    _take_defaults(graph)
     return graph
-
-
-def _take_defaults(graph: fx.Graph) -> None:
-    """Write the defaults of all inputs but the images into the calls that read them, as timm's ``attn_mask=None``."""
-    for node in list(graph.nodes):
-        if node.op != "placeholder" or not node.args:
-            continue
-        (default,) = node.args
-        if default is not None and not isinstance(default, bool | int | float | str):
-            continue
-
-        taken: Any = functools.partial(_taken, node)
-        for user in list(node.users):
-            user.args = fx.node.map_arg(user.args, taken)
-            user.kwargs = fx.node.map_arg(user.kwargs, taken)
-        graph.erase_node(node)
 
 
 def _ask_the_images(graph_module: fx.GraphModule) -> None:
@@ -117,8 +97,3 @@ def _ask_the_images(graph_module: fx.GraphModule) -> None:
         node.args = (images, asked)
         if not weight.users:
             graph.erase_node(weight)
-
-
-def _taken(input_: fx.Node, read: fx.Node) -> object:
-    """What is read, or an input's default in its place."""
-    return input_.args[0] if read is input_ else read
