@@ -140,6 +140,11 @@ def test_what_a_search_cannot_train_is_one_line_with_its_traceback_in_a_file(tmp
         (("run", "net.onnx"), "net.onnx: passes work on PyTorch's networks"),
         (("run", TINY, "--trust-checkpoint"), "--trust-checkpoint is of a checkpoint, and none is given"),
         (("run", TINY, "--name", 200 * "a"), "a run's name has at most 128 characters, this one has 200"),
+        (
+            ("run", TINY, "--name", "x.search"),
+            "does not end in .search: what `search` finds of the run x lies in .* x.search",
+        ),
+        (("search", TINY, "--name", "x.profile"), "a run's name does not end in .profile"),
         (("run", TINY, "--seed", 1 << 63), "seed: input should be less than 4294967296"),
         (("run", TINY, "--confidence", 0.9999999999999999), "^error: confidence: input should be less than or equal"),
         (("run", TINY, "--tensorboard", TINY_NET), "tiny_net.py cannot be written: .*tiny_net.py is not a folder"),
