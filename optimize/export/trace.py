@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from optimize.errors import PassError
+from optimize.export.dropouts import write_as_layers
 from optimize.export.layers import LayerTracer, as_plain_layers
 from optimize.export.shaped import ShapedTracer
 from serve.runtime.errors import one_line
@@ -22,7 +23,8 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     batch are taken from it, see `optimize.export.shaped`; without it such a forward is refused.
 
     Eval matters: FX bakes ``self.training`` into calls such as ``F.dropout(x, training=…)`` and
-    torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever.
+    torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever. Such a dropout is a
+    layer with an example where its answer is written into, see `optimize.export.dropouts`.
 
     Inputs beside the images have their defaults. Subclasses of torch's layers become torch's own, where they compute
     the same; see `optimize.export.layers`.
@@ -33,6 +35,8 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     tracer, graph = _traced(module.eval(), example)
     graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
     _ask_the_images(graph_module)
+    if example is not None:
+        write_as_layers(graph_module, example)
     as_plain_layers(graph_module)
     return graph_module
 
