@@ -17,10 +17,13 @@ from optimize.report.words import size
 from optimize.run.session import Session, Step
 from optimize.store.artifact import Artifact
 from optimize.store.history import History
+from serve.runtime.budget import Budget
 from serve.runtime.card import read_card
 from serve.runtime.described import Described
 from serve.runtime.engines.base import preferred
-from serve.runtime.errors import UserError
+from serve.runtime.errors import ImageError, UserError
+from serve.runtime.headers import faults_named
+from serve.runtime.images import eight_bit, upright
 from serve.runtime.predictor import Label, Predictor
 
 #: An image as `Variant.predict` takes it: its encoded bytes, a file, or an opened picture.
@@ -87,12 +90,17 @@ class Variant(Described):
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise UserError(f"k: must be a whole number of at least 1 (it is {k!r})")
         pictures = [images] if isinstance(images, Picture) else list(images)
-        outcomes = _opened(self).predict([_encoded(picture) for picture in pictures], k)
+        encoded = []
+        for number, picture in enumerate(pictures):
+            try:
+                encoded.append(_encoded(picture))
+            except ImageError as error:
+                raise UserError(f"{_which(picture, number)}: {error}") from None
+        outcomes = _opened(self).predict(encoded, k)
         answers = []
         for number, (picture, outcome) in enumerate(zip(pictures, outcomes, strict=True)):
             if not isinstance(outcome, list):
-                which = str(picture) if isinstance(picture, str | Path) else f"image {number}"
-                raise UserError(f"{which}: {outcome.message}")
+                raise UserError(f"{_which(picture, number)}: {outcome.message}")
             answers.append(outcome)
         return answers[0] if single else answers
 
@@ -122,8 +130,17 @@ def _predictor(folder: Path, device: str) -> Predictor:
     return Predictor(folder, preferred(read_card(folder), device))
 
 
+def _which(picture: Picture, number: int) -> str:
+    return str(picture) if isinstance(picture, str | Path) else f"image {number}"
+
+
 def _encoded(picture: Picture) -> bytes:
-    """An image as the endpoint would get it."""
+    """An image as the endpoint would get it.
+
+    Raises:
+        UserError: a file cannot be read.
+        ImageError: a picture cannot be loaded or converted.
+    """
     if isinstance(picture, bytes):
         return picture
     if isinstance(picture, str | Path):
@@ -132,7 +149,9 @@ def _encoded(picture: Picture) -> bytes:
         except OSError as error:
             raise UserError(f"{picture}: cannot be read ({error.strerror})") from None
     stream = io.BytesIO()
-    # PNG keeps every pixel; of the modes that it has no place for, RGB is what they would be decoded to.
-    picture = picture if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else picture.convert("RGB")
-    picture.save(stream, "PNG", compress_level=1)
+    with faults_named(Budget()):
+        seen = eight_bit(upright(picture))  # for PNG has no floats, and what is written of a picture here has no EXIF
+        # It keeps every pixel; of the modes that it has no place for, RGB is what they would be decoded to.
+        seen = seen if seen.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else seen.convert("RGB")
+        seen.save(stream, "PNG", compress_level=1)
     return stream.getvalue()

@@ -2,7 +2,8 @@
 
 ``<store>/<run>/`` has ``run.json`` (which model and data it is of), ``report.json``, ``objects.json`` (what of the
 store it needs), ``artifacts/<name>/card.json``, ``archives/<run>-<name>.mar`` (with ``….mar.cdx.json``, and
-``….mar.sig`` if it is signed) and ``sample.<ext>``.
+``….mar.sig`` if it is signed) and ``sample.<ext>``. What commands find of it lies beside it, in
+``<store>/<run>.search/`` and the like.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ IDENTITY_FILE = "run.json"
 #: What lies beside an archive, by its ending: who vouches for it, and what it consists of.
 SIGNATURE_ENDING = ".sig"
 SBOM_ENDING = ".cdx.json"
+#: What folders beside a run's are called behind its name, by the command that writes into them; no run is called so.
+PROFILE_ENDING = ".profile"
+SEARCH_ENDING = ".search"
+SENSITIVITY_ENDING = ".sensitivity"
+FOUND_ENDINGS = (PROFILE_ENDING, SEARCH_ENDING, SENSITIVITY_ENDING)
 LOCKS = Path(".store", "locks")
 
 _ILLEGAL = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -48,7 +54,9 @@ def run_name(model: str, data: str = PLAIN_DATA) -> str:
         words.append(_whole(place).name or kind)
     elif (word := re.sub("[-_]", "", kind).lower()) != PLAIN_DATA:
         words.append(word)
-    return "-".join(map(_legal, words))
+    name = "-".join(map(_legal, words))
+    ending = next(filter(name.endswith, FOUND_ENDINGS), "")
+    return name.removesuffix(ending) + ending.replace(".", "-")
 
 
 def _legal(word: str) -> str:
@@ -72,8 +80,11 @@ def run_and_artifact(name: str) -> tuple[str, str | None]:
 
 
 def is_run_name(name: str) -> bool:
-    """Whether a run can be called so: letters, digits, ``-``, ``_`` and ``.``, beginning with a letter or digit."""
-    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name) is not None
+    """Whether a run can be called so.
+
+    Of letters, digits, ``-``, ``_`` and ``.``, beginning with a letter or digit, without one of `FOUND_ENDINGS`.
+    """
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name) is not None and not name.endswith(FOUND_ENDINGS)
 
 
 def report_path(store: Path, run: str) -> Path:

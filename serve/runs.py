@@ -276,7 +276,7 @@ def _report(store: Path, run: str) -> _Report | None:
         report = json.loads(layout.report_path(store, run).read_text(encoding="utf-8"))
         archives = frozenset(str(row["name"]) for row in report["rows"] if row["archive"] is not None)
         return _Report(archives, str(report["recommended"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # a run without a report is served all the same
 
 

@@ -3,7 +3,7 @@
 The endpoint gets encoded images, so images are kept as pixels, of which it can be said how they come out of a file:
 
 - pixels as a camera leaves them (PIL images, ``uint8`` tensors) are kept as PNG and go through the model's
-  preprocessing as any file does;
+  preprocessing as any file does; a PIL image gives those that its file does: upright, and deep greys in 8 bits;
 - images that are prepared already (resized, cropped, as floats also normalised) need the statement of what was done
   to them. The preprocessing is then that one, and floats are turned back into the pixels that they were made of.
 
@@ -32,8 +32,11 @@ from optimize.data.records import Augmentation, ImageData, Split
 from optimize.data.sources import Pixels, Records, png
 from optimize.data.splits import split_off
 from serve.progress import shown
+from serve.runtime.budget import Budget
 from serve.runtime.card import Preprocessing
-from serve.runtime.errors import UserError
+from serve.runtime.errors import ImageError, UserError
+from serve.runtime.headers import faults_named
+from serve.runtime.images import eight_bit, upright
 
 #: Pairs of an image and the index of its class: a ``Dataset``, a ``DataLoader``, any iterable of such pairs; or a
 #: pair of arrays or tensors, ``(N, …)`` images and ``(N,)`` labels.
@@ -197,7 +200,9 @@ def _label(label: Any, place: str) -> int:
 def _encoded(image: Any, place: str) -> bytes:
     """A picture as PNG."""
     if isinstance(image, Image.Image):
-        return png(np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB")))
+        with _named(place):
+            seen = eight_bit(upright(image))
+            return png(np.asarray(seen if seen.mode in ("L", "RGB") else seen.convert("RGB")))
     pixels = _array(image)
     if pixels is None or pixels.dtype != np.uint8:
         floats = pixels is not None and pixels.dtype.kind == "f"
@@ -221,7 +226,8 @@ def _encoded(image: Any, place: str) -> bytes:
 def _prepared(image: Any, done: Preprocessing, place: str) -> npt.NDArray[np.uint8]:
     """An image that is prepared already, as pixels ``uint8 (C, H, W)``."""
     if isinstance(image, Image.Image):
-        image = np.asarray(image.convert("RGB" if done.channels == 3 else "L"))
+        with _named(place):  # not turned: it is what the network gets
+            image = np.asarray(eight_bit(image).convert("RGB" if done.channels == 3 else "L"))
         image = np.atleast_3d(image).transpose(2, 0, 1)
     pixels = _array(image)
     if pixels is None or pixels.shape != done.shape or not (pixels.dtype == np.uint8 or pixels.dtype.kind == "f"):
@@ -241,6 +247,16 @@ def _prepared(image: Any, done: Preprocessing, place: str) -> npt.NDArray[np.uin
             f"pixel of {worst:.0f}, which must lie in 0 to 255"
         )
     return np.clip(np.rint(values), 0, 255).astype(np.uint8)
+
+
+@contextlib.contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Tell what Pillow raises of an image as a mistake in its place."""
+    try:
+        with faults_named(Budget()):
+            yield
+    except ImageError as error:
+        raise UserError(f"{place}: {error}") from None
 
 
 def _array(image: Any) -> npt.NDArray[Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from serve.runtime.errors import UserError
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 _SUFFIXES = frozenset(suffix.encode() for suffix in SUFFIXES)
+_ENDLESS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 #: A directory's inode number, and its times of change of content and of itself, in ns.
 Stamp: TypeAlias = tuple[int, int, int]
@@ -56,7 +58,8 @@ def list_classes(root: Path, *folders: Path, told: Callable[[float], None] = lam
     ``told`` is given the share of the class folders that are done.
 
     Raises:
-        UserError: a folder cannot be read, has fewer than two classes, or one has no images.
+        UserError: a folder cannot be read, has fewer than two classes, one has no images, or a pipe or a device that is
+            called as an image is.
     """
     stamps = {b"": stamp(root)}
     listed: list[tuple[bytes, list[bytes]]] = []
@@ -150,6 +153,8 @@ def _walk(
                         found.append((name, status.st_size, status.st_mtime_ns))
                     except OSError:  # a link to nowhere: named when it is to be read
                         found.append((name, NO_SIZE, 0))
+                        continue
+                    _check_kind(entry.path, status.st_mode)
                 elif entry.is_dir():
                     folders.append(name)
     except OSError as error:
@@ -161,6 +166,13 @@ def _walk(
     inside = (*above, stamps[place][0])
     for name in sorted(folders):
         yield from _walk(root, _join(place, name), stamps, inside)
+
+
+def _check_kind(path: bytes, mode: int) -> None:
+    """Refuse what may never end where it is read as an image; a link to a folder is named when it is to be read."""
+    kind = _ENDLESS.get(stat.S_IFMT(mode))
+    if kind is not None:
+        raise UserError(f"{os.fsdecode(path)}: is {kind}, and a class folder holds files; take it out, or rename it")
 
 
 def _join(place: bytes, name: bytes) -> bytes:

@@ -6,6 +6,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
+from optimize.export.dropouts import DROPOUTS, written_into
 from optimize.export.trace import note_shapes, trace
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -13,7 +14,6 @@ _LAYERS = (nn.Linear, *_CONVOLUTIONS)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 #: Weights this much smaller than the largest of their layer are far below what a sum in float32 can hold beside it.
 _NOTHING = 1e-20
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
@@ -24,15 +24,18 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     A norm is folded only where nothing else sees what lies between: the layer before it feeds this norm
     alone, and neither module is called anywhere else. A norm after a linear layer is folded only on
     ``(N, features)`` inputs, where both speak of the same axis; `BatchNorm1d` on ``(N, L, C)`` does not.
+
+    A dropout stays whose answer is written into, for those who train the network on; see `optimize.export.dropouts`.
     """
     graph_module = trace(module, example)
     note_shapes(graph_module, example)
+    kept = written_into(graph_module, example)
     modules = dict(graph_module.named_modules(remove_duplicate=False))
     for node in list(graph_module.graph.nodes):
         if node.op != "call_module":
             continue
         layer = modules[str(node.target)]
-        if isinstance(layer, (nn.Identity, *_DROPOUTS)):
+        if isinstance(layer, (nn.Identity, *DROPOUTS)) and node not in kept:
             _bypass(graph_module, node)
         elif type(layer) in _NORMS and (before := _foldable(graph_module, modules, node)) is not None:
             folded = _fold(modules[before], layer)

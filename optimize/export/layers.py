@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -36,13 +36,42 @@ _CONVOLUTION_DEFAULTS = (None, None, None, 1, 0, 1, 1)
 
 
 class LayerTracer(fx.Tracer):
-    """Traces into subclasses of torch's layers where that is possible, and keeps the others as one call."""
+    """Traces into subclasses of torch's layers where that is possible, and keeps the others as one call.
+
+    A forward is run on a proxy of its first input, the images; of each other it sees the default, as timm's
+    ``attn_mask=None``: a proxy in its place is not None, and would send a forward the other way without a word.
+    """
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """See `fx.Tracer`."""
+        parameters = inspect.signature(inspect.unwrap(root_fn)).parameters
+        function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
+        images, *others = (node for node in self.graph.nodes if node.op == "placeholder")
+        images.args = ()
+        settled: dict[fx.Node, Any] = {}
+        for node in others:
+            if (default := _default(parameters, str(node.target))) is not inspect.Parameter.empty:
+                settled[node] = default
+                self.graph.erase_node(node)
+        return function, [
+            settled.get(argument.node, argument) if isinstance(argument, fx.Proxy) else argument
+            for argument in arguments
+        ]
 
     def is_leaf_module(self, layer: nn.Module, name: str) -> bool:
         """See `fx.Tracer`."""
         if super().is_leaf_module(layer, name):
             return True
         return isinstance(layer, _OWN) and (plain_type(layer) is not None or not _traceable(layer))
+
+
+def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> Any:
+    """What a forward sees of an input that it is not given: of ``*args`` and ``**kwargs`` it is nothing."""
+    if name.startswith("*"):
+        return {} if name.startswith("**") else ()
+    return parameters[name].default
 
 
 def plain_type(layer: nn.Module) -> type[nn.Module] | None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from optimize.errors import PassError
+from optimize.export.dropouts import write_as_layers
 from optimize.export.layers import LayerTracer, as_plain_layers
 from optimize.export.shaped import ShapedTracer
 from serve.runtime.errors import one_line
@@ -24,7 +23,8 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     batch are taken from it, see `optimize.export.shaped`; without it such a forward is refused.
 
     Eval matters: FX bakes ``self.training`` into calls such as ``F.dropout(x, training=…)`` and
-    torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever.
+    torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever. Such a dropout is a
+    layer with an example where its answer is written into, see `optimize.export.dropouts`.
 
     Inputs beside the images have their defaults. Subclasses of torch's layers become torch's own, where they compute
     the same; see `optimize.export.layers`.
@@ -34,8 +34,9 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     """
     tracer, graph = _traced(module.eval(), example)
     graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
-    _take_defaults(graph_module.graph)
     _ask_the_images(graph_module)
+    if example is not None:
+        write_as_layers(graph_module, example)
     as_plain_layers(graph_module)
     return graph_module
 
@@ -83,24 +84,7 @@ def graph_as_is(module: nn.Module, example: torch.Tensor | None = None, *, train
     finally:
         for layer, mode in before:
             layer.training = mode
-    _take_defaults(graph)
     return graph
-
-
-def _take_defaults(graph: fx.Graph) -> None:
-    """Write the defaults of all inputs but the images into the calls that read them, as timm's ``attn_mask=None``."""
-    for node in list(graph.nodes):
-        if node.op != "placeholder" or not node.args:
-            continue
-        (default,) = node.args
-        if default is not None and not isinstance(default, bool | int | float | str):
-            continue
-
-        taken: Any = functools.partial(_taken, node)
-        for user in list(node.users):
-            user.args = fx.node.map_arg(user.args, taken)
-            user.kwargs = fx.node.map_arg(user.kwargs, taken)
-        graph.erase_node(node)
 
 
 def _ask_the_images(graph_module: fx.GraphModule) -> None:
@@ -117,8 +101,3 @@ def _ask_the_images(graph_module: fx.GraphModule) -> None:
         node.args = (images, asked)
         if not weight.users:
             graph.erase_node(weight)
-
-
-def _taken(input_: fx.Node, read: fx.Node) -> object:
-    """What is read, or an input's default in its place."""
-    return input_.args[0] if read is input_ else read

@@ -14,7 +14,7 @@ from torch import nn
 from optimize.models import timm
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.live import module_digest, tensors_digest
-from optimize.models.source import ModelSource
+from optimize.models.source import ModelSource, unwrapped
 from optimize.models.user import declared_preprocessing
 from serve.runtime.errors import UserError, one_line
 
@@ -33,12 +33,12 @@ def module_source(module: nn.Module) -> tuple[ModelSource, Checkpoint]:
     Raises:
         UserError: it is no eager module, has parameters without values, or cannot be copied.
     """
-    while not isinstance(module, torch.jit.ScriptModule) and (inner := _wrapped(module)) is not None:
-        module = inner
-    if isinstance(module, torch.jit.ScriptModule):
+    given = unwrapped(module)
+    if isinstance(given, torch.jit.ScriptModule):
         raise UserError("a TorchScript module cannot be optimised; give the nn.Module that it was made from")
-    if not isinstance(module, nn.Module):
-        raise UserError(f"a model must be a torch.nn.Module, this is a {type(module).__name__}")
+    if not isinstance(given, nn.Module):
+        raise UserError(f"a model must be a torch.nn.Module, this is a {type(given).__name__}")
+    module = given
     name = type(module).__name__
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
@@ -67,14 +67,6 @@ def module_source(module: nn.Module) -> tuple[ModelSource, Checkpoint]:
     )
     notes = (f"the weights are those of the {name} that was given",)
     return source, Checkpoint(state, tensors_digest(state), notes=notes)
-
-
-def _wrapped(module: object) -> nn.Module | None:
-    """The module inside of a wrapper."""
-    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        inner: nn.Module = module.module
-        return inner
-    return getattr(module, "_orig_mod", None) if isinstance(module, nn.Module) else None
 
 
 def _copied(module: nn.Module, num_classes: int, image_size: int | None) -> nn.Module:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from serve.runtime.card import Preprocessing
@@ -62,8 +63,11 @@ class ModelSource(Described):
         ``num_classes`` and ``image_size`` (pixels, for networks that are built for one size) are passed
         only if the factory takes them.
 
+        Whatever the factory's module is wrapped in, and of which type its floats are, this is the module itself, in
+        float32.
+
         Raises:
-            UserError: the size is illegal, the factory raises, or what it returns is not an ``nn.Module``.
+            UserError: the size is illegal, the factory raises, or what it returns is no eager ``nn.Module``.
         """
         if image_size is not None:
             self.check_size(image_size)
@@ -73,9 +77,12 @@ class ModelSource(Described):
                 model = self.factory(num_classes, image_size)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             raise UserError(f"{self.reference}: building the model failed: {one_line(error)}") from None
+        model = unwrapped(model)
+        if isinstance(model, torch.jit.ScriptModule):
+            raise UserError(f"{self.reference}: returned a TorchScript module; return what it was made from")
         if not isinstance(model, nn.Module):
             raise UserError(f"{self.reference}: must return a torch.nn.Module, it returned {type(model).__name__}")
-        return model
+        return model.float()
 
     def check_size(self, size: int) -> None:
         """Refuse a side of the input that the network cannot take, naming the nearest that it can.
@@ -103,3 +110,15 @@ class ModelSource(Described):
         """The smallest legal side of at least ``at_least`` pixels; `only_size` where there is no choice."""
         step = self.size_multiple
         return self.only_size or -(-max(at_least, self.min_size) // step) * step
+
+
+def unwrapped(module: object) -> object:
+    """What is inside of the wrappers of ``torch.compile`` and of data parallelism; of anything else, itself."""
+    while isinstance(module, nn.Module) and not isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif (inner := getattr(module, "_orig_mod", None)) is not None:
+            module = inner
+        else:
+            break
+    return module

@@ -23,7 +23,7 @@ _SECTIONS: Final = ("baseline", "preprocessing", "measure", "recommend", "servin
 
 def write_sensitivity(found: Sensitivity, keys: Collection[str], store: Store, name: str) -> Path:
     """Write ``<store>/<name>.sensitivity/``: the figures, a table, a chart. Returns the folder."""
-    folder = store.root / f"{name}.sensitivity"
+    folder = store.root / f"{name}{layout.SENSITIVITY_ENDING}"
     with store.lock(layout.run_lock(folder.name)):
         write_json(sorted(keys), folder / layout.OBJECTS_FILE)
         write_json(found.to_json(), folder / "sensitivity.json")
@@ -45,7 +45,7 @@ def write_search(found: Found, keys: Collection[str], store: Store, name: str, r
     Returns:
         The folder.
     """
-    folder = store.root / f"{name}.search"
+    folder = store.root / f"{name}{layout.SEARCH_ENDING}"
     with store.lock(layout.run_lock(folder.name)):
         write_json(sorted(keys), folder / layout.OBJECTS_FILE)
         write_json(found.to_json(), folder / "search.json")

@@ -13,7 +13,7 @@ from optimize.measure.rows import SCHEMA, Report
 from optimize.report.words import NONE, moment, percent, times
 from serve import layout
 from serve.hints import command
-from serve.runtime.card import CARD_FILE, Card, load_card, sha256_file
+from serve.runtime.card import CARD_FILE, Card, load_card, read_card, sha256_file
 from serve.runtime.errors import CardError, UserError, did_you_mean
 
 #: What stands above `RunSummary.cells`.
@@ -50,20 +50,12 @@ class RunSummary:
         )
 
 
-class SchemaError(UserError):
-    """A report of another version of this project."""
-
-
-def read_runs(store: Path) -> Iterator[RunSummary | SchemaError]:
-    """The runs of a store, by name; a report of another version is given as what is wrong with it.
-
-    Raises:
-        UserError: a report is damaged.
-    """
+def read_runs(store: Path) -> Iterator[RunSummary | UserError]:
+    """The runs of a store, by name; of a report that cannot be read, what is wrong with it."""
     for path in sorted(store.glob(f"*/{layout.REPORT_FILE}")):
         try:
             report = report_of(store, path.parent.name)
-        except SchemaError as error:
+        except UserError as error:
             yield error
             continue
         measured = report.chosen_pair.measured if report.chosen_pair else None
@@ -83,20 +75,21 @@ def report_of(store: Path, run: str) -> Report:
     """A run's report.
 
     Raises:
-        UserError: there is no such run (the nearest is named), its report is damaged or of another version.
+        UserError: there is no such run (the nearest is named), its report cannot be read, is damaged or of another
+            version.
     """
     path = layout.report_path(store, run)
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         return Report.from_json(body)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         names = sorted(found.parent.name for found in store.glob(f"*/{layout.REPORT_FILE}"))
         raise UserError(
             f"no run {run!r} in {store}{did_you_mean(run, names)}; there are: {', '.join(names) or 'none'}"
         ) from None
     except ValidationError as error:
         if isinstance(body, dict) and isinstance(version := body.get("schema"), int) and version != SCHEMA:
-            raise SchemaError(
+            raise UserError(
                 f"{path} is of {'an older' if version < SCHEMA else 'a newer'} version (schema {version}, and not "
                 f"{SCHEMA}); run the model again to make it anew"
             ) from None
@@ -105,13 +98,22 @@ def report_of(store: Path, run: str) -> Report:
         raise UserError(
             f"{path} is damaged; run the model again to rebuild it ({where}: {first['msg'].lower()})"
         ) from None
-    except ValueError:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is damaged; run the model again to rebuild it (it is not JSON)") from None
 
 
 def card_of(store: Path, run: str, artifact: str) -> str:
-    """The card of an artifact as JSON text."""
-    return (artifact_folder(store, run, artifact) / CARD_FILE).read_text(encoding="utf-8")
+    """The card of an artifact as JSON text.
+
+    Raises:
+        UserError: as `artifact_folder`.
+        CardError: the card is missing or damaged.
+    """
+    folder = artifact_folder(store, run, artifact)
+    read_card(folder)
+    return (folder / CARD_FILE).read_text(encoding="utf-8")
 
 
 def faults_of(

@@ -107,6 +107,12 @@ class Job(Config):
     @field_validator("run")
     @classmethod
     def _names_a_run(cls, name: str | None) -> str | None:
+        if name is not None and name.endswith(layout.FOUND_ENDINGS):
+            ending = Path(name).suffix
+            raise ValueError(
+                f"a run's name does not end in {ending}: what `{ending[1:]}` finds of the run {Path(name).stem} "
+                f"lies in the folder {name}"
+            )
         if name is not None and not layout.is_run_name(name):
             raise ValueError("a run's name has letters, digits, '-', '_' and '.', beginning with a letter or digit")
         if name is not None and len(name) > _LONGEST_NAME:

@@ -22,6 +22,11 @@ _SEEN = (
     "the checkpoint has probably been trained on the images that a training pass here holds out to choose its best "
     "epoch: their top-1 is too high, and only the evaluation images tell the accuracy"
 )
+_ANY_NUMBER = (
+    "it must take any number of images: where squeeze() takes the batch's axis away, write flatten(1) in its place"
+)
+#: Of the largest logit; kernels for one image round otherwise, by less than a hundredth of this.
+_ROUNDED = 1e-2
 
 
 def new_module(source: ModelSource, context: Context) -> nn.Module:
@@ -73,20 +78,51 @@ def make_baseline(
 
 
 def _check_output(module: nn.Module, example: torch.Tensor, classes: int) -> None:
-    """Refuse a module that does not map ``(N, C, H, W)`` to ``(N, classes)``."""
+    """Refuse a module that does not map ``(N, C, H, W)`` to ``(N, classes)``, or that goes by an image's neighbours."""
+    count = len(example)
     try:
         with torch.no_grad():
-            output = module(example)
+            logits = module(example)
     except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
         shape = tuple(example.shape)
         channels = _other_channels(module, shape[1])
         raise UserError(f"the model fails on an input of shape {shape}: {one_line(error)}{channels}") from None
-    if not isinstance(output, torch.Tensor) or output.shape != (len(example), classes):
-        found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+    if _shape(logits) != (count, classes):
         raise UserError(
-            f"the model gives {found} for a batch of {len(example)} images of {classes} classes; "
-            f"it must give logits of shape ({len(example)}, {classes})"
+            f"the model gives {_shape(logits)} for a batch of {count} images of {classes} classes; "
+            f"it must give logits of shape ({count}, {classes})"
         )
+    _check_alone(module, example[:1], logits)
+
+
+def _check_alone(module: nn.Module, image: torch.Tensor, logits: torch.Tensor) -> None:
+    """Refuse a module that answers a lone image ``(1, C, H, W)`` otherwise than as the first of a batch.
+
+    Most requests are of one image, and which images share a batch is chance.
+    """
+    try:
+        with torch.no_grad():
+            alone = module(image)
+    except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
+        raise UserError(
+            f"the model takes {len(logits)} images and fails on one: {one_line(error)}; {_ANY_NUMBER}"
+        ) from None
+    if _shape(alone) != (1, logits.shape[1]):
+        raise UserError(
+            f"the model gives {_shape(alone)} for one image, and {_shape(logits)} for {len(logits)}; {_ANY_NUMBER}"
+        )
+    largest = float(logits.nan_to_num(0, 0, 0).abs().max())
+    if not torch.allclose(alone, logits[:1], rtol=0, atol=_ROUNDED * largest, equal_nan=True):
+        raise UserError(
+            f"the model gives an image alone other logits than in a batch of {len(logits)} (they differ by up to "
+            f"{float((alone - logits[:1]).abs().max()):.3g}); they must depend on the image only: not on its "
+            "neighbours (a norm with track_running_stats=False), on chance, or on earlier calls"
+        )
+
+
+def _shape(output: object) -> tuple[int, ...] | str:
+    """What a forward gave, in words for messages."""
+    return tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
 
 
 def _other_channels(module: nn.Module, channels: int) -> str:

@@ -78,8 +78,13 @@ def train(
 
     Raises:
         PassError: the loss became NaN or infinite.
-        UserError: no class has two training images, or the teacher does not fit.
+        UserError: all parameters are frozen, no class has two training images, or the teacher does not fit.
     """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError(
+            f"{type(module).__name__} cannot be trained: none of its {len(list(module.parameters()))} parameters has "
+            "requires_grad; leave it True where weights are to be learned, or bring trained ones as a checkpoint"
+        )
     manner = Manner(set_mode, from_start, keep_zeros, penalty, nodes)
     if context.processes > 1 and not group.together():
         return train_together(module, context, config, manner)

@@ -148,10 +148,8 @@ def _decode_webp(data: bytes, budget: Budget) -> torch.Tensor | None:
 def _decode_with_pillow(data: bytes, channels: int, budget: Budget) -> NDArray[np.uint8]:
     """``uint8`` of shape ``(H, W, channels)``. The image is closed on return, so that its memory is not held twice."""
     with opened(data, budget) as image:
-        image.load()  # which turns a TIFF, and says so in its EXIF
-        turned = _TURNED.get(image.getexif().get(ExifTags.Base.Orientation, 1))
         mode = "RGB" if channels == 3 else "L"
-        grey = _eight_bit(image if turned is None else image.transpose(turned))
+        grey = eight_bit(upright(image))
         pixels = np.array(grey if grey.mode == mode else grey.convert(mode))  # a copy of 4 bytes a pixel, else
     return pixels if channels == 3 else pixels[..., None]
 
@@ -197,7 +195,14 @@ def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing) -> torch.T
     return torch.from_numpy(resized if resized.ndim == 3 else resized[..., None]).permute(2, 0, 1)
 
 
-def _eight_bit(image: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Image.Image:
+    """An image of Pillow's as its EXIF says that it is seen; itself where that is how it lies."""
+    image.load()  # which turns a TIFF, and says so in its EXIF
+    turned = _TURNED.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    return image if turned is None else image.transpose(turned)
+
+
+def eight_bit(image: Image.Image) -> Image.Image:
     """Scale 16-bit, 32-bit and float greys to 8 bits; Pillow's own ``convert`` clips them to white."""
     if not (image.mode.startswith("I") or image.mode == "F"):
         return image

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import inspect
+import io
 import json
 import re
 import zipfile
@@ -36,6 +37,8 @@ from serve.progress import ProgressBar
 from serve.runtime.card import load_card
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
+
+from .picture_files import PICTURE_FILES
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
@@ -200,12 +203,21 @@ def test_predict_takes_bytes_a_file_or_a_picture_one_or_many(quantized: opt.Vari
     assert quantized.predict(picture.convert("CMYK"))  # a mode that PNG lacks
 
 
+@pytest.mark.parametrize("kind", PICTURE_FILES)
+def test_predict_answers_a_picture_as_its_file(quantized: opt.Variant, kind: str) -> None:
+    file = PICTURE_FILES[kind]
+    assert quantized.predict(Image.open(io.BytesIO(file))) == quantized.predict(file)
+
+
 def test_predict_names_what_cannot_be_classified(quantized: opt.Variant, tmp_path: Path) -> None:
     (tmp_path / "text.jpg").write_text("no image")
     with pytest.raises(opt.UserError, match=r"absent.png: cannot be read"):
         quantized.predict(tmp_path / "absent.png")
     with pytest.raises(opt.UserError, match=r"text.jpg: not an image"):
         quantized.predict([str(tmp_path / "text.jpg")])
+    half = Image.open(io.BytesIO(PICTURE_FILES["turned"][:-200]))
+    with pytest.raises(opt.UserError, match=r"^image 1: the image is truncated or broken"):
+        quantized.predict([Image.new("RGB", (8, 8)), half])
 
 
 @pytest.mark.parametrize("images", [3, None, 2.5, {"a": 1}, [b"x", 3]])

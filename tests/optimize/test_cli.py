@@ -242,6 +242,41 @@ def test_a_report_of_an_older_version_is_one_line_that_says_what_to_do(words: tu
     )
 
 
+_TOO_DEEP = 100_000 * "["
+
+
+@pytest.mark.parametrize("fault", [None, "", '{"schema": 3, "rows": [', _TOO_DEEP])
+def test_a_damaged_report_is_one_line_and_the_other_runs_are_listed(fault: str | None, tmp_path: Path) -> None:
+    whole, damaged = (tmp_path / run / "report.json" for run in ("toynet", "damaged"))
+    whole.parent.mkdir()
+    whole.write_text(json.dumps(synthetic().to_json()))
+    damaged.parent.mkdir()
+    if fault is None:
+        damaged.mkdir()
+    else:
+        damaged.write_text(fault)
+    said = "cannot be read (Is a directory)" if fault is None else "is damaged; run the model again"
+    listed = invoke("list", "--store", tmp_path)
+    assert listed.exit_code == 0
+    assert "toynet" in listed.stdout
+    assert f"left out: {damaged} {said}" in listed.stderr
+    assert f"{damaged} {said}" in refused("show", "damaged", "--store", tmp_path)
+
+
+@pytest.mark.parametrize("fault", [None, "", '{"schema": 3}', _TOO_DEEP, b"\xff"])
+def test_a_damaged_card_is_shown_as_one_line(fault: str | bytes | None, tmp_path: Path) -> None:
+    report = tmp_path / "toynet" / "report.json"
+    card = report.parent / "artifacts" / "ptq" / "card.json"
+    card.parent.mkdir(parents=True)
+    report.write_text(json.dumps(synthetic().to_json()))
+    if fault is not None:
+        card.write_bytes(fault.encode() if isinstance(fault, str) else fault)
+    result = invoke("show", "toynet/ptq", "--store", tmp_path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {card.parent if fault is None else card}: ")
+
+
 # --- with a finished run
 
 

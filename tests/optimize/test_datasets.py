@@ -201,6 +201,17 @@ def test_a_folder_that_cannot_be_listed_is_a_user_error(folder, monkeypatch):
         open_data(f"imagefolder:{folder}")
 
 
+@pytest.mark.parametrize(("kind", "said"), [("pipe", "a pipe"), ("link to a device", "a device")])
+def test_what_would_never_end_where_it_is_read_is_refused_by_its_name(folder, kind, said):
+    path = folder / "cat" / "endless.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=rf"cat/endless\.png: is {said}, and a class folder holds files; take it out"):
+        open_data(f"imagefolder:{folder}")
+
+
 def test_a_folder_in_which_no_image_can_be_read_is_refused_and_the_first_ten_are_named(folder):
     for path in folder.rglob("*.png"):
         path.write_bytes(b"not a picture")

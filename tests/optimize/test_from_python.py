@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -27,6 +29,8 @@ from serve.runtime import images
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
 from tests.narrow import encoded
+
+from .picture_files import PICTURE_FILES
 
 RNG = np.random.default_rng(0)
 PIXELS = torch.from_numpy(RNG.integers(0, 256, (24, 3, 10, 12), dtype=np.uint8))
@@ -202,3 +206,28 @@ def test_it_tells_how_far_the_reading_is():
     assert told == sorted(told)
     assert told[0] == 0
     assert told[-1] > 0.5
+
+
+@pytest.mark.parametrize("kind", PICTURE_FILES)
+def test_a_picture_gives_the_pixels_of_its_file(kind):
+    file = PICTURE_FILES[kind]
+    with Image.open(io.BytesIO(file)) as opened:
+        data = image_data([(opened, 0), (opened, 1)], (PIXELS[:6], LABELS[:6]))
+    assert torch.equal(images.decode(encoded(data.train.sources[0])), images.decode(file))
+
+
+def test_a_picture_that_is_prepared_is_not_turned_and_its_deep_greys_are_not_cut_off():
+    grey = Preprocessing(4, (4, 4), (0.5,), (0.5,))
+    values = np.arange(16, dtype=np.uint16).reshape(4, 4)
+    picture = Image.fromarray(values * 257)
+    picture.getexif()[ExifTags.Base.Orientation] = 6
+    assert images.upright(picture) is not picture
+    held = [(picture, label) for label in (0, 1)]
+    source = image_data(held, held, preprocessing=grey).train.sources[0]
+    assert np.array_equal(np.asarray(source), [values])
+
+
+def test_a_picture_that_cannot_be_read_is_named():
+    broken = Image.open(io.BytesIO(PICTURE_FILES["turned"][:-200]))
+    with pytest.raises(UserError, match=r"^train\[1\]: the image is truncated or broken"):
+        image_data([(PIXELS[0], 0), (broken, 1)])

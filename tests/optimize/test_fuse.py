@@ -209,6 +209,41 @@ class Dropouts(nn.Module):
         return functional.dropout(self.layers(x), 0.5, training=self.training)
 
 
+class Overwritten(nn.Module):
+    """Writes into what a dropout gives, by a view, of an activation that keeps its answer for its gradient."""
+
+    def __init__(self, *, as_function: bool) -> None:
+        super().__init__()
+        self.convolution, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(64, 4)
+        self.dropouts, self.as_function = (
+            nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.5)]),
+            as_function,
+        )
+
+    def _dropped(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return functional.dropout(x, 0.5, self.training) if self.as_function else self.dropouts[number](x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self._dropped(self.norm(self.convolution(x)), 0).relu_()
+        x = self._dropped(torch.sigmoid(x), 1)
+        x.flatten(1).mul_(0.5)
+        return self.head(self._dropped(x.flatten(1), 2))
+
+
+@pytest.mark.parametrize("as_function", [True, False])
+def test_a_dropout_stays_whose_answer_is_written_into_so_that_the_network_can_be_trained_on(as_function):
+    torch.manual_seed(0)
+    module, batch = with_running_statistics(Overwritten(as_function=as_function), 3, 6, 6), torch.randn(2, 3, 6, 6)
+    fused = fuse_module(module, batch)
+    assert norms_left(fused) == 0
+    assert [each.p for each in fused.modules() if isinstance(each, nn.Dropout)] == [0.5]
+    assert_same_function(fused, module, 3, 3, 6, 6)
+    weight = layer(fused, "convolution", nn.Conv2d).weight
+    fused.train()(batch).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() > 0
+
+
 def test_dropout_and_identity_are_removed_and_functional_dropout_stays_off():
     module = Dropouts().train()
     fused = fuse_module(module, torch.randn(2, 3, 6, 6))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 from typer.testing import CliRunner
 
 import optimize
@@ -27,8 +28,6 @@ _NETS = """
 import torch
 from torch import nn
 
-CALLS = []
-
 
 class Net(nn.Module):
     def __init__(self, channels, outputs, wrap=lambda logits: logits):
@@ -36,9 +35,8 @@ class Net(nn.Module):
         self.conv, self.head, self.wrap = nn.Conv2d(channels, 4, 3), nn.Linear(4, outputs), wrap
 
     def forward(self, images):
-        if CALLS:
+        if self.training:
             raise AssertionError("it is trained")
-        CALLS.append(1)
         return self.wrap(self.head(self.conv(images).mean((2, 3))))
 
 
@@ -52,7 +50,20 @@ def grey(num_classes):
 
 def named(num_classes):
     return Net(3, num_classes, lambda logits: {"logits": logits})
+
+
+def squeezed(num_classes):
+    return Net(3, num_classes, lambda logits: logits.squeeze())
+
+
+def indexed(num_classes):
+    return Net(3, num_classes, lambda logits: logits.squeeze()[:, :])
+
+
+def compared(num_classes):
+    return Net(3, num_classes, lambda logits: logits - logits.mean(0))
 """
+_LOST = "it must take any number of images: where squeeze() takes the batch's axis away, write flatten(1) in its place"
 
 
 def refused(*words: object) -> str:
@@ -74,6 +85,12 @@ def refused(*words: object) -> str:
         ),
         ("named", "the model gives dict for a batch of 4 images of 10 classes; it must give logits of shape (4, 10)"),
         ("grey", "the first convolution takes 1: give --mean and --std 1 each, as 0.5"),
+        ("squeezed", f"the model gives (10,) for one image, and (4, 10) for 4; {_LOST}"),
+        (
+            "indexed",
+            f"takes 4 images and fails on one: IndexError: too many indices for tensor of dimension 1; {_LOST}",
+        ),
+        ("compared", "the model gives an image alone other logits than in a batch of 4 (they differ by up to 0."),
     ],
 )
 def test_a_network_that_gives_no_logits_of_the_classes_is_refused_before_it_is_trained(
@@ -83,6 +100,24 @@ def test_a_network_that_gives_no_logits_of_the_classes_is_refused_before_it_is_t
     said = refused(command, f"{tmp_path / 'nets.py'}:{factory}", "--store", tmp_path / "store")
     assert said.startswith("error: ")
     assert fault in said
+
+
+def test_a_network_that_loses_the_batch_is_refused_with_its_weights_too(tmp_path: Path) -> None:
+    class Squeezed(nn.Sequential):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return super().forward(images).squeeze()
+
+    net = Squeezed(nn.Conv2d(1, 10, 3), nn.AdaptiveAvgPool2d(1))
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n\n\nclass Squeezed(nn.Sequential):\n    def forward(self, images):\n"
+        "        return super().forward(images).squeeze()\n\n\ndef net():\n"
+        "    return Squeezed(nn.Conv2d(1, 10, 3), nn.AdaptiveAvgPool2d(1))\n"
+    )
+    grey = optimize.PreprocessingConfig(mean=0.5, std=0.5)
+    for model, checkpoint in ((net, None), (f"{tmp_path / 'nets.py'}:net", tmp_path / "net.pt")):
+        with pytest.raises(UserError, match=r"^the model gives \(10,\) for one image, and \(4, 10\) for 4; .*flatten"):
+            optimize.load(model, checkpoint=checkpoint, preprocessing=grey, store=tmp_path / "store")
 
 
 def test_what_a_search_cannot_train_is_one_line_with_its_traceback_in_a_file(tmp_path: Path) -> None:
@@ -105,6 +140,11 @@ def test_what_a_search_cannot_train_is_one_line_with_its_traceback_in_a_file(tmp
         (("run", "net.onnx"), "net.onnx: passes work on PyTorch's networks"),
         (("run", TINY, "--trust-checkpoint"), "--trust-checkpoint is of a checkpoint, and none is given"),
         (("run", TINY, "--name", 200 * "a"), "a run's name has at most 128 characters, this one has 200"),
+        (
+            ("run", TINY, "--name", "x.search"),
+            "does not end in .search: what `search` finds of the run x lies in .* x.search",
+        ),
+        (("search", TINY, "--name", "x.profile"), "a run's name does not end in .profile"),
         (("run", TINY, "--seed", 1 << 63), "seed: input should be less than 4294967296"),
         (("run", TINY, "--confidence", 0.9999999999999999), "^error: confidence: input should be less than or equal"),
         (("run", TINY, "--tensorboard", TINY_NET), "tiny_net.py cannot be written: .*tiny_net.py is not a folder"),

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 import torchvision
+from torch import nn
 
 from optimize.models.resolve import resolve_model
 from serve.runtime.card import Preprocessing
@@ -85,6 +86,25 @@ def test_a_vit_refuses_a_side_that_is_no_multiple_of_its_patch_and_names_the_nea
 def test_a_side_below_the_minimum_is_refused():
     with pytest.raises(UserError, match="at least 63"):
         resolve_model("alexnet").build(10, 32)
+
+
+@pytest.mark.parametrize(
+    "wrapping",
+    ["torch.compile(net)", "nn.DataParallel(net)", "torch.compile(nn.DataParallel(net))", "net.double()", "net.half()"],
+)
+def test_of_what_a_factory_wraps_the_network_itself_is_built_in_float32(write, wrapping):
+    path = write(
+        f"import torch\nfrom torch import nn\n\ndef net():\n    net = nn.Linear(4, 3)\n    return {wrapping}\n"
+    )
+    built = resolve_model(f"{path}:net").build(3)
+    assert type(built) is nn.Linear
+    assert built(torch.ones(2, 4)).dtype is torch.float32
+
+
+def test_a_factory_that_gives_torchscript_is_told_what_to_give(write):
+    path = write("import torch\n\ndef net():\n    return torch.jit.script(torch.nn.Linear(4, 3))\n")
+    with pytest.raises(UserError, match=r":net: returned a TorchScript module; return what it was made from$"):
+        resolve_model(f"{path}:net").build(3)
 
 
 def test_a_users_factory_is_called_from_a_file(write):

@@ -324,3 +324,36 @@ def test_inputs_beside_the_images_have_their_defaults() -> None:
     traced = trace(Masked(), EXAMPLE)
     assert [node.name for node in traced.graph.nodes if node.op == "placeholder"] == ["images"]
     assert torch.equal(traced(EXAMPLE), Masked()(EXAMPLE))
+
+
+class Asked(nn.Module):
+    """Asks for its inputs beside the images, and needs no sizes: of a proxy each answer would be the other way."""
+
+    def forward(
+        self,
+        images: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        scales: tuple[float, ...] = (),
+        *more: torch.Tensor,
+        pooled: bool = False,
+        kind: str = "mean",
+        **named: Any,
+    ) -> torch.Tensor:
+        assert images is not None
+        if mask is not None:
+            images = images * mask
+        for scale in scales:
+            images = images * scale
+        if more or named.get("tokens") is not None:
+            images = images + 1
+        if pooled or kind == "max":
+            return images.amax((2, 3))
+        return images.mean((2, 3))
+
+
+@pytest.mark.parametrize("example", [None, EXAMPLE])
+def test_a_forward_goes_by_the_defaults_of_its_inputs_and_not_by_proxies(example: torch.Tensor | None) -> None:
+    traced = trace(Asked(), example)
+    assert [node.name for node in traced.graph.nodes if node.op == "placeholder"] == ["images"]
+    assert torch.equal(traced(EXAMPLE), EXAMPLE.mean((2, 3)))
+    assert torch.equal(pickle.loads(pickle.dumps(traced))(EXAMPLE), EXAMPLE.mean((2, 3)))

@@ -20,6 +20,7 @@ from optimize.training.config import TrainingConfig
 from optimize.training.loop import top1, train
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
+from tests.narrow import layer
 
 from .tiny_net import Tiny
 from .workbench import CPU, GREY16, noise, noise_context, noting
@@ -44,6 +45,19 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 FAST = TrainingConfig(epochs=2, batch_size=16, learning_rate=0.02, augment=False)
+
+
+def test_a_network_that_is_frozen_is_refused_and_one_that_is_in_part_is_trained() -> None:
+    frozen = network().requires_grad_(False)
+    with pytest.raises(UserError, match=r"^Sequential cannot be trained: none of its 6 parameters has requires_grad; "):
+        train(frozen, brightness(), FAST)
+    head = layer(frozen, 4, nn.Linear).requires_grad_(True)
+    before = [parameter.detach().clone() for parameter in frozen.parameters()]
+    train(frozen, brightness(), FAST)
+    *kept, weight, _ = frozen.parameters()
+    assert all(map(torch.equal, before, kept))
+    assert weight is head.weight
+    assert not torch.equal(weight, before[-2])
 
 
 # --- what is held out --------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[2]
         ("path/to/net.py:build", "imagefolder:../photos", "net-build-photos"),
         ("my_models.net:build", "digits", "net-build"),
         ("größe.py:für", "digits", "gr-e-f-r"),
+        ("resnet18", "imagefolder:/data/flowers.search", "resnet18-flowers-search"),
     ],
 )
 def test_a_run_is_called_by_model_file_and_data(model: str, data: str, name: str) -> None:
@@ -48,6 +49,12 @@ def test_a_run_is_called_by_model_file_and_data(model: str, data: str, name: str
 @example("net.py:build", "imagefolder:~nobody-here")
 def test_whatever_is_written_gives_a_legal_name(model: str, data: str) -> None:
     assert layout.is_run_name(layout.run_name(model, data.replace("\0", "")))
+
+
+def test_no_run_is_called_as_the_folder_of_what_is_found_of_another() -> None:
+    assert layout.is_run_name("net.v2")
+    assert layout.is_run_name("research")
+    assert not any(layout.is_run_name(f"net.{command}") for command in ("profile", "search", "sensitivity"))
 
 
 @pytest.mark.parametrize(

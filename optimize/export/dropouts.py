@@ -1,0 +1,94 @@
+"""Dropouts that a network needs though it is in eval mode: those whose answer it writes into.
+
+In training a dropout's answer is a tensor of its own; in eval mode it is the very tensor that was given, and without
+the dropout it always is. A network that is trained on then writes into what the activation in front has kept for its
+gradient, which autograd refuses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+#: The layers, and the functions that do the same, by what they are called with.
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_LAYERS: dict[Any, type[nn.Module]] = {
+    functional.dropout: nn.Dropout,
+    functional.dropout1d: nn.Dropout1d,
+    functional.dropout2d: nn.Dropout2d,
+    functional.dropout3d: nn.Dropout3d,
+    functional.alpha_dropout: nn.AlphaDropout,
+    functional.feature_alpha_dropout: nn.FeatureAlphaDropout,
+}
+
+
+def written_into(graph_module: fx.GraphModule, example: torch.Tensor) -> list[fx.Node]:
+    """The dropouts that keep what they are given from what is written behind them.
+
+    What a layer of weights gives to a dropout alone needs no keeping: its gradient is made of what it is given.
+
+    Args:
+        graph_module: in eval mode.
+        example: an input ``(N, C, H, W)``.
+    """
+    dropouts = {node for node in graph_module.graph.nodes if _is_dropout(graph_module, node)}
+    keeping = {node for node in dropouts if not _is_of_weights(graph_module, node.all_input_nodes[0])}
+    if not keeping:
+        return []  # it is not run for that
+    watching = _Watching(graph_module, keeping)
+    with torch.no_grad():
+        watching.run(example.clone())
+    return [node for node, (tensor, version) in watching.given.items() if tensor._version != version]
+
+
+def write_as_layers(graph_module: fx.GraphModule, example: torch.Tensor) -> None:
+    """Write the functions among `written_into`, of which tracing in eval mode left nothing, as layers, in place."""
+    for node in written_into(graph_module, example):
+        if node.target not in _LAYERS:
+            continue
+        call = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+        call.apply_defaults()
+        asked = call.arguments
+        if asked["training"] is not False or not isinstance(asked["p"], int | float):
+            continue  # it is on for ever, or goes by what is computed
+        name = next(name for number in itertools.count() if not hasattr(graph_module, name := f"{node.name}_{number}"))
+        graph_module.add_submodule(name, _LAYERS[node.target](asked["p"], asked["inplace"]).eval())
+        with graph_module.graph.inserting_before(node):
+            layer = graph_module.graph.call_module(name, (asked["input"],))
+        layer.meta = node.meta.copy()
+        node.replace_all_uses_with(layer)
+        graph_module.graph.erase_node(node)
+
+
+def _is_dropout(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return isinstance(graph_module.get_submodule(str(node.target)), DROPOUTS)
+    return node.target in _LAYERS
+
+
+def _is_of_weights(graph_module: fx.GraphModule, given: fx.Node) -> bool:
+    """Whether a layer of weights gives a tensor, and to one reader."""
+    if given.op != "call_module" or len(given.users) > 1:
+        return False
+    return next(graph_module.get_submodule(str(given.target)).parameters(), None) is not None
+
+
+class _Watching(fx.Interpreter):
+    """Notes what some nodes give, and how often that had been written into when they gave it, views included."""
+
+    def __init__(self, graph_module: fx.GraphModule, watched: set[fx.Node]) -> None:
+        super().__init__(graph_module)
+        self._watched = watched
+        self.given: dict[fx.Node, tuple[torch.Tensor, int]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """See `fx.Interpreter`."""
+        value = super().run_node(n)
+        if n in self._watched:
+            self.given[n] = (value, value._version)
+        return value
