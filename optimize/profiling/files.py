@@ -72,7 +72,7 @@ def write_page(store: Path, run: str) -> None:
 
 
 def _folder(store: Path, run: str) -> Path:
-    return store / f"{run}.profile"
+    return store / f"{run}{layout.PROFILE_ENDING}"
 
 
 def chart_name(artifact: str, runs_on: str) -> str:
