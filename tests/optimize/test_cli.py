@@ -346,8 +346,13 @@ def test_verify_names_what_is_damaged_and_exits_with_1(copied_store: Path) -> No
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"schema": 3, "rows": 3}'])
 def test_a_damaged_report_is_one_line(copied_store: Path, content: str) -> None:
     (copied_store / "tiny" / "report.json").write_text(content)
-    for words in (("list",), ("show", "tiny"), ("verify", "tiny")):
+    for words in (("show", "tiny"), ("verify", "tiny")):
         assert "is damaged; run the model again" in refused(*words, "--store", copied_store)
+    listed = invoke("list", "--store", copied_store)
+    assert (listed.exit_code, listed.stdout) == (0, f"no runs in {copied_store}\n")
+    (line,) = listed.stderr.splitlines()
+    assert line.startswith("left out: ")
+    assert "is damaged; run the model again" in line
 
 
 @pytest.mark.slow
