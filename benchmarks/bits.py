@@ -25,16 +25,16 @@ from optimize.quantization.calibration import calibrate
 from optimize.quantization.convert import prepare, trace_calls
 from optimize.quantization.gate import sqnr
 from optimize.quantization.simulate import simulated
-from optimize.quantization.targets import Target
+from optimize.quantization.targets import target_named
 from optimize.run.job import Job, open_job
 from serve.runtime.images import normalise
-from serve.runtime.integers import ANY_X86, VNNI_X86, WEIGHT_MAX
+from serve.runtime.integers import ANY_X86, VNNI_X86
 
 #: What has how many bits, and the target that is simulated.
 WAYS: Final = {
-    "8, 8 bits (`x86-vnni`)": Target(VNNI_X86, 255),
-    "8, 7 bits (`x86`)": Target(ANY_X86, 255, weight_max=WEIGHT_MAX),
-    "7, 8 bits (torch's `reduce_range`)": Target(ANY_X86, 127),
+    "8, 8 bits (`x86-vnni`)": target_named(VNNI_X86),
+    "8, 7 bits (`x86`)": target_named(ANY_X86),
+    "7, 8 bits (torch's `reduce_range`)": target_named(VNNI_X86).fewer(7),
 }
 OBSERVERS: Final[tuple[Literal["minmax", "histogram"], ...]] = ("minmax", "histogram")
 

@@ -48,6 +48,8 @@ def written_into(graph_module: fx.GraphModule, example: torch.Tensor) -> list[fx
 
 def write_as_layers(graph_module: fx.GraphModule, example: torch.Tensor) -> None:
     """Write the functions among `written_into`, of which tracing in eval mode left nothing, as layers, in place."""
+    if not any(node.target in _LAYERS for node in graph_module.graph.nodes):
+        return  # nor is it run for layers, of which `written_into` is asked elsewhere
     for node in written_into(graph_module, example):
         if node.target not in _LAYERS:
             continue
