@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from serve.asgi.asking import Asking, ClientGoneError
-from serve.asgi.messages import GONE, Receive, RefusedError, Scope, queue_full, try_again
+from serve.asgi.messages import FAULT, GONE, Receive, RefusedError, Scope, queue_full, try_again
 from serve.runtime.observing import Observation, request_id
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class Call:
         self.observation = Observation(self.request_id)
         self._query: bytes = scope["query_string"]
         self._receive = receive
-        self._when_gone = scope.get("extensions", {}).get(GONE)
+        self._extensions = scope.get("extensions", {})
+        self._when_gone = self._extensions.get(GONE)
         self._limits = limits
         self._held = held
         self._kept = 0
@@ -122,7 +123,9 @@ class Call:
             return None
         if not re.fullmatch(r"[0-9]{1,9}", word):
             raise RefusedError(
-                400, f"x-request-deadline-ms must be a whole number of milliseconds, got {word[:40]!r}", "bad-request"
+                400,
+                f"x-request-deadline-ms must be a whole number of milliseconds below 1e9, got {word[:40]!r}",
+                "bad-request",
             )
         return self.arrived + int(word) / 1000
 
@@ -145,8 +148,8 @@ class Call:
         requests end here, and what they cost is taken from those that are answered.
 
         Raises:
-            RefusedError: 408 (too slow), 413 (too large; told before it is read where the client says its size), 415
-                (compressed), 503 (the queue is full, or too much is held already).
+            RefusedError: 400 (no HTTP), 408 (too slow), 413 (too large; told before it is read where the client says
+                its size), 415 (compressed), 503 (the queue is full, too much is held already, or memory is short).
             ClientGoneError: the client went while it sent.
         """
         if self._served is not None and (full := self._served.service.full) is not None:
@@ -163,6 +166,8 @@ class Call:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + self._limits.body_s):
                 while not self._whole:
                     message = await self._receive()
+                    if (fault := self._extensions.get(FAULT)) is not None:
+                        raise fault
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     self._whole = not message.get("more_body", False)

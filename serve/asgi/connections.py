@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serve.asgi.call import Limits
-from serve.asgi.messages import GONE, RETRY_AFTER_S, WHOLE, Headers, Response, headers_of, no_memory, refusal_response
+from serve.asgi.messages import FAULT, GONE, WHOLE, Headers, RefusedError, Response, no_memory, try_again
 
-#: Answers a request by its method, URL and headers alone, or leaves it to the application.
-EarlyAnswer = Callable[[bytes, bytes, Sequence[tuple[bytes, bytes]]], tuple[Response, Headers] | None]
+if TYPE_CHECKING:
+    from serve.asgi.early import Early
 
 _HEAD_END = b"\r\n\r\n"
 
@@ -49,11 +49,11 @@ class GuardedConnection(HttpToolsProtocol):
 
     Args:
         limits: what a client may cost.
-        early: asked for each request that nothing is before on the connection.
+        early: asked for each request that nothing is before on the connection, and told of what is no request.
         settings: uvicorn's own.
     """
 
-    def __init__(self, limits: Limits, early: EarlyAnswer, **settings: Any) -> None:
+    def __init__(self, limits: Limits, early: Early, **settings: Any) -> None:
         super().__init__(**settings)
         self._limits = limits
         self._early = early
@@ -69,12 +69,13 @@ class GuardedConnection(HttpToolsProtocol):
         self._unread = 0  # bytes of answers when it was last looked whether the client reads
         self._reader_timer: asyncio.TimerHandle | None = None
         self._tell_gone: Callable[[], None] | None = None
+        self._unreadable = False  # whatever comes now: nothing of it is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, or turn the client away where there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._limits.connections:
-            self._end(b"503 Service Unavailable", b"too many connections: try again later", retry=True)
+            self._end(try_again("too many connections: try again later", "connections"))
         else:
             self._await_head()
 
@@ -90,6 +91,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take in bytes."""
+        if self._unreadable:
+            return
         rest = memoryview(data)
         if self._to_drop:
             rest = self._drop(rest)
@@ -109,10 +112,10 @@ class GuardedConnection(HttpToolsProtocol):
         if not self._in_body:
             self._head_bytes += len(data)
         self._feed(data)
-        if self._in_body or not self._head_bytes or self.transport.is_closing():
+        if self._in_body or not self._head_bytes or self._unreadable or self.transport.is_closing():
             return
         if self._head_bytes > self._limits.head_bytes:
-            self._end(b"431 Request Header Fields Too Large", b"the headers are too large")
+            self._end(RefusedError(431, "the headers are too large", "large-head"))
         else:
             self._await_head()  # most come whole, and need no timer
 
@@ -128,9 +131,9 @@ class GuardedConnection(HttpToolsProtocol):
                 self._read_on()
             except httptools.HttpParserError as error:
                 if isinstance(error.__context__, MemoryError):  # of a callback: ours, and not the client's
-                    self._end(b"503 Service Unavailable", str(no_memory()).encode(), retry=True)
-                else:
-                    self.send_400_response("Invalid HTTP request received.")
+                    self._end(no_memory())
+                elif not self.transport.is_closing():  # as `_read_no_further` has it
+                    self._end(RefusedError(400, f"the request is not valid HTTP ({error})", "bad-http"))
                 return
 
     def _read_on(self) -> None:
@@ -226,6 +229,8 @@ class GuardedConnection(HttpToolsProtocol):
             self._dropped += len(body)
             return
         cycle = self.cycle
+        if FAULT in cycle.scope["extensions"]:  # type: ignore[operator]
+            return
         before = cast("bytes | bytearray", cycle.body)
         if before or cycle.response_complete:
             try:
@@ -233,7 +238,7 @@ class GuardedConnection(HttpToolsProtocol):
                     cycle.body = bytearray(before)
                 super().on_body(body)
             except MemoryError:
-                self._refuse_for_memory(cycle)
+                self._refuse(no_memory())
             return
         # Most bodies come in one part: the application gets the very bytes.
         cycle.body = body  # type: ignore[assignment]
@@ -279,11 +284,6 @@ class GuardedConnection(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    def send_400_response(self, msg: str) -> None:
-        """What the parser could not read is told, unless the connection is closed already."""
-        if not self.transport.is_closing():
-            super().send_400_response(msg)
-
     def shutdown(self) -> None:
         """The server ends: answer the request that is coming or on its way, and close.
 
@@ -318,12 +318,11 @@ class GuardedConnection(HttpToolsProtocol):
         cycle.scope["extensions"] = {}  # they hold the cycle, which would wait for the garbage collector
         return True
 
-    def _refuse_for_memory(self, cycle: RequestResponseCycle) -> None:
-        """Answer a request whose body there is no memory for, if it is its turn; what still comes of it is dropped."""
-        cycle.body = bytearray()
-        response = refusal_response(no_memory())
-        if self.pipeline or not self._answer(cycle, response, headers_of(response)):
-            self._read_no_further()
+    def _refuse(self, refused: RefusedError) -> None:
+        """Have the application refuse the request whose body comes, in its turn; what still comes of it is dropped."""
+        self.cycle.body = bytearray()
+        self.cycle.scope["extensions"][FAULT] = refused  # type: ignore[index]
+        self.cycle.message_event.set()
 
     def _write(self, response: Response, headers: Headers, *, head_only: bool = False) -> None:
         lines = [b"%s: %s\r\n" % pair for pair in (*self.server_state.default_headers, *headers)]
@@ -374,7 +373,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _head_too_late(self) -> None:
         if self._head_bytes:
-            self._end(b"408 Request Timeout", b"the headers did not arrive in time")
+            self._end(RefusedError(408, "the headers did not arrive in time", "slow-client"))
         elif not self.transport.is_closing():
             self.transport.close()
 
@@ -396,12 +395,20 @@ class GuardedConnection(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.close()
 
-    def _end(self, status: bytes, reason: bytes, *, retry: bool = False) -> None:
-        """Answer without a request, and close."""
-        body = b'{"error": "' + reason + b'"}'
-        again = b"retry-after: %d\r\n" % RETRY_AFTER_S if retry else b""
-        self.transport.write(
-            b"HTTP/1.1 " + status + b"\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
-            + again + b"connection: close\r\n\r\n" + body
-        )  # fmt: skip
-        self.transport.close()
+    def _end(self, refused: RefusedError) -> None:
+        """Read no further, and close when all that was asked before is answered.
+
+        Where a body ends so, its request is refused; where no request does, nothing is before it and its answer would
+        not be taken for another's, this is told to the client.
+        """
+        self._unreadable = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            if self._in_body:
+                self._refuse(refused)
+                return
+        elif not self._in_body:  # or it has its answer, and is closed in a moment: see `_linger`
+            self._write(*self._early.unread(refused))
+            self.transport.close()
+            return
+        self._early.unread(refused)

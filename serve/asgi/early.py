@@ -1,4 +1,4 @@
-"""What is answered when a request's headers are there, before a task is made for it: that its model's queue is full.
+"""What is answered without a task: that a model's queue is full, when a request's headers are there, and what is none.
 
 Under overload most requests end so, and what they cost is taken from those that are answered.
 """
@@ -68,10 +68,21 @@ class Early:
             response.status,
             refusals=(kind,),
         )
-        answered = application.headers(response, observation, began)
+        return response, self._observed(response, observation, began)
+
+    def unread(self, refused: RefusedError) -> tuple[Response, Headers]:
+        """The answer to what is no request, and all its headers, behind which the connection is closed."""
+        response = refusal_response(refused)
+        observation = Observation(request_id(""), status=refused.status, refusals=(refused.kind,))
+        headers = self._observed(response, observation, time.monotonic())
+        return response, [*headers, (b"connection", b"close")]
+
+    def _observed(self, response: Response, observation: Observation, began: float) -> Headers:
+        """All headers of an answer, of which the observers are told."""
+        headers = self._application.headers(response, observation, began)
         observation.seconds = time.monotonic() - began
-        application.observe(observation)
-        return response, answered
+        self._application.observe(observation)
+        return headers
 
 
 @functools.lru_cache(maxsize=256)

@@ -23,6 +23,8 @@ WHOLE: Final = "serve.whole"
 #: The ASGI extension of a connection that tells by itself when its client goes: called with who is to be called then,
 #: at once where it has gone, or with None: nobody.
 GONE: Final = "serve.gone"
+#: The ASGI extension of a connection that is there when the rest of a body cannot be read: the `RefusedError` for it.
+FAULT: Final = "serve.fault"
 #: Seconds after which who was refused for want of room may try again.
 RETRY_AFTER_S: Final = 1
 #: What tells them.

@@ -60,7 +60,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a request: elements of ``BYTES``, or the ``UINT8`` values in one piece, row-major."""
+    """One tensor of a request: elements of ``BYTES``, or the values of another type in one piece, row-major."""
 
     name: str
     datatype: str
@@ -138,6 +138,16 @@ def all_outputs(*, binary: bool) -> tuple[Wanted, ...]:
     return tuple(Wanted(name, binary) for name in OUTPUTS)
 
 
+def check_datatype(name: str, datatype: str) -> None:
+    """See that a tensor is of what models take, before its data are read as that.
+
+    Raises:
+        RequestError: it is not.
+    """
+    if datatype not in ("BYTES", "UINT8"):
+        raise RequestError(f"{name!r} must be BYTES (encoded images) or UINT8 (pixels), found {shown(datatype)}")
+
+
 def read_inference(
     signature: Signature,
     tensors: Sequence[Tensor],
@@ -202,6 +212,7 @@ def _images(signature: Signature, tensors: Sequence[Tensor]) -> tuple[bytes, ...
         names = ", ".join(shown(tensor.name) for tensor in tensors[:4]) or "none"
         raise RequestError(f"the request must have one input, named {INPUT!r}; found {names}")
     tensor = tensors[0]
+    check_datatype(tensor.name, tensor.datatype)
     if not 1 <= len(tensor.shape) <= RANK or not all(1 <= side < 1 << 63 for side in tensor.shape):
         raise RequestError(
             f"the shape of {INPUT!r} must be of 1 to {RANK} numbers from 1, found {_sides(tensor.shape)}"
@@ -212,14 +223,13 @@ def _images(signature: Signature, tensors: Sequence[Tensor]) -> tuple[bytes, ...
         raise RequestError(
             f"{INPUT!r} has {len(tensor.data)} {unit}, and its shape {_sides(tensor.shape)} is of {elements}"
         )
-    if tensor.datatype == "BYTES" and not isinstance(tensor.data, bytes):
+    if not isinstance(tensor.data, bytes):
         if len(tensor.shape) != 1 and tensor.shape[1:] != (1,):
             raise RequestError(f"encoded images have the shape [N] or [N,1], found {_sides(tensor.shape)}")
         _within(elements, signature.instance_limit)
         return tuple(tensor.data)
-    if tensor.datatype == "UINT8" and isinstance(tensor.data, bytes):
-        return _pixels(signature, tensor, tensor.data)
-    raise RequestError(f"{INPUT!r} must be BYTES (encoded images) or UINT8 (pixels), found {shown(tensor.datatype)}")
+    assert isinstance(tensor.data, bytes)
+    return _pixels(signature, tensor, tensor.data)
 
 
 def _pixels(signature: Signature, tensor: Tensor, data: bytes) -> tuple[bytes, ...]:

@@ -17,6 +17,7 @@ from serve.asgi.oip import (
     Tensor,
     Wanted,
     all_outputs,
+    check_datatype,
     model_metadata,
     read_inference,
 )
@@ -96,6 +97,10 @@ def write_metadata(signature: Signature) -> Any:
 
 
 def _typed(entry: Any) -> tuple[bytes, ...] | bytes:
+    check_datatype(entry.name, entry.datatype)
+    if len(kinds := entry.contents.ListFields()) > 1:
+        names = ", ".join(field.name for field, _ in kinds)
+        raise RequestError(f"input {shown(entry.name)} has contents of several kinds ({names}): one is taken")
     if entry.datatype == "BYTES":
         return tuple(entry.contents.bytes_contents)
     if len(entry.contents.uint_contents) > MOST_VALUES:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from serve.asgi.oip import Inference, Output, Signature, Tensor, Wanted, all_outputs, read_inference
+from serve.asgi.oip import Inference, Output, Signature, Tensor, Wanted, all_outputs, check_datatype, read_inference
 from serve.runtime.errors import RequestError
 from serve.runtime.fields import shown
 from serve.runtime.protocol import read_base64, read_json
@@ -144,6 +144,7 @@ def _tensor(entry: Mapping[str, Any], binary: bytes, limit: int) -> tuple[Tensor
         raise RequestError("an input must have a name and a datatype, which are texts")
     if not isinstance(shape, list) or not all(type(side) is int for side in shape):
         raise RequestError(f"input {shown(name)}: the shape must be a list of whole numbers")
+    check_datatype(name, datatype)
     parameters = _object(entry, "parameters")
     if "binary_data_size" in parameters:
         if "data" in entry:

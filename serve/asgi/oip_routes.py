@@ -113,15 +113,18 @@ async def infer(call: Call) -> Response:
 
 
 def _is_long(body: bytes, json_length: str | None) -> bool:
-    """Whether reading a body keeps the event loop: its document is long, or has pixels behind it.
+    """Whether reading a body keeps the event loop: its document is long, or has pixels behind it, or may say so.
 
-    JPEGs behind a short document are cut out of it, and nothing more.
+    A datatype may be written with escapes. JPEGs behind a short document are cut out of it, and nothing more.
 
     Raises:
         RequestError: the document's length is none.
     """
-    document = oip_rest.document_length(body, json_length)
-    return len(body) > LONG_BODY and (document > LONG_BODY or b"UINT8" in body[:document])
+    length = oip_rest.document_length(body, json_length)
+    if len(body) <= LONG_BODY:
+        return False
+    document = body[: min(length, LONG_BODY)]
+    return length > LONG_BODY or b"UINT8" in document or b"\\" in document
 
 
 def refusal(error: RequestError) -> RefusedError:

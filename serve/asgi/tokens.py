@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import hmac
 import logging
@@ -114,7 +115,8 @@ def _read(path: Path) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
             content = stream.read(_LARGEST_FILE + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    lines = [line.strip() for line in content.splitlines()]
+    # Editors on Windows begin a file with a byte order mark.
+    lines = [line.strip() for line in content.removeprefix(codecs.BOM_UTF8).splitlines()]
     tokens = [line for line in lines if line and not line.startswith(b"#")]
     if not 1 <= len(tokens) <= _MOST or len(content) > _LARGEST_FILE:
         raise UserError(f"{path}: must hold 1 to {_MOST} tokens, one on each line; found {len(tokens)}")

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
+from serve.asgi.listening import Listening
 from serve.cli.words import RequireKnown, RequireSigned, Store, checked_device
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE
@@ -33,10 +34,13 @@ def run(
         Path | None,
         typer.Option("--models", help="A YAML file of models, their versions and weights, in place of arguments."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; other than loopback only with --expose.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = 8080,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on; other than loopback only with --expose.", show_default=Listening.host),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on; 0: any that is free.", show_default=str(Listening.port))
+    ] = None,
     grpc_port: Annotated[
         int | None,
         typer.Option(help="Port for the Open Inference Protocol over gRPC, at the same host; 0: any that is free."),
@@ -97,7 +101,6 @@ def run(
         os.environ.setdefault(name, value)
     with reported():
         from serve.asgi.call import Limits
-        from serve.asgi.listening import Listening
         from serve.asgi.plan import Plan
         from serve.asgi.process import Settings
         from serve.asgi.process import run as serve
@@ -110,7 +113,19 @@ def run(
         checked_device(device)
         if no_token and token_file is not None:
             raise UserError("--no-token and --token-file exclude each other")
-        listening = Listening(host, port, socket, expose, tls_certificate, tls_key, tls_client_authorities)
+        if socket is not None and port is not None:
+            raise UserError("--socket and --port exclude each other: the server listens at one of them")
+        if socket is not None and host is not None and grpc_port is None:
+            raise UserError("--host beside --socket is for gRPC alone: add --grpc-port, or leave out one of them")
+        listening = Listening(
+            Listening.host if host is None else host,
+            Listening.port if port is None else port,
+            socket,
+            expose,
+            tls_certificate,
+            tls_key,
+            tls_client_authorities,
+        )
         tokens = None if no_token else token_file or store / TOKEN_FILE
         if tokens is not None and token_file is None and make_token_file(tokens):
             typer.echo(f"made a token in {tokens}", err=True)

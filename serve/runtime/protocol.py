@@ -117,11 +117,11 @@ def parse_k(value: object) -> int:
     """How many classes were asked for.
 
     Raises:
-        RequestError: it is not a whole number from 1.
+        RequestError: it is not a whole number from 1, or has more than nine digits.
     """
     text = bytes(value).decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-        raise RequestError(f"k must be a whole number from 1, got {text[:40]!r}")
+        raise RequestError(f"k must be a whole number from 1 to 999999999, got {text[:40]!r}")
     return int(text)
 
 

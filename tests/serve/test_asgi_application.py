@@ -225,11 +225,11 @@ def test_a_body_that_does_not_come_is_given_up(served: Served) -> None:
         ("/predictions/tiny", {"x-request-deadline-ms": "0"}, 504, "deadline"),
         ("/predictions/tiny?" + "&".join(f"a{i}=1" for i in range(101)), {}, 400, "100 parameters"),
         ("/elsewhere", {}, 404, "/predictions/NAME"),
-        ("/predictions/tiny?k=0", {}, 400, "k must be a whole number from 1, got '0'"),
-        ("/predictions/tiny?k=-1", {}, 400, "k must be a whole number from 1, got '-1'"),
-        ("/predictions/tiny?k=x", {}, 400, "k must be a whole number from 1, got 'x'"),
-        ("/predictions/tiny?k=True", {}, 400, "k must be a whole number from 1, got 'True'"),
-        ("/predictions/tiny", {"x-top-k": "0"}, 400, "k must be a whole number from 1, got '0'"),
+        ("/predictions/tiny?k=0", {}, 400, "k must be a whole number from 1 to 999999999, got '0'"),
+        ("/predictions/tiny?k=-1", {}, 400, "k must be a whole number from 1 to 999999999, got '-1'"),
+        ("/predictions/tiny?k=x", {}, 400, "k must be a whole number from 1 to 999999999, got 'x'"),
+        ("/predictions/tiny?k=True", {}, 400, "k must be a whole number from 1 to 999999999, got 'True'"),
+        ("/predictions/tiny", {"x-top-k": "0"}, 400, "k must be a whole number from 1 to 999999999, got '0'"),
     ],
 )
 def test_what_cannot_be_answered_is_told_with_its_status(
@@ -420,6 +420,7 @@ def test_whatever_is_sent_is_no_fault_of_the_server_and_its_answer_is_json(sent:
 
 SHORT, LONG = b'{"inputs": []}', b'{"id": "%s"}' % (b"x" * 40_000)
 PIXELS = b'{"inputs": [{"datatype": "UINT8"}]}'
+ESCAPED = PIXELS.replace(b"U", rb"\u0055")
 
 
 @pytest.mark.parametrize(
@@ -429,6 +430,8 @@ PIXELS = b'{"inputs": [{"datatype": "UINT8"}]}'
         (SHORT, 10, True, False),
         (PIXELS, 10, True, False),
         (PIXELS, 50_000, True, True),
+        (ESCAPED, 10, True, False),
+        (ESCAPED, 50_000, True, True),
         (LONG, 10, True, True),
         (LONG, 50_000, True, True),
         (LONG, 0, False, True),

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import json
 import os
 import socket
 import struct
@@ -280,6 +281,57 @@ def test_who_does_not_finish_its_headers_is_cut_off(sent: bytes, told: bytes) ->
     answer = asyncio.run(stall())
     assert answer.startswith(told)
     assert bool(answer) == bool(told)
+
+
+CHUNKED = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "route"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, ""),  # the beginning of TLS
+        (b"GET / HTTP/9.9\r\n\r\n", 400, ""),
+        (CHUNKED + b"3\r\nabc\r\nno number\r\n", 400, "/echo"),
+        (CHUNKED + b"no number\r\n", 400, "/echo"),
+        (b"GET /ping HTTP/1.1\r\nX: " + b"x" * 1001, 431, ""),
+    ],
+)
+def test_what_is_no_http_is_told_as_json_and_counted_once(sent: bytes, status: int, route: str) -> None:
+    seen: list[Observation] = []
+
+    async def run() -> bytes:
+        async with listening(settings(head_bytes=1000)) as (connect, application):
+            add_echo(application)
+            application.observers.append(seen.append)
+            async with connection(connect) as (reader, writer):
+                writer.write(sent)
+                return await read(reader)
+
+    head, _, body = asyncio.run(run()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert b"content-type: application/json" in head
+    assert b"connection: close" in head
+    assert list(json.loads(body)) == ["error"]
+    assert [(told.status, told.route) for told in seen] == [(status, route)]
+
+
+@pytest.mark.parametrize("behind", [b"no HTTP\r\n\r\n", PING[:20], b"GET / HTTP/1.1\r\nX: " + b"x" * 2000])
+def test_what_is_no_request_is_not_answered_in_the_place_of_one_that_came_before(behind: bytes) -> None:
+    async def slow(_: Call) -> Response:
+        await asyncio.sleep(0.5)
+        return Response(200, b'"slow"')
+
+    async def run() -> bytes:
+        async with listening(settings(head_s=0.2, head_bytes=1000)) as (connect, application):
+            application.router.add("GET", "/slow", slow)
+            async with connection(connect) as (reader, writer):
+                writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + behind)
+                return await read(reader)
+
+    answer = asyncio.run(run())
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b'"slow"')
+    assert b"connection: close" in answer
 
 
 def test_headers_that_are_too_long_are_told_so() -> None:

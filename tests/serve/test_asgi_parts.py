@@ -224,6 +224,12 @@ def test_a_pipe_in_the_place_of_the_file_holds_nobody_up(tmp_path: Path, caplog:
         Tokens(tokens.path)
 
 
+def test_a_file_of_tokens_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = token_file(tmp_path, A)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert accepted(Tokens(path), f"Bearer {A}")
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o606, 0o660])
 def test_a_file_of_tokens_that_others_may_read_is_refused_with_what_mends_it(mode: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="chmod 600"):

@@ -399,6 +399,8 @@ def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp
         (("none.mar",), "there is no such archive"),
         (("v1.mar", "--host", "0.0.0.0"), "--expose"),
         (("v1.mar", "--no-token", "--token-file", "x"), "exclude each other"),
+        (("v1.mar", "--socket", "s", "--port", "8080"), "--socket and --port exclude each other"),
+        (("v1.mar", "--socket", "s", "--host", "127.0.0.1"), "--host beside --socket is for gRPC alone"),
         (("v1.mar", "--tls-key", "x"), "--tls-certificate"),
         (("v1.mar", "--port", "18080", "--grpc-port", "18080"), "both 18080: gRPC needs a port of its own"),
         (("v1.mar", "--drain-timeout", "inf"), "--drain-timeout must be at most 86400 seconds, got inf"),

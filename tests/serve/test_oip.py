@@ -189,6 +189,7 @@ def test_one_refused_image_refuses_the_request_with_its_status_and_place() -> No
     [
         ({"name": "pixels"}, "must have one input, named 'image'; found 'pixels'"),
         ({"datatype": "FP32", "data": [1]}, "must be BYTES .* or UINT8"),
+        ({"datatype": "FP32", "data": [0.5], "shape": [1, 3, 1, 1]}, "must be BYTES .* or UINT8"),
         ({"shape": [2]}, r"has 1 elements, and its shape \[2\] is of 2"),
         ({"shape": [1 << 62, 1 << 62]}, "is of"),
         ({"shape": [0]}, "numbers from 1"),
@@ -382,6 +383,16 @@ def test_any_grpc_message_is_read_or_is_a_400(tensors: list[Any], raw: list[byte
         tensor.contents.bytes_contents.extend(texts)
         tensor.contents.uint_contents.extend(numbers)
     read_or_400(lambda: oip_grpc.read(SIGNATURE, request))
+
+
+def test_a_tensor_of_two_kinds_of_contents_is_refused_and_names_them() -> None:
+    request = oip_messages.message("ModelInferRequest")()
+    tensor = request.inputs.add(name=oip.INPUT, datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(b"x")
+    assert oip_grpc.read(SIGNATURE, request).request.images == (b"x",)
+    tensor.contents.uint_contents.append(1)
+    with pytest.raises(RequestError, match=r"several kinds \(uint_contents, bytes_contents\)"):
+        oip_grpc.read(SIGNATURE, request)
 
 
 PACKED = {
