@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from optimize.quantization.between import has_weights
-from optimize.quantization.watchers import is_watcher, only_moves, remove_watcher
+from optimize.quantization.watchers import called_function, is_watcher, only_moves, remove_watcher
 
 #: Where the other factor is a number.
 _SCALING = (operator.mul, operator.truediv, torch.mul, torch.div, "mul", "div")
@@ -37,7 +37,7 @@ def free_answer(prepared: fx.GraphModule) -> int:
         read = answer.all_input_nodes
         if is_watcher(prepared, answer):
             freed.append(answer)
-        elif not only_moves(prepared, answer) and answer.target not in _SCALING:
+        elif not only_moves(prepared, answer) and called_function(answer) not in _SCALING:
             break
     if has_weights(prepared, answer) or not all(is_watcher(prepared, node) or node.op == "get_attr" for node in read):
         return 0

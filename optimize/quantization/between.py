@@ -14,7 +14,7 @@ from torch.ao.nn.intrinsic.modules.fused import _FusedModule
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from optimize.quantization.watchers import called_module, is_watcher, remove_watcher
+from optimize.quantization.watchers import called_function, called_module, is_watcher, remove_watcher
 
 _FUNCTIONS = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)
 _PRODUCTS = (torch.matmul, torch.bmm, "matmul", "bmm")
@@ -63,14 +63,7 @@ def free_image(prepared: fx.GraphModule) -> int:
     Returns:
         How many were taken away.
     """
-    constant: set[fx.Node] = set()
-    early: set[fx.Node] = set()
-    for node in prepared.graph.nodes:
-        given = node.all_input_nodes
-        if node.op == "get_attr" or (given and constant.issuperset(given)):
-            constant.add(node)
-        elif node.op != "output" and not _learned(prepared, node) and (constant | early).issuperset(given):
-            early.add(node)
+    constant, early = before_layers(prepared, lambda node: learned(prepared, node))
     freed = [
         node
         for node in (*constant, *early)
@@ -80,6 +73,24 @@ def free_image(prepared: fx.GraphModule) -> int:
         remove_watcher(prepared, node)
     prepared.recompile()
     return len(freed)
+
+
+def before_layers(module: fx.GraphModule, has_learned: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What depends on no image, and what is made of the image before any layer that has learned something.
+
+    Args:
+        module: traced, with watchers or without.
+        has_learned: whether a node is such a layer; see `learned`.
+    """
+    constant: set[fx.Node] = set()
+    early: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        given = node.all_input_nodes
+        if node.op == "get_attr" or (given and constant.issuperset(given)):
+            constant.add(node)
+        elif node.op != "output" and not has_learned(node) and (constant | early).issuperset(given):
+            early.add(node)
+    return constant, early
 
 
 def integers_at(graph: fx.Graph, quantized: Mapping[fx.Node, bool]) -> Callable[[fx.Node], bool]:
@@ -130,19 +141,45 @@ def _readers(module: fx.GraphModule, watcher: fx.Node) -> Iterable[fx.Node]:
 def has_weights(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node is a convolution or a linear layer, as a module or as a function."""
     if node.op == "call_function":
-        return node.target in _FUNCTIONS
+        return called_function(node) in _FUNCTIONS
     layer = called_module(module, node)
     if isinstance(layer, (_ConvNd, nn.Linear)):  # those of QAT that are fused with a norm, too
         return True
     return isinstance(layer, _FusedModule) and isinstance(next(layer.children()), (_ConvNd, nn.Linear))
 
 
-def _learned(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node computes with weights, or multiplies tensors as layers do."""
+def learned(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node computes with weights, or multiplies tensors of images as layers do.
+
+    A product with a fixed matrix does not: of the coefficients of a cosine transform, the first is some hundred times
+    as large as the last, and integers for all of them leave nothing of most (timm's CSATv2).
+    """
     layer = called_module(module, node)
-    if layer is None:
-        return node.target in (*_FUNCTIONS, *_PRODUCTS)
-    return not is_watcher(module, node) and next(layer.parameters(), None) is not None
+    if layer is not None:
+        return not is_watcher(module, node) and next(layer.parameters(), None) is not None
+    if called_function(node) in _FUNCTIONS:
+        return not all(fixed(module, value) for value in node.all_input_nodes[1:])
+    return called_function(node) in _PRODUCTS and not any(fixed(module, value) for value in node.all_input_nodes)
+
+
+def fixed(module: fx.GraphModule, value: fx.Node) -> bool:
+    """Whether a tensor depends neither on the images nor on parameters."""
+    waiting, met = [value], set()
+    while waiting:
+        node = waiting.pop()
+        if node.op == "placeholder" or (node.op == "call_module" and not is_watcher(module, node)):
+            return False
+        if node.op == "get_attr" and isinstance(attribute(module, str(node.target)), nn.Parameter):
+            return False
+        met.add(node)
+        waiting += [before for before in node.all_input_nodes if before not in met]
+    return True
+
+
+def attribute(module: nn.Module, name: str) -> object:
+    """What a node of ``get_attr`` gets."""
+    owner, _, last = name.rpartition(".")
+    return getattr(module.get_submodule(owner), last)
 
 
 def _is_quantized(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -17,7 +17,14 @@ from torch.nn import functional
 
 from optimize.quantization.between import has_weights
 from optimize.quantization.in_place import writes
-from optimize.quantization.watchers import TOGETHER, called_module, leads_to, remove_watcher
+from optimize.quantization.watchers import (
+    TOGETHER,
+    called_function,
+    called_module,
+    leads_to,
+    remove_watcher,
+    what_is_called,
+)
 
 
 class FloatTanh(nn.Tanh):
@@ -101,22 +108,20 @@ def free_given(prepared: fx.GraphModule) -> int:
 
 def _known(module: fx.GraphModule, node: Any) -> bool:
     """Whether a node is an operator of known range."""
-    called = called_module(module, node)
-    return (node.target if called is None else type(called)) in _OPERATORS
+    return what_is_called(module, node) in _OPERATORS
 
 
 def _put_together(module: fx.GraphModule, node: fx.Node) -> bool:
     return leads_to(
         node,
-        lambda user: user.target in TOGETHER,
-        lambda user: user.target not in _OTHERS and not has_weights(module, user),
+        lambda user: called_function(user) in TOGETHER,
+        lambda user: called_function(user) not in _OTHERS and not has_weights(module, user),
     )
 
 
 def _in_float(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     """What computes in float what a node does; None if torch.ao knows no range of it."""
-    called = called_module(module, node)
-    kind = _OPERATORS.get(node.target if called is None else type(called))
+    kind = _OPERATORS.get(what_is_called(module, node))
     if kind is None or _read_afterwards(module, node):
         return None
     return kind()

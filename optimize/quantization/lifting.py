@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from optimize.errors import NotApplicableError
 from optimize.export.constants import constant_value
+from optimize.quantization.between import before_layers, learned
 from optimize.quantization.in_float import call_in_float
 from optimize.quantization.watchers import called_module
 from optimize.quantization.writing import computed, replace
@@ -36,7 +37,8 @@ _PADDED = tuple(_CONVOLUTIONS.values())
 def lift_functions(module: fx.GraphModule) -> int:
     """Write convolutions and linear layers that are called as functions of constants as layers, in place.
 
-    One whose weight depends on the image, as a dynamic convolution's, has no integers for it and stays in float.
+    One whose weight depends on the image, as a dynamic convolution's, has no integers for it and stays in float. So
+    does what a network does to its images with fixed weights, before anything that it has learned: `before_layers`.
 
     Args:
         module: traced.
@@ -48,6 +50,7 @@ def lift_functions(module: fx.GraphModule) -> int:
         NotApplicableError: a convolution has as many groups as there are images: what is traced has a number of them.
     """
     lifted = 0
+    _, early = before_layers(module, lambda node: learned(module, node))
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target not in _ARGUMENTS:
             continue
@@ -57,7 +60,7 @@ def lift_functions(module: fx.GraphModule) -> int:
                 f"{node.name}: a convolution whose number of groups is computed (a weight for each image, as "
                 f"CondConv's) works for one size of batch in what is traced; without it, the others can be quantized"
             )
-        if any(computed(value) for name, value in given.items() if name != "input"):
+        if node in early or any(computed(value) for name, value in given.items() if name != "input"):
             call_in_float(module, node)  # the integers of such weights are no constants
             continue
         if not computed(given["input"]):

@@ -15,7 +15,7 @@ from torch.ao.quantization.backend_config import BackendConfig
 
 from optimize.lint.graph import of_a_map
 from optimize.quantization.outputs import reads_integers
-from optimize.quantization.watchers import is_watcher, remove_watcher
+from optimize.quantization.watchers import called_function, is_watcher, remove_watcher
 from optimize.quantization.writing import replace, shape_of
 
 _MEANS = ("mean", torch.mean)
@@ -31,7 +31,7 @@ def flatten_places(module: fx.GraphModule) -> int:
         How many means were replaced.
     """
     written = 0
-    for node in [node for node in module.graph.nodes if node.target in _MEANS]:
+    for node in [node for node in module.graph.nodes if called_function(node) in _MEANS]:
         given: Any = node.args[0] if node.args else node.kwargs.get("input")
         axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         shape, after = shape_of(given), shape_of(node)
@@ -65,10 +65,10 @@ def free_means(prepared: fx.GraphModule, backend: BackendConfig) -> int:
 
     freed: list[fx.Node] = []
     for node in prepared.graph.nodes:
-        if node.target not in _MEANS:
+        if called_function(node) not in _MEANS:
             continue
         given = node.args[0] if node.args else node.kwargs["input"]
-        if is_watcher(prepared, given) and all(user.target in _MEANS for user in given.users):
+        if is_watcher(prepared, given) and all(called_function(user) in _MEANS for user in given.users):
             source = given.args[0]
             freed += [given] if in_floats(source) and source.op != "placeholder" else []
         freed += [user for user in node.users if is_watcher(prepared, user) and all(map(in_floats, user.users))]

@@ -16,7 +16,7 @@ from torch.ao.quantization.observer import ObserverBase
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from optimize.quantization.watchers import SUMS, called_module, remove_watcher
+from optimize.quantization.watchers import SUMS, called_function, called_module, remove_watcher
 
 
 def free_outputs(prepared: fx.GraphModule, backend: BackendConfig) -> int:
@@ -43,7 +43,7 @@ def free_outputs(prepared: fx.GraphModule, backend: BackendConfig) -> int:
         and all(not reads_integers(prepared, user, quantized) for user in node.users)
     ]
     for node in prepared.graph.nodes:
-        if node.op == "call_module" or node.target not in SUMS or len(node.all_input_nodes) != 2:
+        if called_function(node) not in SUMS or len(node.all_input_nodes) != 2:
             continue
         if branches := [addend for addend in node.args if _convolved(prepared, addend)]:
             freed.append(max(branches, key=depths.__getitem__))
@@ -83,7 +83,7 @@ def reads_integers(module: fx.GraphModule, user: fx.Node, quantized: set[Any]) -
         return False
     layer = called_module(module, user)
     if layer is None:
-        return user.target in quantized
+        return called_function(user) in quantized
     if isinstance(layer, _BatchNorm):
         return False
     return type(layer) in quantized or isinstance(layer, (ObserverBase, FakeQuantizeBase))

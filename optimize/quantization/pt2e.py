@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.ao.quantization.observer import ObserverBase
 
 from optimize.export.aten import program_of
-from optimize.quantization.between import integers_at
+from optimize.quantization.between import attribute, before_layers, fixed, integers_at
 from optimize.quantization.choices import Chosen
 from optimize.quantization.dropouts import drop_dropouts
 from optimize.quantization.explicit import quantizing
@@ -189,10 +189,11 @@ class _TargetQuantizer:
 
     def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
         """Say of each node which of its inputs, and whether its output, is quantized, and how."""
-        layers = {node: self._is_quantized(node) for node in model.graph.nodes if node.target in _WEIGHTED}
+        layers = {node: self._is_quantized(model, node) for node in model.graph.nodes if node.target in _WEIGHTED}
         in_integers = integers_at(model.graph, layers)
+        _, early = before_layers(model, lambda node: _has_learned(model, node))
         for node in model.graph.nodes:
-            if node.op != "call_function" or node in self._integers or not in_integers(node):
+            if node.op != "call_function" or node in self._integers | early or not in_integers(node):
                 continue
             if node.target in _WEIGHTED:
                 self._layer(node)
@@ -213,11 +214,11 @@ class _TargetQuantizer:
     def prepare_obs_or_fq_callback(self, model: fx.GraphModule, watchers: Mapping[Any, nn.Module]) -> None:
         """Nothing: the observers are right as they are."""
 
-    def _is_quantized(self, node: fx.Node) -> bool:
-        """Whether a layer is: its weight is its own, and it was not chosen to stay in float."""
-        weight = node.args[1]
-        constant = isinstance(weight, fx.Node) and weight.op == "get_attr"
-        return constant and not self._watching.chosen.in_float(_module_of(node))
+    def _is_quantized(self, model: fx.GraphModule, node: fx.Node) -> bool:
+        """Whether a layer is: it has learned its weight, and it was not chosen to stay in float."""
+        weight: Any = node.args[1]
+        own = weight.op == "get_attr" and _has_learned(model, node)
+        return own and not self._watching.chosen.in_float(_module_of(node))
 
     def _layer(self, node: fx.Node) -> None:
         """A layer with its activation: input, weight and what the activation gives."""
@@ -321,6 +322,15 @@ def _shared(given: fx.Node, node: fx.Node) -> Any:
     from torchao.quantization.pt2e.quantizer import SharedQuantizationSpec
 
     return SharedQuantizationSpec((given, node))
+
+
+def _has_learned(model: fx.GraphModule, node: fx.Node) -> bool:
+    """As `learned`, of a program, in which a layer is an operator and its weights are inputs."""
+    inputs = node.all_input_nodes
+    weights = [given for given in inputs if given.op == "get_attr"]
+    if any(isinstance(attribute(model, str(weight.target)), nn.Parameter) for weight in weights):
+        return True
+    return node.target in _PRODUCTS and not any(fixed(model, given) for given in inputs)
 
 
 def _module_of(node: fx.Node) -> str:

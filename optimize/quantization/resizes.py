@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from optimize.quantization.in_float import InFloat, call_in_float
-from optimize.quantization.watchers import called_module
+from optimize.quantization.watchers import called_function, called_module
 from optimize.quantization.writing import shape_of
 
 _ATEN = torch.ops.aten
@@ -41,7 +41,7 @@ def free_resizes(module: fx.GraphModule) -> int:
         layer = called_module(module, node)
         if isinstance(layer, nn.Upsample):
             mode, blurred = layer.mode, False
-        elif node.target in _RESIZES:
+        elif called_function(node) in _RESIZES:
             given = inspect.signature(functional.interpolate).bind(*node.args, **node.kwargs)
             given.apply_defaults()
             mode, blurred = given.arguments["mode"], given.arguments["antialias"]
@@ -72,7 +72,7 @@ def write_out_resizes(module: fx.GraphModule) -> int:
     Returns:
         How many there were.
     """
-    found = [node for node in module.graph.nodes if node.target in _AS_PRODUCTS]
+    found = [node for node in module.graph.nodes if called_function(node) in _AS_PRODUCTS]
     for number, node in enumerate(found):
         images: Any = node.args[0]
         rows, columns = (_matrix(node, axis, images.meta["val"].shape[axis]) for axis in (-2, -1))

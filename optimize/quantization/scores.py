@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.watchers import SUMS, called_module, is_watcher, remove_watcher
+from optimize.quantization.watchers import SUMS, called_function, called_module, is_watcher, remove_watcher
 
 _SOFTMAX = (functional.softmax, torch.softmax, "softmax")
 #: What computes with scores on their way, with constants or masks.
@@ -57,7 +57,7 @@ def free_scores(prepared: fx.GraphModule) -> int:
     """
     freed: list[fx.Node] = []
     for node in prepared.graph.nodes:
-        if node.target in _SOFTMAX:
+        if called_function(node) in _SOFTMAX:
             found, reached = _before(prepared, node.all_input_nodes[0])
             freed += found if reached else []
     freed = list(dict.fromkeys(freed))
@@ -76,14 +76,14 @@ def _before(prepared: fx.GraphModule, given: fx.Node) -> tuple[list[fx.Node], bo
         if source.op == "get_attr":  # a position's or a mask's constant
             return [given], False
         found, reached = _before(prepared, source)
-        between = source.op != "call_module" and source.target in _BETWEEN
+        between = called_function(source) in _BETWEEN
         ours = len(source.users) == 1 and (reached or between)
         return ([given, *found] if ours else []), reached
     if given.target is torch.matmul:
         return [], True
-    if given.op == "call_module" or given.target not in _BETWEEN:
+    if called_function(given) not in _BETWEEN:
         return [], False
-    found, reached = [], given.target in _ARITHMETIC
+    found, reached = [], called_function(given) in _ARITHMETIC
     for source in given.all_input_nodes:
         more, product = _before(prepared, source)
         found, reached = found + more, reached or product

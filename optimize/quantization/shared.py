@@ -21,7 +21,7 @@ from torch.ao.quantization.backend_config import ObservationType
 from torch.nn import functional
 
 from optimize.quantization.targets import Target
-from optimize.quantization.watchers import TOGETHER, called_module, is_layer_norm, is_watcher
+from optimize.quantization.watchers import TOGETHER, is_layer_norm, is_watcher, what_is_called
 
 _SHARED = ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT
 
@@ -68,8 +68,7 @@ def _read_alike(prepared: fx.GraphModule, norm: fx.Node) -> None:
 
 
 def _is_one_of(prepared: fx.GraphModule, node: fx.Node, operators: Collection[Any]) -> bool:
-    called = called_module(prepared, node)
-    return (node.target if called is None else type(called)) in operators
+    return what_is_called(prepared, node) in operators
 
 
 def _watcher(prepared: fx.GraphModule, node: fx.Node) -> nn.Module:

@@ -13,7 +13,15 @@ import operator
 import torch
 from torch import fx
 
-from optimize.quantization.watchers import SUMS, is_layer_norm, is_watcher, leads_to, only_moves, remove_watcher
+from optimize.quantization.watchers import (
+    SUMS,
+    called_function,
+    is_layer_norm,
+    is_watcher,
+    leads_to,
+    only_moves,
+    remove_watcher,
+)
 
 _PRODUCTS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 
@@ -51,9 +59,9 @@ def free_stream(prepared: fx.GraphModule) -> int:
 
 def _on_the_way(prepared: fx.GraphModule, given: fx.Node) -> bool:
     """Whether a node adds, scales by a constant, moves, or is one."""
-    if given.target in _PRODUCTS:
+    if called_function(given) in _PRODUCTS:
         return any(_constant(prepared, factor) for factor in given.all_input_nodes)
-    return given.op == "get_attr" or given.target in SUMS or only_moves(prepared, given)
+    return given.op == "get_attr" or called_function(given) in SUMS or only_moves(prepared, given)
 
 
 def _constant(prepared: fx.GraphModule, node: fx.Node) -> bool:

@@ -29,16 +29,29 @@ def called_module(module: fx.GraphModule, node: Any) -> nn.Module | None:
     return module.get_submodule(str(node.target)) if isinstance(node, fx.Node) and node.op == "call_module" else None
 
 
+def called_function(node: Any) -> Any:
+    """The function that a node calls, or the name of the method; None where it calls neither.
+
+    A node's target alone does not tell: a network's own tensor or layer may be called ``mean``, too.
+    """
+    return node.target if isinstance(node, fx.Node) and node.op in ("call_function", "call_method") else None
+
+
+def what_is_called(module: fx.GraphModule, node: Any) -> Any:
+    """What a node calls: a module's class, a function or a method's name; None where it calls nothing."""
+    called = called_module(module, node)
+    return called_function(node) if called is None else type(called)
+
+
 def is_layer_norm(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node is a layer norm, as a module or, as timm's are, as a function."""
-    called = called_module(module, node)
-    return node.target is functional.layer_norm if called is None else type(called) is nn.LayerNorm
+    return what_is_called(module, node) in (functional.layer_norm, nn.LayerNorm)
 
 
 def only_moves(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node hands numbers on as they are, in another shape or order or put together."""
     called = called_module(module, node)
-    return node.target in _MOVING if called is None else isinstance(called, _MOVING_MODULES)
+    return called_function(node) in _MOVING if called is None else isinstance(called, _MOVING_MODULES)
 
 
 def leads_to(node: fx.Node, wanted: Callable[[fx.Node], bool], onward: Callable[[fx.Node], bool]) -> bool:

@@ -1,0 +1,74 @@
+"""What a network calls its tensors and layers is its own affair: they may have the names of tensors' methods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+from optimize.export.onnx import run_onnx
+from optimize.quantization.targets import TargetName
+
+from .workbench import lowered, noise_context
+
+METHODS = (
+    *("add", "bmm", "chunk", "clamp", "contiguous", "detach", "expand", "flatten", "matmul", "max", "mean", "mul"),
+    *("permute", "relu", "relu_", "reshape", "roll", "sigmoid", "sigmoid_", "size", "softmax", "split", "squeeze"),
+    *("sub", "sum", "tanh", "tanh_", "transpose", "unbind", "unsqueeze", "view"),
+)
+NEUTRAL = tuple(f"its_{name}" for name in METHODS)
+
+
+class OfTensors(nn.Module):
+    """Adds and multiplies by tensors of its own of these names."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+        for number, name in enumerate(names):
+            self.register_buffer(name, torch.full((1, 8, 1, 1), 1 + number / 100))
+        self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for name in self.names:
+            x = x * getattr(self, name) - getattr(self, name)
+        return cast("torch.Tensor", self.head(self.second(x).mean((2, 3))))
+
+
+class OfLayers(nn.Module):
+    """Goes through layers of these names, with something behind each."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+        self.first, self.head = nn.Conv2d(1, 8, 3), nn.Linear(8, 4)
+        for number, name in enumerate(names):
+            kinds = (nn.Conv2d(8, 8, 1), nn.Hardswish(), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1, groups=8))
+            setattr(self, name, kinds[number % len(kinds)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, name in enumerate(self.names):
+            x = getattr(self, name)(x)
+            x = x.relu() if number % 3 else x
+        return cast("torch.Tensor", self.head(x.mean((2, 3))))
+
+
+@pytest.mark.parametrize("target", ["auto", "tensorrt"])
+@pytest.mark.parametrize("kind", [OfTensors, OfLayers])
+def test_names_of_methods_are_names_like_others(
+    kind: type[OfTensors | OfLayers], target: TargetName, tmp_path: Path
+) -> None:
+    batch = noise_context().example(8)
+    answers = []
+    for names in (METHODS, NEUTRAL):
+        torch.manual_seed(0)
+        folder = tmp_path / names[0]
+        folder.mkdir()
+        _, path = lowered(kind(names).eval(), folder, target)
+        answers.append(run_onnx(path, batch, literal=target == "tensorrt"))
+    torch.testing.assert_close(*answers, rtol=0, atol=0)
