@@ -211,7 +211,7 @@ class GuardedConnection(HttpToolsProtocol):
         if found is None:
             super().on_headers_complete()
             whole = functools.partial(self._answer, self.cycle)
-            self.scope["extensions"] = {WHOLE: whole, GONE: self._when_gone}  # type: ignore[dict-item]
+            self.scope["extensions"] = cast("Any", {WHOLE: whole, GONE: self._when_gone})
             return
         self._write(*found)
         super().on_response_complete()
@@ -229,7 +229,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._dropped += len(body)
             return
         cycle = self.cycle
-        if FAULT in cycle.scope["extensions"]:  # type: ignore[operator]
+        if FAULT in _extensions(cycle):
             return
         before = cast("bytes | bytearray", cycle.body)
         if before or cycle.response_complete:
@@ -321,7 +321,7 @@ class GuardedConnection(HttpToolsProtocol):
     def _refuse(self, refused: RefusedError) -> None:
         """Have the application refuse the request whose body comes, in its turn; what still comes of it is dropped."""
         self.cycle.body = bytearray()
-        self.cycle.scope["extensions"][FAULT] = refused  # type: ignore[index]
+        _extensions(self.cycle)[FAULT] = refused
         self.cycle.message_event.set()
 
     def _write(self, response: Response, headers: Headers, *, head_only: bool = False) -> None:
@@ -412,3 +412,8 @@ class GuardedConnection(HttpToolsProtocol):
             self.transport.close()
             return
         self._early.unread(refused)
+
+
+def _extensions(cycle: RequestResponseCycle) -> dict[str, Any]:
+    """What the application is told beside the request; ASGI's types know none of ours."""
+    return cast("dict[str, Any]", cycle.scope["extensions"])

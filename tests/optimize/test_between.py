@@ -110,6 +110,10 @@ class OfFrequencies(nn.Module):
         learned: the transform is trained.
     """
 
+    transposed: torch.Tensor
+    mean: torch.Tensor
+    deviation: torch.Tensor
+
     def __init__(self, how: str, *, learned: bool = False) -> None:
         super().__init__()
         self.how = how
