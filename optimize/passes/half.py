@@ -17,6 +17,7 @@ from optimize.errors import NotApplicableError
 from optimize.export.half import check_half
 from optimize.export.program import write_program
 from optimize.passes.base import Pass, register
+from optimize.quantization.computed import store_weights
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
 
@@ -39,6 +40,7 @@ def _apply(parent: Artifact, config: Half, context: Context, folder: Path) -> Pr
     if config.dtype == "bfloat16" and context.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
         raise NotApplicableError("bfloat16 needs a CPU with AVX-512 BF16, or CUDA; this machine has neither")
     dtype = getattr(torch, config.dtype)
+    store_weights(module)
     check_half(module, dtype, context.example(_IMAGES))
     file, file_format = write_program(module.to(dtype), context.example().to(dtype), folder)
     return Product(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from optimize.export.half import check_half
 from optimize.export.onnx import check_against, export_onnx
 from optimize.export.pixels import INPUT_TYPES, GraphInput, entered, graph_input
 from optimize.passes.base import Pass, register
+from optimize.quantization.computed import store_weights
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
 
@@ -62,8 +64,9 @@ class _FloatEnds(nn.Module):
 def _apply(parent: Artifact, config: OnnxHalf, context: Context, folder: Path) -> Product:
     module, example = parent.module(), context.example(_IMAGES)
     # ONNX Runtime's CPU provider computes FP16 graphs in FP32: what overflows on CUDA would not be seen below.
+    store_weights(module)
     check_half(module, torch.float16, example)
-    half = parent.module().half()
+    half = copy.deepcopy(module).half()
     path = folder / "model.onnx"
     given = graph_input(context, config.input, _IMAGES)
     if config.io == "float32":

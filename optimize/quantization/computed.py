@@ -1,30 +1,72 @@
-"""Weights that a layer computes at each call (parametrised ones) as weights that it has: integers are made of those."""
+"""Weights that a layer computes at each call as weights that it has: integers are made of those, and copies."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+#: What computed weights before there were parametrisations. Such a weight is a plain attribute with a gradient: torch's
+#: ``deepcopy`` refuses it, and torch.ao (2.11 to 2.14) takes it for no weight.
+_HOOKS = (WeightNorm, SpectralNorm)
 
 
-def store_weights(traced: fx.GraphModule) -> None:
+def store_weights(module: nn.Module) -> None:
     """Replace layers whose weights are computed by torch's own with what comes out, in place.
 
     torch.ao (2.11 to 2.14) writes to the weights of what it trains. Not by ``remove_parametrizations``, which changes a
     layer's class: copies of the layer have the same one, and would lose their weights with it.
+
+    Args:
+        module: in eval mode, traced or not.
     """
     known: dict[int, nn.Module] = {}
-    for name, layer in list(traced.named_modules(remove_duplicate=False)):
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
         if is_parametrized(layer):
-            traced.set_submodule(name, known.setdefault(id(layer), _stored(layer)))
+            module.set_submodule(name, known.setdefault(id(layer), _stored(layer)))
+        elif any(isinstance(hook, _HOOKS) for hook in layer._forward_pre_hooks.values()):
+            module.set_submodule(name, known.setdefault(id(layer), _unhooked(layer)))
 
 
 def _stored(layer: Any) -> nn.Module:
     own: Any = type(layer).__mro__[1]  # the class that was parametrised
-    plain: nn.Module = own.__new__(own)
     modules = {name: module for name, module in layer._modules.items() if name != "parametrizations"}
-    plain.__dict__ = {**layer.__dict__, "_parameters": dict(layer._parameters), "_modules": modules}
+    plain = _with(layer, own, _parameters=dict(layer._parameters), _modules=modules)
     for name in layer.parametrizations:
         plain.register_parameter(name, nn.Parameter(getattr(layer, name).detach().clone()))
+    return plain
+
+
+def _unhooked(layer: Any) -> nn.Module:
+    hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, _HOOKS)]
+    others = {key: hook for key, hook in layer._forward_pre_hooks.items() if hook not in hooks}
+    computed = {hook.name: _computed(layer, hook) for hook in hooks}
+    parts = {f"{name}_{part}" for name in computed for part in ("g", "v", "orig", "u")}
+    plain = _with(
+        layer,
+        type(layer),
+        _parameters={name: value for name, value in layer._parameters.items() if name not in parts},
+        _buffers={name: value for name, value in layer._buffers.items() if name not in parts},
+        _forward_pre_hooks=OrderedDict(others),
+        # Those of a spectral norm look for its vectors.
+        _state_dict_hooks=OrderedDict(),
+        _load_state_dict_pre_hooks=OrderedDict(),
+    )
+    for name, weight in computed.items():
+        plain.__dict__.pop(name, None)
+        plain.register_parameter(name, nn.Parameter(weight.detach().clone()))
+    return plain
+
+
+def _computed(layer: nn.Module, hook: Any) -> Any:
+    return hook.compute_weight(layer, False) if isinstance(hook, SpectralNorm) else hook.compute_weight(layer)
+
+
+def _with(layer: nn.Module, own: Any, **changed: Any) -> nn.Module:
+    plain: nn.Module = own.__new__(own)
+    plain.__dict__ = {**layer.__dict__, **changed}
     return plain
