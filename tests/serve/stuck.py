@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from serve.asgi import process
+from serve.asgi import http_server, process
 from serve.asgi.application import Application
 from serve.asgi.call import Limits
 from serve.asgi.listening import Listening
@@ -81,11 +81,11 @@ async def listening(settings: Settings, *models: Served) -> AsyncIterator[tuple[
 @asynccontextmanager
 async def started(
     settings: Settings, *models: Served
-) -> AsyncIterator[tuple[process._Uvicorn, socket.socket, Application]]:
+) -> AsyncIterator[tuple[http_server.HttpServer, socket.socket, Application]]:
     served = Models()
     served.replace({entry.name: [entry] for entry in models})
     application = process.build(settings, served)
-    server = process._Uvicorn(process._uvicorn_config(application, settings))
+    server = http_server.HttpServer(http_server.uvicorn_config(application, settings))
     opened = settings.listening.open()
     running = asyncio.ensure_future(server.serve(sockets=[opened]))
     while not server.started:

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-from serve.asgi import process
+from serve.asgi import http_server
 from serve.asgi.application import Application
 from serve.asgi.call import Call, Limits
 from serve.asgi.connections import GuardedConnection
@@ -423,9 +423,9 @@ def test_as_many_connections_are_taken_as_files_can_be_opened(
     files: tuple[int, int], connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [files]
-    monkeypatch.setattr("serve.asgi.process.resource.getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr("serve.asgi.process.resource.setrlimit", lambda _, pair: limits.append(pair))
-    assert process._with_files(Limits(connections=2000), ports=1).connections == connections
+    monkeypatch.setattr("serve.asgi.http_server.resource.getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr("serve.asgi.http_server.resource.setrlimit", lambda _, pair: limits.append(pair))
+    assert http_server.with_files(Limits(connections=2000), ports=1).connections == connections
     assert limits[-1] == (min(2256, files[1]), files[1])
 
 

@@ -64,8 +64,9 @@ class Server:
 def running(folder: Path, *arguments: str, before: Sequence[str] = ()) -> Iterator[Server]:
     """The server as a process; ``before`` runs it."""
     environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+    place = () if "--socket" in arguments else ("--port", "0")
     process = subprocess.Popen(
-        [*before, sys.executable, "-m", "serve", "run", "--store", str(folder), "--port", "0", *arguments],
+        [*before, sys.executable, "-m", "serve", "run", "--store", str(folder), *place, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
