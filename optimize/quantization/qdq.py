@@ -40,6 +40,7 @@ from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.folds import write_out_folds
 from optimize.quantization.forgetting import forgotten
+from optimize.quantization.joined import read_joined
 from optimize.quantization.reductions import keep_reductions
 from optimize.quantization.resizes import write_out_resizes
 from optimize.quantization.targets import Target
@@ -150,6 +151,8 @@ def lower(
     """
     module = program.module()
     assert isinstance(module, fx.GraphModule)
+    if target.packed:
+        read_joined(module)
     expected = Counter(quantizing(node) for node in module.graph.nodes if quantizing(node))
     round_clamps(module)
     clamps = _clamp_narrow_ranges(module)
