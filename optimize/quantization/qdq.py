@@ -41,6 +41,7 @@ from optimize.quantization.floors import raise_floors
 from optimize.quantization.folds import write_out_folds
 from optimize.quantization.forgetting import forgotten
 from optimize.quantization.joined import read_joined
+from optimize.quantization.lines import write_out_lines
 from optimize.quantization.reductions import keep_reductions
 from optimize.quantization.resizes import write_out_resizes
 from optimize.quantization.targets import Target
@@ -162,6 +163,7 @@ def lower(
         keep_reductions(module)
     else:
         write_out_folds(module)
+        write_out_lines(module)
     export_onnx(entered(module), example, path, target.opset)
     return verify(
         onnx.load(path),

@@ -1,0 +1,48 @@
+"""Pools along one axis: for TensorRT as pools of maps of one row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_ATEN = torch.ops.aten
+_POOLS: dict[Any, Any] = {
+    _ATEN.avg_pool1d.default: _ATEN.avg_pool2d.default,
+    _ATEN.max_pool1d.default: _ATEN.max_pool2d.default,
+}
+#: What each setting by place, behind the input, is along the axis that a line does not have; those behind are flags.
+_KERNEL, _STRIDE, _PADDING, _DILATION = 1, 1, 0, 1
+_ROW = -2
+
+
+def write_out_lines(module: fx.GraphModule) -> int:
+    """Write pools along one axis (``nn.AvgPool1d``, ``nn.MaxPool1d``) as pools of maps, in place.
+
+    TensorRT (10 and 11) pools along two or three axes.
+
+    Args:
+        module: a program's, of ``aten`` operators.
+
+    Returns:
+        How many there were.
+    """
+    found = [node for node in module.graph.nodes if node.target in _POOLS]
+    for node in found:
+        given, *settings = node.args
+        rows = (_KERNEL, _STRIDE, _PADDING, *((_DILATION,) if node.target is _ATEN.max_pool1d.default else ()))
+        wide: list[Any] = [_beside(row, setting) for row, setting in zip(rows, settings, strict=False)]
+        with module.graph.inserting_before(node):
+            laid = module.graph.call_function(_ATEN.unsqueeze.default, (given, _ROW))
+            pooled = module.graph.call_function(_POOLS[node.target], (laid, *wide, *settings[len(rows) :]))
+            line = module.graph.call_function(_ATEN.squeeze.dim, (pooled, _ROW))
+        node.replace_all_uses_with(line)
+        module.graph.erase_node(node)
+    module.recompile()
+    return len(found)
+
+
+def _beside(row: int, setting: list[int]) -> list[int]:
+    """A setting along both axes; an empty one, a stride, stays: it is the kernel's."""
+    return [row, *setting] if setting else setting
