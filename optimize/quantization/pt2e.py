@@ -193,7 +193,7 @@ class _TargetQuantizer:
         in_integers = integers_at(model.graph, layers)
         _, early = before_layers(model, lambda node: _has_learned(model, node))
         for node in model.graph.nodes:
-            if node.op != "call_function" or node in self._integers | early or not in_integers(node):
+            if node.op != "call_function" or node in early or node in self._integers or not in_integers(node):
                 continue
             if node.target in _WEIGHTED:
                 self._layer(node)

@@ -228,7 +228,6 @@ def _images(signature: Signature, tensors: Sequence[Tensor]) -> tuple[bytes, ...
             raise RequestError(f"encoded images have the shape [N] or [N,1], found {_sides(tensor.shape)}")
         _within(elements, signature.instance_limit)
         return tuple(tensor.data)
-    assert isinstance(tensor.data, bytes)
     return _pixels(signature, tensor, tensor.data)
 
 
