@@ -51,4 +51,4 @@ def _range(node: Any, kind: str) -> tuple[Any, ...] | None:
 
 
 def _with_a_constant(node: fx.Node) -> bool:
-    return node.target in _ARITHMETIC and all(given.op == "get_attr" for given in node.all_input_nodes[1:])
+    return node.target in _ARITHMETIC and sum(given.op != "get_attr" for given in node.all_input_nodes) == 1

@@ -48,7 +48,7 @@ CASES: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...] = (
     (2, lambda x: x + 0.7),
     (1, lambda x: x / 0.7),
     (1, lambda x: x * 0.7 + 0.2),
-    (1, lambda x: x * torch.full((1, 1, 1, 1), 0.7)),
+    (1, lambda x: torch.full((1, 1, 1, 1), 0.7) * x),
     (3, lambda x: (x * 0.7).relu()),
 )
 
