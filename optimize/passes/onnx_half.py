@@ -63,8 +63,8 @@ class _FloatEnds(nn.Module):
 
 def _apply(parent: Artifact, config: OnnxHalf, context: Context, folder: Path) -> Product:
     module, example = parent.module(), context.example(_IMAGES)
-    # ONNX Runtime's CPU provider computes FP16 graphs in FP32: what overflows on CUDA would not be seen below.
     store_weights(module)
+    # ONNX Runtime's CPU provider computes FP16 graphs in FP32: what overflows on CUDA would not be seen below.
     check_half(module, torch.float16, example)
     half = copy.deepcopy(module).half()
     path = folder / "model.onnx"

@@ -14,7 +14,9 @@ from torch.ao.nn.intrinsic.modules.fused import _FusedModule
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
+from optimize.export.constants import attribute
 from optimize.quantization.watchers import called_function, called_module, is_watcher, remove_watcher
+from optimize.quantization.writing import made_of
 
 _FUNCTIONS = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)
 _PRODUCTS = (torch.matmul, torch.bmm, "matmul", "bmm")
@@ -141,7 +143,7 @@ def _readers(module: fx.GraphModule, watcher: fx.Node) -> Iterable[fx.Node]:
 def has_weights(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node is a convolution or a linear layer, as a module or as a function."""
     if node.op == "call_function":
-        return called_function(node) in _FUNCTIONS
+        return node.target in _FUNCTIONS
     layer = called_module(module, node)
     if isinstance(layer, (_ConvNd, nn.Linear)):  # those of QAT that are fused with a norm, too
         return True
@@ -164,22 +166,12 @@ def learned(module: fx.GraphModule, node: fx.Node) -> bool:
 
 def fixed(module: fx.GraphModule, value: fx.Node) -> bool:
     """Whether a tensor depends neither on the images nor on parameters."""
-    waiting, met = [value], set()
-    while waiting:
-        node = waiting.pop()
+    for node in made_of(value):
         if node.op == "placeholder" or (node.op == "call_module" and not is_watcher(module, node)):
             return False
         if node.op == "get_attr" and isinstance(attribute(module, str(node.target)), nn.Parameter):
             return False
-        met.add(node)
-        waiting += [before for before in node.all_input_nodes if before not in met]
     return True
-
-
-def attribute(module: nn.Module, name: str) -> object:
-    """What a node of ``get_attr`` gets."""
-    owner, _, last = name.rpartition(".")
-    return getattr(module.get_submodule(owner), last)
 
 
 def _is_quantized(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -22,7 +22,8 @@ from torch import fx, nn
 from torch.ao.quantization.observer import ObserverBase
 
 from optimize.export.aten import program_of
-from optimize.quantization.between import attribute, before_layers, fixed, integers_at
+from optimize.export.constants import attribute
+from optimize.quantization.between import before_layers, fixed, integers_at
 from optimize.quantization.choices import Chosen
 from optimize.quantization.dropouts import drop_dropouts
 from optimize.quantization.explicit import quantizing

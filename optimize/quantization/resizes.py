@@ -72,7 +72,7 @@ def write_out_resizes(module: fx.GraphModule) -> int:
     Returns:
         How many there were.
     """
-    found = [node for node in module.graph.nodes if called_function(node) in _AS_PRODUCTS]
+    found = [node for node in module.graph.nodes if node.target in _AS_PRODUCTS]
     for number, node in enumerate(found):
         images: Any = node.args[0]
         rows, columns = (_matrix(node, axis, images.meta["val"].shape[axis]) for axis in (-2, -1))

@@ -12,9 +12,6 @@ Two faults of torch.ao (2.11 to 2.14) in preparing for its packed kernels:
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
-
 import torch
 from torch import fx, nn
 from torch.ao.quantization.backend_config import ObservationType
@@ -45,7 +42,7 @@ def share_watchers(prepared: fx.GraphModule, target: Target) -> None:
         if is_layer_norm(prepared, node):
             _read_alike(prepared, node)
     for node in prepared.graph.nodes:
-        if not is_watcher(prepared, node) or not _is_one_of(prepared, node.args[0], keeping):
+        if not is_watcher(prepared, node) or what_is_called(prepared, node.args[0]) not in keeping:
             continue
         before = node.args[0].args[0]
         if is_watcher(prepared, before):
@@ -65,10 +62,6 @@ def _read_alike(prepared: fx.GraphModule, norm: fx.Node) -> None:
     for user in list(norm.users):
         if user is not first:
             user.replace_input_with(norm, first)
-
-
-def _is_one_of(prepared: fx.GraphModule, node: fx.Node, operators: Collection[Any]) -> bool:
-    return what_is_called(prepared, node) in operators
 
 
 def _watcher(prepared: fx.GraphModule, node: fx.Node) -> nn.Module:

@@ -18,6 +18,7 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.ao.quantization.observer import FixedQParamsObserver, ObserverBase
 
 from optimize.quantization.watchers import holds_watcher, is_watcher
+from optimize.quantization.writing import made_of
 
 #: A place counts as a tie where it is nearer to one than this, in steps: float32 errs by some 0.00002 of them.
 _NEAR = 0.001
@@ -78,11 +79,7 @@ def _first(prepared: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
 
 def _shown(prepared: fx.GraphModule, node: fx.Node, images: torch.Tensor) -> torch.Tensor:
     """What a node gives of images; nothing behind it is computed."""
-    needed, waiting = {node}, [node]
-    while waiting:
-        before = set(waiting.pop().all_input_nodes) - needed
-        needed |= before
-        waiting += before
+    needed = set(made_of(node))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for each in prepared.graph.nodes:

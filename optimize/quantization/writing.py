@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,18 +79,20 @@ def is_float(operand: Any) -> bool:
     return shape_of(operand) is not None and operand.meta["tensor_meta"].dtype.is_floating_point
 
 
+def made_of(node: fx.Node) -> Iterator[fx.Node]:
+    """A node, and all that it is computed from."""
+    waiting, met = [node], {node}
+    while waiting:
+        found = waiting.pop()
+        yield found
+        before = [given for given in found.all_input_nodes if given not in met]
+        met.update(before)
+        waiting += before
+
+
 def computed(factor: Any) -> bool:
     """Whether a node depends on the images."""
-    waiting, met = [factor], set()
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, fx.Node) or node in met:
-            continue
-        if node.op == "placeholder":
-            return True
-        met.add(node)
-        waiting += node.all_input_nodes
-    return False
+    return isinstance(factor, fx.Node) and any(node.op == "placeholder" for node in made_of(factor))
 
 
 def fold_constants(module: fx.GraphModule) -> int:

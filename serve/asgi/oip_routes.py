@@ -123,8 +123,7 @@ def _is_long(body: bytes, json_length: str | None) -> bool:
     length = oip_rest.document_length(body, json_length)
     if len(body) <= LONG_BODY:
         return False
-    document = body[: min(length, LONG_BODY)]
-    return length > LONG_BODY or b"UINT8" in document or b"\\" in document
+    return length > LONG_BODY or any(mark in body[:length] for mark in (b"UINT8", b"\\"))
 
 
 def refusal(error: RequestError) -> RefusedError:

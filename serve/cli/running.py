@@ -9,7 +9,6 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from serve.asgi.listening import Listening
 from serve.cli.words import RequireKnown, RequireSigned, Store, checked_device
 from serve.command_line import reported
 from serve.hints import DEFAULT_STORE
@@ -36,10 +35,10 @@ def run(
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="Address to listen on; other than loopback only with --expose.", show_default=Listening.host),
+        typer.Option(help="Address to listen on; other than loopback only with --expose.", show_default="127.0.0.1"),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port to listen on; 0: any that is free.", show_default=str(Listening.port))
+        int | None, typer.Option(help="Port to listen on; 0: any that is free.", show_default="8080")
     ] = None,
     grpc_port: Annotated[
         int | None,
@@ -101,6 +100,7 @@ def run(
         os.environ.setdefault(name, value)
     with reported():
         from serve.asgi.call import Limits
+        from serve.asgi.listening import Listening
         from serve.asgi.plan import Plan
         from serve.asgi.process import Settings
         from serve.asgi.process import run as serve
