@@ -11,13 +11,15 @@ import warnings
 from collections.abc import Iterator
 
 #: Category and beginning of each message. All are of torch 2.14: TorchScript and quantized tensors are deprecated
-#: there and still the only way to write and run torch.ao's int8 modules; see README, "Limits".
+#: there and still the only way to write and run torch.ao's int8 modules; see README, "Limits". What the last two ask
+#: for is a matter of torch's own layers.
 _KNOWN: tuple[tuple[type[Warning], str], ...] = (
     (FutureWarning, r"`torch\.jit\.\w+` is deprecated"),
     (DeprecationWarning, r"`torch\.jit\.\w+` is deprecated"),
     (UserWarning, r"torch\.quantize_per_tensor, torch\.quantize_per_channel and other quantized tensor"),
     (DeprecationWarning, r"torch\.ao\.quantization is deprecated"),
     (UserWarning, r"Please use quant_min and quant_max to specify the range for observers"),  # of a layer norm
+    (UserWarning, r"The tensor attributes self\.[\w.]*_flat_weights\["),  # of a recurrent layer that is exported
 )
 
 #: Of torch.compile, that a machine without a GPU has no CUDA runtime; of what torchao (0.18) does when it is imported,

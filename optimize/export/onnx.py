@@ -23,6 +23,7 @@ from optimize.export.plain import (
     write_out_borders,
     write_out_circles,
     write_out_copies,
+    write_out_norms,
     write_out_pools,
 )
 from optimize.export.promoting import promoted_by_notes
@@ -69,6 +70,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         write_out_borders(exported.graph_module)
         write_out_circles(exported.graph_module)
         write_out_attention(exported.graph_module)
+        write_out_norms(exported.graph_module)
         write_out_copies(exported)
         with read_once(), decomposed_where_needed(), promoted_by_notes():
             try:

@@ -10,7 +10,7 @@ import torch.ao.quantization.fx._decomposed  # what registers `torch.ops.quantiz
 from torch import fx
 from torch.export import ExportedProgram
 
-from optimize.export.noted import value_of
+from optimize.export.noted import are_alike, value_of
 
 #: Of ``avg_pool2d``: images and kernel, stride, padding, whether sizes are rounded up, whether zeros count, divisor.
 _POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
@@ -128,6 +128,19 @@ def _of_another_rank(attention: fx.Node) -> bool:
     )
 
 
+def write_out_norms(module: fx.GraphModule) -> None:
+    """Write an instance norm that goes by statistics which it has learned as the batch norm that it is, in place.
+
+    torch (2.14) writes it as a batch norm over the channels of all images, with factors that are copied for as many as
+    the graph counts; see `write_out_copies`.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.nodes:
+        if node.target is aten.instance_norm.default and node.args[5] is False:
+            node.target = aten.batch_norm.default
+    module.recompile()
+
+
 def _put(written: fx.Node, node: fx.Node) -> None:
     """Have readers of a node read what was written before it, which says what it gives, as it is asked next."""
     with node.meta["val"].fake_mode:
@@ -158,16 +171,16 @@ def write_out_copies(program: ExportedProgram) -> None:
         if depends.intersection(node.all_input_nodes):
             depends.add(node)
         value: Any = node.meta["val"] if node.target in _COPIES else None
-        if value is None or _are_numbers(value.shape[:1]) or not _are_numbers(value.shape[1:]):
+        if value is None or (axis := _axis_of_images(value, images.meta["val"])) is None:
             continue
         shared = node.target in (*_FILLED, *_NEW) or not depends.intersection(node.args[:1])
         with module.graph.inserting_before(node):
-            if shared and (once := _once(module.graph, node)) is not None:
-                zeros = _zeros(module.graph, images, value.ndim, value.dtype)
+            if shared and (once := _once(module.graph, node, axis)) is not None:
+                zeros = _zeros(module.graph, images, _put_at(axis, -1, [1] * value.ndim), value.dtype)
                 together = aten.logical_or.default if value.dtype == torch.bool else aten.add.Tensor
                 written = module.graph.call_function(together, (once, zeros))
-            elif _is_of_each(node):
-                sizes = [-1, *value.shape[1:]]
+            elif _is_of_each(node, axis):
+                sizes = _put_at(axis, -1, value.shape)
                 written = module.graph.call_function(aten.expand.default, (node.args[0], sizes))
             else:
                 continue
@@ -175,9 +188,15 @@ def write_out_copies(program: ExportedProgram) -> None:
     module.recompile()
 
 
-def _once(graph: fx.Graph, copies: fx.Node) -> fx.Node | None:
-    """What is copied for each image, made for one; None: it is of several already."""
-    sizes: list[Any] = [1, *copies.meta["val"].shape[1:]]
+def _axis_of_images(value: torch.Tensor, images: torch.Tensor) -> int | None:
+    """Which axis has a place for each image, where no other has as many as depends on how many those are."""
+    axes = [axis for axis, size in enumerate(value.shape) if not isinstance(size, int)]
+    return axes[0] if len(axes) == 1 and are_alike(value.shape[axes[0]], images.shape[0]) else None
+
+
+def _once(graph: fx.Graph, copies: fx.Node, axis: int) -> fx.Node | None:
+    """What is copied for each image along an axis, made for one; None: it is of several already."""
+    sizes = _put_at(axis, 1, copies.meta["val"].shape)
     (given, *rest), target = copies.args, copies.target
     assert callable(target)
     arguments: tuple[Any, ...]
@@ -185,20 +204,30 @@ def _once(graph: fx.Graph, copies: fx.Node) -> fx.Node | None:
         arguments = (sizes, *rest)
     elif target in _NEW:
         arguments = (given, sizes, *rest[1:])
-    elif (value := given.meta["val"]).ndim == len(sizes) and value.shape[0] != 1:  # type: ignore[union-attr]
+    elif not _is_one(given.meta["val"], axis - len(sizes)):  # type: ignore[union-attr]
         return None
     elif target in _REPEATED:
         times: Any = rest[0]
-        arguments = (given, [1, *times[1:]])
+        arguments = (given, _put_at(axis - len(sizes) + len(times), 1, times))
     else:
         return graph.call_function(torch.ops.aten.expand.default, (given, sizes))
     return graph.call_function(target, arguments, copies.kwargs)
 
 
-def _is_of_each(copies: fx.Node) -> bool:
+def _is_one(given: torch.Tensor, axis: int) -> bool:
+    """Whether a tensor has one place along an axis, counted from the last; those before its first have one."""
+    return -axis > given.ndim or given.shape[axis] == 1
+
+
+def _is_of_each(copies: fx.Node, axis: int) -> bool:
     """Whether a part for each image is copied along other axes."""
     given: torch.Tensor = copies.args[0].meta["val"]  # type: ignore[union-attr]
-    return copies.target in _EXPANDED and given.ndim == copies.meta["val"].ndim and not _are_numbers(given.shape[:1])
+    return copies.target in _EXPANDED and given.ndim == copies.meta["val"].ndim and not _are_numbers([given.shape[axis]])
+
+
+def _put_at(axis: int, size: int, sizes: Sequence[Any]) -> list[Any]:
+    """Sizes with another one at an axis."""
+    return [*sizes[:axis], size, *sizes[axis + 1 :]]
 
 
 def _are_numbers(sizes: Sequence[Any]) -> bool:
@@ -206,8 +235,8 @@ def _are_numbers(sizes: Sequence[Any]) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
-def _zeros(graph: fx.Graph, images: fx.Node, rank: int, dtype: torch.dtype) -> fx.Node:
-    """A 0 for each image, ``(N, 1, ...)`` of that rank: its first number, times 0."""
+def _zeros(graph: fx.Graph, images: fx.Node, sizes: list[int], dtype: torch.dtype) -> fx.Node:
+    """A 0 for each image, of sizes that are 1 but for the -1 of the images: the first number of each, times 0."""
     # Of pixels only their cast, which graphs begin with, is asked: TensorRT takes nothing else of uint8.
     number: fx.Node = next((user for user in images.users if user.target in _CASTS), images)
     given: torch.Tensor = number.meta["val"]
@@ -216,4 +245,4 @@ def _zeros(graph: fx.Graph, images: fx.Node, rank: int, dtype: torch.dtype) -> f
     number = graph.call_function(torch.ops.aten.mul.Scalar, (number, 0.0))
     if given.dtype != dtype:
         number = graph.call_function(torch.ops.aten.to.dtype, (number, dtype))
-    return graph.call_function(torch.ops.aten.reshape.default, (number, [-1, *[1] * (rank - 1)]))
+    return graph.call_function(torch.ops.aten.reshape.default, (number, sizes))

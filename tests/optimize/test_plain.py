@@ -16,6 +16,7 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.export.onnx import export_onnx, run_onnx
+from optimize.lint.base import lint, read_graph
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.gate import sqnr
@@ -229,10 +230,13 @@ def test_openvino_answers_as_the_integers_of_a_network_that_copies_for_each_imag
         lambda x, token: x + torch.full((x.shape[0], 1, 16), 2, dtype=torch.int64),
         lambda x, token: x + token.expand(x.shape[0], -1, -1).repeat(1, 16, 1),
         lambda x, token: x + x.amax(1, True).expand(-1, 2, -1).repeat(1, 8, 1),
+        lambda x, token: x * x.new_full((16, x.shape[0], 1), 2.0).transpose(0, 1),
+        lambda x, token: x + token[0, 0].expand(x.shape[0], -1).unsqueeze(1),
     ],
     ids=[
         *("repeated", "one after the other", "as another", "new ones", "a mask", "whole numbers"),
-        *("a copy of a copy", "a copy of what is of each image, copied"),
+        *("a copy of a copy", "a copy of what is of each image, copied", "images on the second axis"),
+        "of one axis",
     ],
 )
 def test_what_is_made_for_each_image_does_not_ask_how_many_there_are(way, tmp_path):
@@ -243,6 +247,64 @@ def test_what_is_made_for_each_image_does_not_ask_how_many_there_are(way, tmp_pa
     for count in (1, 5):
         with torch.no_grad():
             torch.testing.assert_close(run_onnx(path, images[:count]), module(images[:count]), rtol=2e-5, atol=2e-5)
+
+
+def test_what_is_made_for_several_of_each_image_is_exported(tmp_path):
+    """As where the heads of all images lie on one axis."""
+    torch.manual_seed(0)
+    module = Copying(lambda x, token: x * x.new_full((x.shape[0] * 16, 1), 2.0).reshape(-1, 16, 1)).eval()
+    images = torch.rand(5, 3, 32, 32)
+    export_onnx(module, images[:2], tmp_path / "model.onnx")
+    for count in (1, 5):
+        with torch.no_grad():
+            found = run_onnx(tmp_path / "model.onnx", images[:count])
+            torch.testing.assert_close(found, module(images[:count]), rtol=2e-5, atol=2e-5)
+
+
+class Behind(nn.Module):
+    """A convolution with a bias, and a layer behind it that keeps the number of channels."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.layer, self.head = nn.Conv2d(3, 16, 8, 8), layer, nn.Linear(16, 4)
+        assert self.stem.bias is not None
+        self.stem.bias.data.normal_(0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        if isinstance(self.layer, nn.InstanceNorm2d):
+            return self.head(torch.relu(self.layer(x)).mean((2, 3)))
+        found: torch.Tensor = self.layer(x.flatten(2).transpose(1, 2))[0]
+        return self.head(found[:, -1])
+
+
+def instance_norm(*, affine: bool) -> nn.Module:
+    norm = nn.InstanceNorm2d(16, affine=affine, track_running_stats=True)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    norm.running_mean.uniform_(-1, 1)
+    norm.running_var.uniform_(0.5, 2)
+    if affine:
+        norm.weight.data.uniform_(0.5, 2)
+        norm.bias.data.uniform_(-1, 1)
+    return norm
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: instance_norm(affine=False),
+        lambda: instance_norm(affine=True),
+        lambda: nn.GRU(16, 16, batch_first=True),
+        lambda: nn.LSTM(16, 8, batch_first=True, bidirectional=True),
+    ],
+    ids=["a norm with statistics", "with factors", "gru", "lstm"],
+)
+def test_openvino_answers_as_the_integers_of_a_network_with_what_the_exporter_copies_for_each_image(layer, tmp_path):
+    torch.manual_seed(0)
+    assert_openvino_gives_what_is_meant(Behind(layer()).eval(), tmp_path)
+    found = lint(read_graph(tmp_path / "onnx" / "model.onnx"), "cpu")
+    assert "counted-images" not in {finding.rule for finding in found}
 
 
 class Attending(nn.Module):
