@@ -32,6 +32,7 @@ from optimize.training.distil import SELF, Distil
 from serve.config import Config, faults, settings_within
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError, did_you_mean, one_line
+from serve.yaml_numbers import Loader
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "default.yaml"
 
@@ -76,7 +77,7 @@ class _Node:
     ``count`` numbers the values of the whole file.
     """
 
-    def __init__(self, node: yaml.Node, scalars: yaml.SafeLoader, count: Iterator[int]) -> None:
+    def __init__(self, node: yaml.Node, scalars: Loader, count: Iterator[int]) -> None:
         self.line = node.start_mark.line + 1
         if next(count) > _MOST_VALUES:
             raise _Fault(self.line, f"the recipe has more than {_MOST_VALUES} values")
@@ -173,7 +174,7 @@ def load_recipe(path: Path = DEFAULT_RECIPE) -> Recipe:
 def _parse(text: str, found: _Faults) -> Recipe:
     """The recipe, of which only what is no fault counts."""
     try:
-        loader = yaml.SafeLoader(text)
+        loader = Loader(text)
         document = loader.get_single_node()
         root = _Node(document, loader, count()) if document is not None else None
     except yaml.YAMLError as error:

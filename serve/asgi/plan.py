@@ -15,6 +15,7 @@ from serve.archive_file import MODEL_VERSION, check_model_name
 from serve.asgi.loading import Wanted
 from serve.config import Config
 from serve.runtime.errors import UserError
+from serve.yaml_numbers import Loader
 
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
@@ -38,7 +39,7 @@ class Version(Config):
         return value
 
 
-class _Once(yaml.SafeLoader):
+class _Once(Loader):
     """YAML in which no key of a mapping comes twice: the first would be lost without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
