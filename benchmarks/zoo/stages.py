@@ -50,6 +50,7 @@ from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
 from serve.config import Config
+from serve.runtime.engines.base import executions_for
 from serve.runtime.errors import UserError, one_line
 from serve.runtime.images import normalise
 
@@ -328,10 +329,16 @@ class Model:
         context = self._session.context
         if self._large:
             REFERENCES.clear()  # each is a process that holds all weights in float
-        groups = [[step] for step in steps] if self._large else [steps]
+        groups = [(steps, timing)]
+        if self._large:
+            groups = [
+                ([step], timing.model_copy(update={"executions": (execution,)}))
+                for step in steps
+                for execution in executions_for(step.artifact.card, "cpu")
+            ]
         times: list[_Time] = []
-        for group in groups:
-            found = measure(group, Bench(self._session.store, context, timing, ("cpu",)))
+        for group, each in groups:
+            found = measure(group, Bench(self._session.store, context, each, ("cpu",)))
             times += _times(found.rows, found.references)
         floats, integers = ([time for time in times if time.integers is kind] for kind in (False, True))
         if not integers:
