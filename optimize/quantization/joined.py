@@ -1,9 +1,9 @@
-"""What computes with a number or a constant behind a concatenation in integers reads it before it is quantized again.
+"""A ReLU, or what computes with a constant, reads a concatenation in integers before it is quantized again.
 
 All that is put together has the range of the whole, and its quantizer gives the very integers that it is given: who
-reads floats loses nothing without it. OpenVINO (2026.4.1) takes the product or sum with a constant behind it for a part
-of the dequantizer, moves the next quantizer in front of the concatenation (``MoveFakeQuantize``), and ends the process
-by SIGSEGV: a network with ``torch.cat([a, b], 1) * 0.5`` between its layers could not be opened.
+reads floats loses nothing without it. OpenVINO (2026.4.1) makes a ReLU behind it, a product or a sum with a constant, a
+part of the quantizers, moves the next one in front of the concatenation (``MoveFakeQuantize``), and ends the process by
+SIGSEGV: a network with ``torch.cat([a, b], 1).relu()`` or ``* 0.5`` between its layers could not be opened.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import fx
 from optimize.quantization.explicit import quantizing
 
 _ATEN = torch.ops.aten
-_ARITHMETIC = frozenset(
+_RELU = _ATEN.relu.default
+_MERGED = {_RELU} | {
     getattr(getattr(_ATEN, name), kind) for name in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")
-)
+}
 
 
 def read_joined(module: fx.GraphModule) -> int:
-    """Let arithmetic with constants read concatenations without the quantizer behind them, in place.
+    """Let ReLUs and arithmetic with constants read concatenations without the quantizer behind them, in place.
 
     Args:
         module: a program's, of ``aten`` operators.
@@ -31,18 +32,27 @@ def read_joined(module: fx.GraphModule) -> int:
         How many operators read another node.
     """
     found = 0
-    for joined in [node for node in module.graph.nodes if node.target is _ATEN.cat.default]:
-        ranges = {_range(part, "dequantize_per_tensor") for part in joined.args[0]}
-        for quantizer in list(joined.users):
-            if ranges != {_range(quantizer, "quantize_per_tensor")}:
-                continue
+    in_range = [(node, range_) for node in module.graph.nodes if (range_ := _range_of_parts(node)) is not None]
+    for given, range_ in in_range:
+        for quantizer in [user for user in given.users if _range(user, "quantize_per_tensor") == range_]:
             for dequantizer in list(quantizer.users):
-                for reader in [user for user in dequantizer.users if _with_a_constant(user)]:
-                    reader.replace_input_with(dequantizer, joined)
+                for reader in [user for user in dequantizer.users if _is_merged(user)]:
+                    reader.replace_input_with(dequantizer, given)
                     found += 1
+                    if reader.target is _RELU:  # of integers of a range it gives such integers
+                        in_range.append((reader, range_))
     module.graph.eliminate_dead_code()
     module.recompile()
     return found
+
+
+def _range_of_parts(node: fx.Node) -> tuple[Any, ...] | None:
+    """The range of all that is put together; None: it has several, or nothing is."""
+    if node.target is not _ATEN.cat.default:
+        return None
+    parts: Any = node.args[0]
+    first, *others = {_range(part, "dequantize_per_tensor") for part in parts}
+    return None if others else first
 
 
 def _range(node: Any, kind: str) -> tuple[Any, ...] | None:
@@ -50,5 +60,5 @@ def _range(node: Any, kind: str) -> tuple[Any, ...] | None:
     return (*node.args[1:],) if quantizing(node) == kind else None
 
 
-def _with_a_constant(node: fx.Node) -> bool:
-    return node.target in _ARITHMETIC and sum(given.op != "get_attr" for given in node.all_input_nodes) == 1
+def _is_merged(node: fx.Node) -> bool:
+    return node.target in _MERGED and sum(given.op != "get_attr" for given in node.all_input_nodes) == 1

@@ -1,4 +1,4 @@
-"""Arithmetic with constants behind a concatenation: OpenVINO opens its graph, which means what it meant."""
+"""A ReLU or a constant behind a concatenation: OpenVINO opens its graph, which means what it meant."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ CASES: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...] = (
     (1, lambda x: x * 0.7 + 0.2),
     (1, lambda x: torch.full((1, 1, 1, 1), 0.7) * x),
     (3, lambda x: (x * 0.7).relu()),
+    (1, torch.relu),
+    (2, lambda x: x.relu() * 0.7),
 )
 
 
-def test_what_is_put_together_and_scaled_is_opened_and_means_what_it_meant(tmp_path: Path) -> None:
+def test_what_is_put_together_and_scaled_or_cut_off_is_opened_and_means_what_it_meant(tmp_path: Path) -> None:
     batch = noise_context().example(16)
     np.save(tmp_path / "batch.npy", batch.numpy())
     paths = []
