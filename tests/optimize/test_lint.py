@@ -388,6 +388,21 @@ def like_another(graph: Written) -> None:
     graph.before("second", "Add", ["y", "copies"], "with_token")
 
 
+def joined(operator: str, *others: str, zero: int = 118, pair: bool = True) -> Edit:
+    """What is put together of integers, quantized again or not, and what an operator makes of it."""
+
+    def edit(graph: Written) -> None:
+        graph.tensors |= {"half": np.float32(0.5), "y_zero": graph.kind(zero)}
+        graph.before("second", "Concat", ["y", "y"], "parts", axis=2)
+        if pair:
+            graph.before("second", "QuantizeLinear", ["parts", "y_scale", "y_zero"], "parts_q")
+            graph.before("second", "DequantizeLinear", ["parts_q", "y_scale", "y_zero"], "together")
+        graph.before("second", operator, ["together" if pair else "parts", *others], "made")
+        graph.before("second", "QuantizeLinear", ["made", "y_scale", "y_zero"], "made_q")
+
+    return edit
+
+
 EVERYWHERE = ("cpu", "x86", "tensorrt")
 
 # The rule, the targets that it fires for, the node that it names, and what is done to the graph.
@@ -427,6 +442,14 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("counted-images", (), "Expand_copies", copied("Expand", "Gather", at=1)),
     ("counted-images", (), "Expand_copies", copied("Expand", biased=False)),
     ("counted-images", (), "Expand_copies", like_another),
+    *[
+        ("joined-pair", ("cpu", "x86"), f"{operator}_made", joined(operator, *others))
+        for operator, *others in [("Relu",), ("Mul", "half"), ("Add", "half"), ("Sub", "half"), ("Div", "half")]
+    ],
+    ("joined-pair", (), "Relu_made", joined("Relu", pair=False)),
+    ("joined-pair", (), "Mul_made", joined("Mul", "y")),
+    ("joined-pair", (), "Relu_made", joined("Relu", zero=0)),
+    ("joined-pair", (), "Abs_made", joined("Abs")),
     ("per-channel-activation", ("tensorrt",), "QuantizeLinear_y_q", per_channel_activation),
     ("unfolded-weight", EVERYWHERE, "QuantizeLinear_first_wq", unfolded),
     ("half-quantized-layer", EVERYWHERE, "Conv_first", float_weight),

@@ -59,6 +59,30 @@ def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         )
 
 
+@rule("joined-pair", "warning", CPUS)
+def joined(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """A ReLU or a constant reads a concatenation before it is quantized again: OpenVINO ends the process otherwise.
+
+    OpenVINO (2026.4.1) opens such a graph by a step, ``MoveFakeQuantize``, that ends with SIGSEGV where the pair behind
+    the Concat has a zero-point (see `optimize.quantization.joined`).
+    """
+    for node in graph.of("Relu", "Mul", "Add", "Sub", "Div"):
+        varying = [number for number, name in enumerate(node.input) if not graph.constant(name)]
+        given = graph.producer(node, varying[0]) if len(varying) == 1 else None
+        if given is None or given.op_type != "DequantizeLinear" or not graph.before_integers(node):
+            continue
+        quantizer, zero = graph.producer(given), graph.values(given, 2)
+        parts = graph.producer(quantizer) if quantizer is not None and quantizer.op_type == "QuantizeLinear" else None
+        if parts is None or parts.op_type != "Concat" or zero is None or not zero.any():
+            continue
+        if all(graph.dequantized(parts, number) for number in range(len(parts.input))):
+            yield Fault(
+                label(node),
+                f"it reads what {label(parts)} puts together behind a quantizer, and OpenVINO ends the process for that",
+                "give all parts the quantizer's scale and zero-point, and have it read them without that",
+            )
+
+
 def _reduced(graph: Graph, node: NodeProto) -> Sequence[int]:
     """Which inputs a node sums or takes means of, over anything but a map."""
     if node.op_type == "Einsum":
