@@ -78,7 +78,7 @@ def joined(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         if all(graph.dequantized(parts, number) for number in range(len(parts.input))):
             yield Fault(
                 label(node),
-                f"it reads what {label(parts)} puts together behind a quantizer, and OpenVINO ends the process for that",
+                f"it reads what {label(parts)} puts together behind a quantizer: OpenVINO ends the process for that",
                 "give all parts the quantizer's scale and zero-point, and have it read them without that",
             )
 
