@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 _CLAMP = torch.ops.aten.clamp.default
 
@@ -26,7 +27,8 @@ def note_value(node: fx.Node) -> None:
     if (kind := _kind_of(node.target, args, kwargs)) is not None:
         node.meta["val"] = torch.empty_like(args[0], dtype=kind)
     else:
-        node.meta["val"] = node.target(*args, **kwargs)
+        with enable_python_dispatcher():  # else what is made of other operators counts images: `aten.pad` (torch 2.14)
+            node.meta["val"] = node.target(*args, **kwargs)
     node.meta.pop("tensor_meta", None)
 
 

@@ -34,6 +34,7 @@ from optimize.export.aten import program_of
 from optimize.export.constants import constant_value
 from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
+from optimize.quantization.borders import keep_borders
 from optimize.quantization.clamps import round_clamps
 from optimize.quantization.duplicates import content, merge_alike
 from optimize.quantization.explicit import quantizing
@@ -161,6 +162,7 @@ def lower(
     write_out_resizes(module)
     if target.packed:  # what CPUs run
         keep_reductions(module)
+        keep_borders(module)
     else:
         write_out_folds(module)
         write_out_lines(module)

@@ -37,18 +37,18 @@ def keep_reductions(module: fx.GraphModule) -> int:
     found = 0
     for node in list(module.graph.nodes):
         if node.target in (*_SUMS, *_MEANS) and not _of_a_map(node):
-            node.args = (_kept(module, node, node.args[0]), *node.args[1:])
+            node.args = (kept(module, node, node.args[0]), *node.args[1:])
             found += 1
         elif node.target is _ATEN.einsum.default and (alone := summed_alone(node.args[0])):
-            operands = [_kept(module, node, x) if i in alone else x for i, x in enumerate(node.args[1])]
+            operands = [kept(module, node, x) if i in alone else x for i, x in enumerate(node.args[1])]
             node.args = (node.args[0], operands, *node.args[2:])
             found += 1
     module.recompile()
     return found
 
 
-def _kept(module: fx.GraphModule, node: fx.Node, given: fx.Node) -> fx.Node:
-    """The maximum of what a node is given and the lowest float, written before it."""
+def kept(module: fx.GraphModule, node: fx.Node, given: fx.Node) -> fx.Node:
+    """The maximum of what a node is given and the lowest float, which is what it is given, written before it."""
     with module.graph.inserting_before(node):
         if not hasattr(module, _LOWEST):
             module.register_buffer(_LOWEST, torch.tensor(torch.finfo(torch.float32).min))

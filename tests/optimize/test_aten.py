@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
+from torch.nn import functional
 
 from optimize.export.aten import is_program, program_of
 from optimize.export.pixels import FromPixels, entered
@@ -185,6 +186,54 @@ def test_what_is_not_noted_is_what_torch_gives():
     images = torch.randn(3, 3, 8, 8)
     assert torch.equal(program.module()(images), Rounded()(images))
     assert {str(stride) for name, stride in strides.items() if "tensor" in name} == {"(192, 1, 8, 64)"}
+
+
+class Moved(nn.Module):
+    """A function of a map, in the middle of a network."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x.relu()).sigmoid()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(lambda x: functional.pad(x, (0, 0, 0, 0, 1, 1)), lambda x: functional.pad(x, (1, 1), value=0.5)),
+        *(lambda x: functional.pad(x, (1, 1, 1, 1), "reflect"), lambda x: functional.pad(x, (2, 2, 2, 2), "circular")),
+        *(lambda x: functional.interpolate(x, scale_factor=2), lambda x: functional.unfold(x, 2, stride=2)),
+        *(lambda x: functional.pixel_unshuffle(x, 2), lambda x: functional.group_norm(x, 3), lambda x: x.roll(1, 2)),
+        *(functional.instance_norm, lambda x: torch.cat(x.chunk(3, 1), 2), lambda x: x.flip(1)),
+        *(lambda x: functional.avg_pool2d(x, 3, 2, 1), lambda x: functional.conv2d(x, torch.ones(4, 3, 2, 2))),
+        *(lambda x: torch.stack([x, x.square()], 1).flatten(1, 2), lambda x: x.flatten(2).cumsum(2)),
+    ],
+)
+def test_what_reads_what_was_written_in_gives_any_number_of_images(function):
+    graph = graph_of(traced(Moved(function)))
+    (relu,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+    with graph.graph.inserting_after(relu):
+        written = graph.graph.call_function(torch.ops.aten.neg.default, (relu,))
+    relu.replace_all_uses_with(written, lambda reader: reader is not written)
+    noted = {node.name: str(node.meta.get("val")) for node in graph.graph.nodes if node.op == "call_function"}
+    found = {node.name: str(node.meta.get("val")) for node in program_of(graph, IMAGES).graph.nodes}
+    assert len(noted) >= 4
+    assert {**noted, written.name: noted["relu"]}.items() <= found.items()
+
+
+def test_a_border_of_what_was_written_in_counts_no_images():
+    """Where it is added to something; it was that of the example's images."""
+    wider = Moved(lambda x: torch.cat([x, x], 1) + functional.pad(x, (0, 0, 0, 0, 4, 4)))
+    graph = graph_of(traced(nn.Sequential(nn.Conv2d(3, 8, 3), wider).eval()))
+    (border,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.pad.default)
+    with graph.graph.inserting_before(border):
+        written = graph.graph.call_function(torch.ops.aten.neg.default, (border.args[0],))
+    border.args = (written, *border.args[1:])
+    (found,) = program_of(graph, IMAGES).graph.find_nodes(op="call_function", target=torch.ops.aten.pad.default)
+    assert str(found.meta["val"]) == str(border.meta["val"])
+    assert isinstance(found.meta["val"].shape[0], torch.SymInt)
 
 
 def test_a_program_behind_pixels_is_one_graph_and_gives_the_same_bits(monkeypatch):

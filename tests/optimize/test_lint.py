@@ -403,6 +403,17 @@ def joined(operator: str, *others: str, zero: int = 118, pair: bool = True) -> E
     return edit
 
 
+def padded(*sizes: int, zero: int = 118, number: float = 0.0, **attributes: Any) -> Edit:
+    """A border around what is dequantized."""
+
+    def edit(graph: Written) -> None:
+        graph.tensors |= {"sizes": np.asarray(sizes, np.int64), "y_zero": graph.kind(zero)}
+        graph.tensors["number"] = np.float32(number)
+        graph.before("second", "Pad", ["y", "sizes", "number"], "wide", **attributes)
+
+    return edit
+
+
 EVERYWHERE = ("cpu", "x86", "tensorrt")
 
 # The rule, the targets that it fires for, the node that it names, and what is done to the graph.
@@ -446,6 +457,14 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
         ("joined-pair", ("cpu", "x86"), f"{operator}_made", joined(operator, *others))
         for operator, *others in [("Relu",), ("Mul", "half"), ("Add", "half"), ("Sub", "half"), ("Div", "half")]
     ],
+    *[
+        ("integer-border", ("cpu", "x86"), "Pad_wide", padded(*sizes))
+        for sizes in [(0, 2, 0, 0, 0, 2, 0, 0), (0, 0, 1, 0, 0, 0, 0, 0)]
+    ],
+    ("integer-border", ("cpu", "x86"), "Pad_wide", padded(0, 0, 0, 0, 0, 0, 0, 2, zero=0, number=0.5)),
+    ("integer-border", (), "Pad_wide", padded(0, 0, 1, 1, 0, 0, 1, 1)),
+    ("integer-border", (), "Pad_wide", padded(0, 2, 0, 0, 0, 2, 0, 0, zero=0)),
+    ("integer-border", (), "Pad_wide", padded(0, 0, 1, 0, 0, 0, 1, 0, mode="reflect")),
     ("joined-pair", (), "Relu_made", joined("Relu", pair=False)),
     ("joined-pair", (), "Mul_made", joined("Mul", "y")),
     ("joined-pair", (), "Relu_made", joined("Relu", zero=0)),

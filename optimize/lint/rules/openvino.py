@@ -59,6 +59,26 @@ def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         )
 
 
+@rule("integer-border", "warning", CPUS)
+def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """What is dequantized gets no border along one axis, but of zeros without a zero-point: OpenVINO fills it wrongly.
+
+    OpenVINO (2026.4.1) moves the DequantizeLinear behind the Pad. Along two axes it is right (see
+    `optimize.quantization.borders`).
+    """
+    for node in graph.of("Pad"):
+        given, sizes = graph.dequantizer(node), graph.values(node, 1)
+        if given is None or sizes is None or attribute(node, "mode", b"constant") != b"constant":
+            continue
+        shifted = [values for values in (graph.values(given, 2), graph.values(node, 2)) if values is not None]
+        if any(values.any() for values in shifted) and sizes.reshape(2, -1).any(0).sum() == 1:
+            yield Fault(
+                label(node),
+                "it puts a border along one axis around what is dequantized, and OpenVINO gives other numbers there",
+                "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
+            )
+
+
 @rule("joined-pair", "warning", CPUS)
 def joined(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A ReLU or a constant reads a concatenation before it is quantized again: OpenVINO ends the process otherwise.

@@ -1,0 +1,52 @@
+"""Borders of a constant along one axis: written in float where OpenVINO would write them in integers, and wrongly.
+
+OpenVINO (2026.4.1) moves a dequantizer behind a Pad. Where that has borders along one axis alone, zeros for channels
+that a shortcut lacks or a token before the first, and the integers have a zero-point or the constant is not 0, it fills
+them with something else, and what is behind them may be off by half of what it is. Along two axes, as around a map, it
+is right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimize.quantization.explicit import quantizing
+from optimize.quantization.reductions import kept
+
+_PADS = (torch.ops.aten.pad.default, torch.ops.aten.constant_pad_nd.default)
+_MODE = 2  # the mode among the arguments of `aten.pad`, and behind it the number; of the other the number alone
+
+
+def keep_borders(module: fx.GraphModule) -> int:
+    """Put the maximum with the lowest float in front of what gets a constant along one axis, in place.
+
+    Args:
+        module: a program's, of ``aten`` operators.
+
+    Returns:
+        How many there are.
+    """
+    found = 0
+    for node in list(module.graph.nodes):
+        if node.target not in _PADS or {"reflect", "replicate", "circular"} & {*node.args[_MODE:]}:
+            continue
+        sizes: Any = node.args[1]
+        number = next((given for given in node.args[_MODE:] if isinstance(given, int | float)), 0)
+        along = sum(any(ends) for ends in zip(sizes[::2], sizes[1::2], strict=True))
+        if along == 1 and (number or _may_be_shifted(node.args[0])):
+            node.args = (kept(module, node, node.args[0]), *node.args[1:])
+            found += 1
+    module.recompile()
+    return found
+
+
+def _may_be_shifted(node: fx.Node) -> bool:
+    """Whether a tensor is not known to come from integers that have 0 for 0."""
+    while quantizing(node) != "dequantize_per_tensor":
+        if len(node.all_input_nodes) != 1:
+            return True
+        (node,) = node.all_input_nodes
+    return bool(node.args[2] != 0)
