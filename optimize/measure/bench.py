@@ -308,6 +308,8 @@ class Bench:
     def _eager_turns(
         self, eager: Artifact | None, references: Mapping[str, tuple[str, str]], skipped: dict[str, str]
     ) -> dict[str, Turn]:
+        if not references:
+            return {}
         if eager is None:
             skipped |= dict.fromkeys(references, "no eager module to run: of a quantized artifact alone")
             return {}
