@@ -23,7 +23,7 @@ from benchmarks.zoo.page import page
 from benchmarks.zoo.record import Agreement, ModelRecord, Passed, Signal, Speed, read, read_all, write, write_all
 from benchmarks.zoo.stages import STAGES, Model, Settings
 from benchmarks.zoo.stream import RoundedSums, branch_ends
-from benchmarks.zoo.watch import run
+from benchmarks.zoo.watch import Ended, run
 from benchmarks.zoo.weights import fit_head, initialise
 from optimize.errors import PassError
 from tests.optimize import families
@@ -108,6 +108,29 @@ for stage in {STAGES!r}:
     assert "**0 of 80 torchvision classifiers pass every stage**. 1 of 80 were taken through all of them" in text
     assert zoo.main(words) == 0
     assert len(started) == 2  # nothing is done again
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_executions_that_are_too_much_together_are_timed_one_after_another(fits, tmp_path: Path, monkeypatch) -> None:
+    done = Passed(status="ok", seconds=1.0)
+    untimed = whole("resnet18").model_copy(update={"stages": dict.fromkeys(STAGES[:-1], done)})
+    write(untimed, tmp_path / "resnet18.json")
+    asked = []
+
+    def stand_in(command, *, memory, **_):
+        asked.append(Settings.from_json(command[command.index("--settings") + 1]).large)
+        if asked[-1] or not fits:
+            return Ended(f"needed more than {memory >> 30} GiB of memory", memory + 1, 1.0)
+        timed = {**untimed.stages, "speed": done}
+        write(untimed.model_copy(update={"stages": timed}), tmp_path / "resnet18.json")
+        return Ended(None, memory - 1, 1.0)
+
+    monkeypatch.setattr(zoo, "run", stand_in)
+    assert zoo.main(["resnet18", "--records", str(tmp_path), "--store", str(tmp_path / "store")]) == 0
+    assert asked == [Settings().large, 0]
+    record = read(tmp_path / "resnet18.json")
+    assert record is not None
+    assert record.stages["speed"].status == ("ok" if fits else "failed")
 
 
 def test_what_stands_beside_the_page_is_not_made_again_and_says_when_it_was(tmp_path: Path, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import math
 import os
@@ -31,18 +32,15 @@ def take(name: str, options: argparse.Namespace, until: float = math.inf) -> Mod
     file, store = _file(name, options), options.store / _safe(name)
     log = file.with_suffix(".log")
     options.records.mkdir(parents=True, exist_ok=True)
-    settings = _settings(options)
-    command = [
-        *(sys.executable, "-m", "benchmarks.zoo.model", name, "--record", str(file), "--store", str(store)),
-        *("--settings", settings.to_json(), "--memory", str(options.memory << 30)),
-    ]
+    settings, cap = _settings(options), options.memory << 30
+    command = [sys.executable, "-m", "benchmarks.zoo.model", name, "--record", str(file), "--store", str(store)]
     environment = os.environ | ({} if options.compile else {"TORCH_COMPILE_DISABLE": "1"})
     while (known := read(file)) is None or not _done(known, settings):
         if (left := until - time.monotonic()) <= 0:
             return known
         ended = run(
-            [*command, "--seconds", str(left)],
-            memory=options.memory << 30,
+            [*command, "--settings", settings.to_json(), "--memory", str(cap), "--seconds", str(left)],
+            memory=cap,
             seconds=options.minutes * 60,
             log=log,
             environment=environment,
@@ -58,8 +56,11 @@ def take(name: str, options: argparse.Namespace, until: float = math.inf) -> Mod
         if ended.reason is not None:
             stages = settings.stages
             stage = record.running or next((each for each in stages if each not in record.stages), stages[-1])
-            failed = Passed(status="failed", reason=ended.reason)
-            record = record.model_copy(update={"stages": {**record.stages, stage: failed}, "running": None})
+            together = stage == "speed" and ended.peak_bytes > cap and settings.large > 0
+            if together:
+                settings = dataclasses.replace(settings, large=0)  # its executions may fit one after another
+            failed = {} if together else {stage: Passed(status="failed", reason=ended.reason)}
+            record = record.model_copy(update={"stages": record.stages | failed, "running": None})
         write(record, file)
     if not options.keep and store.exists():
         shutil.rmtree(store)
