@@ -403,13 +403,16 @@ def joined(operator: str, *others: str, zero: int = 118, pair: bool = True) -> E
     return edit
 
 
-def padded(*sizes: int, zero: int = 118, number: float = 0.0, **attributes: Any) -> Edit:
-    """A border around what is dequantized."""
+def padded(*sizes: int, zero: int = 118, number: float = 0.0, sliced: bool = False, **attributes: Any) -> Edit:
+    """A border around what is dequantized, or a part of it."""
 
     def edit(graph: Written) -> None:
         graph.tensors |= {"sizes": np.asarray(sizes, np.int64), "y_zero": graph.kind(zero)}
         graph.tensors["number"] = np.float32(number)
-        graph.before("second", "Pad", ["y", "sizes", "number"], "wide", **attributes)
+        if sliced:
+            graph.tensors |= {"start": np.asarray([1], np.int64), "end": np.asarray([3], np.int64)}
+            graph.before("second", "Slice", ["y", "start", "end", "start"], "part")
+        graph.before("second", "Pad", ["part" if sliced else "y", "sizes", "number"], "wide", **attributes)
 
     return edit
 
@@ -462,6 +465,7 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
         for sizes in [(0, 2, 0, 0, 0, 2, 0, 0), (0, 0, 1, 0, 0, 0, 0, 0)]
     ],
     ("integer-border", ("cpu", "x86"), "Pad_wide", padded(0, 0, 0, 0, 0, 0, 0, 2, zero=0, number=0.5)),
+    ("integer-border", ("cpu", "x86"), "Pad_wide", padded(0, 1, 0, 0, 0, 1, 0, 0, sliced=True)),
     ("integer-border", (), "Pad_wide", padded(0, 0, 1, 1, 0, 0, 1, 1)),
     ("integer-border", (), "Pad_wide", padded(0, 2, 0, 0, 0, 2, 0, 0, zero=0)),
     ("integer-border", (), "Pad_wide", padded(0, 0, 1, 0, 0, 0, 1, 0, mode="reflect")),
