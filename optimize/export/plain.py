@@ -222,9 +222,8 @@ def _is_one(given: torch.Tensor, axis: int) -> bool:
 def _is_of_each(copies: fx.Node, axis: int) -> bool:
     """Whether a part for each image is copied along other axes."""
     given: torch.Tensor = copies.args[0].meta["val"]  # type: ignore[union-attr]
-    return (
-        copies.target in _EXPANDED and given.ndim == copies.meta["val"].ndim and not _are_numbers([given.shape[axis]])
-    )
+    same_axes = given.ndim == copies.meta["val"].ndim
+    return copies.target in _EXPANDED and same_axes and not isinstance(given.shape[axis], int)
 
 
 def _put_at(axis: int, size: int, sizes: Sequence[Any]) -> list[Any]:

@@ -113,10 +113,10 @@ class Graph:
         dequantizes = node is not None and node.op_type == "DequantizeLinear" and self.constant(node.output[0])
         return node if dequantizes else None
 
-    def dequantizer(self, node: NodeProto, number: int = 0) -> NodeProto | None:
-        """The DequantizeLinear that an input comes from, moved or not; None if it comes from anything else."""
+    def dequantizer(self, node: NodeProto, number: int = 0, *, through: tuple[str, ...] = ()) -> NodeProto | None:
+        """The DequantizeLinear that an input comes from, moved or not, or ``through`` others; None: something else."""
         before = self.producer(node, number)
-        while before is not None and before.op_type in (*MOVES, "Cast"):
+        while before is not None and before.op_type in (*MOVES, "Cast", *through):
             before = self.producer(before)
         return before if before is not None and before.op_type == "DequantizeLinear" else None
 

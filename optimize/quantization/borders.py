@@ -8,13 +8,14 @@ is right.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
 from optimize.quantization.explicit import quantizing
-from optimize.quantization.reductions import kept
+from optimize.quantization.unmoved import keep_floats
 
 _PADS = (torch.ops.aten.pad.default, torch.ops.aten.constant_pad_nd.default)
 _MODE = 2  # the mode among the arguments of `aten.pad`, and behind it the number; of the other the number alone
@@ -29,18 +30,18 @@ def keep_borders(module: fx.GraphModule) -> int:
     Returns:
         How many there are.
     """
-    found = 0
-    for node in list(module.graph.nodes):
-        if node.target not in _PADS or {"reflect", "replicate", "circular"} & {*node.args[_MODE:]}:
-            continue
-        sizes: Any = node.args[1]
-        number = next((given for given in node.args[_MODE:] if isinstance(given, int | float)), 0)
-        along = sum(any(ends) for ends in zip(sizes[::2], sizes[1::2], strict=True))
-        if along == 1 and (number or _may_be_shifted(node.args[0])):
-            node.args = (kept(module, node, node.args[0]), *node.args[1:])
-            found += 1
-    module.recompile()
-    return found
+    return keep_floats(module, _bordered)
+
+
+def _bordered(node: fx.Node) -> Collection[fx.Node]:
+    """What a node puts a constant around, along one axis, where that is not 0 around integers that have 0 for 0."""
+    if node.target not in _PADS or {"reflect", "replicate", "circular"} & {*node.args[_MODE:]}:
+        return []
+    given: Any = node.args[0]
+    sizes: Any = node.args[1]
+    number = next((value for value in node.args[_MODE:] if isinstance(value, int | float)), 0)
+    along = sum(any(ends) for ends in zip(sizes[::2], sizes[1::2], strict=True))
+    return [given] if along == 1 and (number or _may_be_shifted(given)) else []
 
 
 def _may_be_shifted(node: fx.Node) -> bool:

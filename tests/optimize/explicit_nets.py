@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers torch.ops.quantized_decomposed
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional
 
 from optimize.quantization.qdq import explicit_form, lower, reference_program
@@ -40,6 +41,19 @@ class Int8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         answer = functional.linear(rounded(x, self.scale, self.zero), self.quantized(self.weight))
         return rounded(answer, self.scale, self.zero)
+
+
+def kept(network: nn.Module, keep: Callable[[fx.GraphModule], int], *given: torch.Tensor) -> tuple[int, int]:
+    """In front of how many operators of a network's program something is kept, and how many maxima that takes.
+
+    It gives the same bits.
+    """
+    module = torch.export.export(network, given).module()
+    assert isinstance(module, fx.GraphModule)
+    expected = module(*given)
+    found = keep(module)
+    assert torch.equal(module(*given), expected)
+    return found, [node.target for node in module.graph.nodes].count(torch.ops.aten.maximum.default)
 
 
 def meant_and_found(module: nn.Module, x: torch.Tensor, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from onnx import NodeProto
 
 from optimize.lint.base import CPUS, Fault, LintTarget, rule
-from optimize.lint.graph import MOVES, Graph, attribute, label, of_a_map, summed_alone
+from optimize.lint.graph import Graph, attribute, label, of_a_map, summed_alone
 
 # What makes a tensor of a size that is an input, by the number of that input.
 _SIZED = {"Expand": 1, "Tile": 1, "ConstantOfShape": 0}
@@ -67,12 +67,8 @@ def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     `optimize.quantization.borders`).
     """
     for node in graph.of("Pad"):
-        given, sizes = graph.producer(node), graph.values(node, 1)
-        while given is not None and given.op_type in (*MOVES, "Slice"):
-            given = graph.producer(given)
-        if given is None or given.op_type != "DequantizeLinear" or sizes is None:
-            continue
-        if attribute(node, "mode", b"constant") != b"constant":
+        given, sizes = graph.dequantizer(node, through=("Slice",)), graph.values(node, 1)
+        if given is None or sizes is None or attribute(node, "mode", b"constant") != b"constant":
             continue
         shifted = [values for values in (graph.values(given, 2), graph.values(node, 2)) if values is not None]
         if any(values.any() for values in shifted) and sizes.reshape(2, -1).any(0).sum() == 1:
