@@ -22,8 +22,8 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     ``example`` is an input ``(N, C, H, W)`` with which the rank of inner tensors is found out.
 
     A norm is folded only where nothing else sees what lies between: the layer before it feeds this norm
-    alone, and neither module is called anywhere else. A norm after a linear layer is folded only on
-    ``(N, features)`` inputs, where both speak of the same axis; `BatchNorm1d` on ``(N, L, C)`` does not.
+    alone, and neither module is called, or its weights read, anywhere else. A norm after a linear layer is folded only
+    on ``(N, features)`` inputs, where both speak of the same axis; `BatchNorm1d` on ``(N, L, C)`` does not.
 
     A dropout stays whose answer is written into, for those who train the network on; see `optimize.export.dropouts`.
     """
@@ -67,6 +67,8 @@ def _foldable(graph_module: fx.GraphModule, modules: dict[str, nn.Module], norm:
     if computed or grouped:
         return None
     calls = [_identity(modules, node) for node in graph_module.graph.nodes if node.op == "call_module"]
+    read = [str(node.target).rpartition(".")[0] for node in graph_module.graph.nodes if node.op == "get_attr"]
+    calls += [id(modules[owner]) for owner in read]
     if len(before.users) != 1 or calls.count(id(candidate)) != 1 or calls.count(id(layer)) != 1:
         return None
     if isinstance(candidate, nn.Linear) and not _is_matrix(before):

@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import TraceError
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -33,6 +35,24 @@ _CONVOLUTIONS: dict[Callable[..., Any], type[nn.Module]] = {
 }
 _CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONVOLUTION_DEFAULTS = (None, None, None, 1, 0, 1, 1)
+
+
+class LayerProxy(fx.Proxy):
+    """A value in the graph, of which nothing is known."""
+
+    @property  # type: ignore[misc]  # of all objects it can be written
+    def __class__(self) -> type:
+        """What a forward asks it by ``isinstance``: torch's own code may, which knows of proxies.
+
+        Raises:
+            TraceError: another asks: it would hear that a tensor is none, and go the other way without a word.
+        """
+        asks: Any = sys._getframe(1)
+        while asks.f_globals.get("__name__") == "abc":
+            asks = asks.f_back
+        if not asks.f_globals.get("__name__", "").startswith("torch."):
+            raise TraceError("it asks what a tensor is")
+        return type(self)
 
 
 class LayerTracer(fx.Tracer):
@@ -59,6 +79,24 @@ class LayerTracer(fx.Tracer):
             settled.get(argument.node, argument) if isinstance(argument, fx.Proxy) else argument
             for argument in arguments
         ]
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """See `fx.Tracer`."""
+        return LayerProxy(node, self)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """See `fx.Tracer`: a layer that the forward makes anew, ``nn.Softmax(dim=1)(x)``, is what it does.
+
+        Raises:
+            TraceError: the layer is TorchScript.
+        """
+        if isinstance(m, torch.jit.ScriptModule):
+            raise TraceError("a layer of it is TorchScript, which nothing is left of that it was written in")
+        try:
+            self.path_of_module(m)
+        except NameError:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
 
     def is_leaf_module(self, layer: nn.Module, name: str) -> bool:
         """See `fx.Tracer`."""

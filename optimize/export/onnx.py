@@ -20,12 +20,12 @@ from optimize.export.aten import program_of, unplaced
 from optimize.export.decomposing import decomposed_where_needed
 from optimize.export.plain import (
     write_out_attention,
-    write_out_borders,
     write_out_circles,
     write_out_copies,
     write_out_norms,
-    write_out_pools,
+    write_out_slopes,
 )
+from optimize.export.pools import write_out_pools
 from optimize.export.promoting import promoted_by_notes
 from optimize.export.rewriting import let_go
 from optimize.export.translations import read_once
@@ -67,10 +67,10 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         exported = program_of(module, example)
         write_out_pools(exported.graph_module)
-        write_out_borders(exported.graph_module)
         write_out_circles(exported.graph_module)
         write_out_attention(exported.graph_module)
         write_out_norms(exported.graph_module)
+        write_out_slopes(exported.graph_module)
         write_out_copies(exported)
         with read_once(), decomposed_where_needed(), promoted_by_notes():
             try:
@@ -185,8 +185,14 @@ def run_onnx(path: Path, batch: torch.Tensor, *, half: bool = False, literal: bo
         batch: ``(N, C, H, W)``, pixels for a graph that takes them, else float32.
         half: whether the graph computes in FP16.
         literal: leave quantizers as the graph has them, float operators between; integer kernels otherwise.
+
+    Raises:
+        PassError: ONNX Runtime has no kernel for a part of it, as for what a network computes in bfloat16.
     """
-    session = cpu_session(str(path), half=half, entries=LITERAL_QDQ if literal else None)
+    try:
+        session = cpu_session(str(path), half=half, entries=LITERAL_QDQ if literal else None)
+    except Exception as error:
+        raise PassError(f"ONNX Runtime cannot run the graph: {one_line(error)}") from error
     wanted = session.get_inputs()[0]
     feed = batch.half() if wanted.type == "tensor(float16)" else batch
     (logits,) = session.run(None, {wanted.name: feed.numpy()})
@@ -206,6 +212,6 @@ def check_against(
         half: whether the graph computes in FP16.
 
     Raises:
-        PassError: it differs by more, or gives NaN.
+        PassError: it differs by more, or gives NaN, or cannot be run.
     """
     require_alike(run_onnx(path, batch, half=half), expected, tolerance, "ONNX graph")

@@ -12,8 +12,6 @@ from torch.export import ExportedProgram
 
 from optimize.export.noted import are_alike, value_of
 
-#: Of ``avg_pool2d``: images and kernel, stride, padding, whether sizes are rounded up, whether zeros count, divisor.
-_POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
 #: Axes of attention: images, heads, places and channels.
 _RANK = 4
 #: What makes a tensor of the sizes that it is given: of a number, of a number and the type of another, of a tensor.
@@ -23,44 +21,6 @@ _FILLED, _NEW, _EXPANDED, _REPEATED = (
 )
 _COPIES = (*_FILLED, *_NEW, *_EXPANDED, *_REPEATED, torch.ops.aten.repeat_interleave.self_int)
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
-
-
-def write_out_pools(module: fx.GraphModule) -> None:
-    """Write a pool of all places as the mean that it is, in place.
-
-    torch's own (2.14) decomposition gives the answer the layout of its input, by ``as_strided``, where that is
-    channels-last (behind a permute, as in ConvNeXt and Swin); the exporter makes a Gather of it, by indices that the
-    graph computes. OpenVINO 2026.4.1 answers something else behind such a Gather in an int8 graph.
-    """
-    pool = torch.ops.aten.adaptive_avg_pool2d.default
-    for node in module.graph.nodes:
-        size: Any = node.args[1] if node.target is pool else None
-        if size is not None and list(size) in ([1], [1, 1]):
-            node.target, node.args = torch.ops.aten.mean.dim, (node.args[0], [-1, -2], True)
-    module.recompile()
-
-
-def write_out_borders(module: fx.GraphModule) -> None:
-    """Write an average that counts the zeros around an image as one that does not, times the share it counts, in place.
-
-    OpenVINO 2026.4.1 averages the integers of a quantized tensor with zeros that are not its zero-point: the borders of
-    MaxViT's shortcuts, which no ReLU ends, were up to 62 steps off.
-    """
-    aten = torch.ops.aten
-    for node in module.graph.nodes:
-        if node.target is not aten.avg_pool2d.default or not _shifted(node.args[0]):
-            continue
-        given: tuple[Any, ...] = node.args
-        images, kernel, stride, padding, ceil, counted, divisor = (*given, *_POOL_DEFAULTS[len(given) :])
-        if not any(padding) or not counted or divisor is not None:
-            continue
-        with module.graph.inserting_before(node):
-            ones = module.graph.call_function(aten.full.default, ([1, 1, *images.meta["val"].shape[2:]], 1.0))
-            share = module.graph.call_function(node.target, (ones, *given[1:]))
-            inside = module.graph.call_function(node.target, (images, kernel, stride, padding, ceil, False))
-            averages = module.graph.call_function(aten.mul.Tensor, (inside, share))
-        _put(averages, node)
-    module.recompile()
 
 
 def write_out_circles(module: fx.GraphModule) -> None:
@@ -84,7 +44,7 @@ def write_out_circles(module: fx.GraphModule) -> None:
                     parts.append(module.graph.call_function(aten.slice.Tensor, (given, -axis, 0, behind)))
                 if len(parts) > 1:
                     given = module.graph.call_function(aten.cat.default, (parts, -axis))
-        _put(given, node)
+        put_for(given, node)
     module.recompile()
 
 
@@ -111,7 +71,7 @@ def write_out_attention(module: fx.GraphModule) -> None:
             found = module.graph.call_function(node.target, (*parts, *node.args[3:]), node.kwargs)
             sizes = [-1, *shapes[0][1:-1], shapes[2][-1]]
             answer = module.graph.call_function(aten.reshape.default, (found, sizes))
-        _put(answer, node)
+        put_for(answer, node)
     module.recompile()
 
 
@@ -141,18 +101,26 @@ def write_out_norms(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _put(written: fx.Node, node: fx.Node) -> None:
+def write_out_slopes(module: fx.GraphModule) -> None:
+    """Write a ReLU whose slope was drawn in training as one of the mean slope, which it has now, in place.
+
+    The exporter (torch 2.11 to 2.14) has no translation.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.nodes:
+        if node.target is aten.rrelu.default:
+            given, lower, upper, training = (*node.args, *(1 / 8, 1 / 3, False)[len(node.args) - 1 :])[:4]
+            if not training:
+                node.target, node.args = aten.leaky_relu.default, (given, (lower + upper) / 2)
+    module.recompile()
+
+
+def put_for(written: fx.Node, node: fx.Node) -> None:
     """Have readers of a node read what was written before it, which says what it gives, as it is asked next."""
     with node.meta["val"].fake_mode:
         value_of(written)
     node.replace_all_uses_with(written)
     node.graph.erase_node(node)
-
-
-def _shifted(node: Any) -> bool:
-    """Whether a tensor comes from integers that do not have 0 for 0."""
-    of_integers = node.target is torch.ops.quantized_decomposed.dequantize_per_tensor.default
-    return of_integers and bool(node.args[2] != 0)
 
 
 def write_out_copies(program: ExportedProgram) -> None:
@@ -184,7 +152,7 @@ def write_out_copies(program: ExportedProgram) -> None:
                 written = module.graph.call_function(aten.expand.default, (node.args[0], sizes))
             else:
                 continue
-        _put(written, node)
+        put_for(written, node)
     module.recompile()
 
 

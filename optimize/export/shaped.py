@@ -20,12 +20,13 @@ from torch.fx.proxy import TraceError
 
 from optimize.export.constants import attribute
 from optimize.export.layers import LayerTracer
+from optimize.export.proxies import taken_by_torch
 from optimize.export.written import in_its_memory, written
 
 #: How many images each has. A lone one is the last: some networks cannot take it, and are traced by the others.
 _BATCHES = (2, 3, 1)
 #: What of a tensor is the same whatever is in it.
-_ASKED_OF_TENSORS = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "is_cuda")
+_ASKED_OF_TENSORS = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "is_cuda", "requires_grad")
 
 
 class Shape(tuple[Any, ...]):
@@ -47,6 +48,13 @@ class ShapedProxy(fx.Proxy):
     """A value in the graph, whose sizes are integers where they do not depend on the batch."""
 
     tracer: ShapedTracer
+
+    _is_param = False  # which torch asks of whatever is a tensor
+
+    @property  # type: ignore[misc]  # of all objects it can be written
+    def __class__(self) -> type:
+        """What a forward, or einops, asks it by ``isinstance``; that it is a proxy holds in any case."""
+        return torch.Tensor if self.tracer.is_tensor(self.node) else type(self)
 
     @property
     def device(self) -> fx.proxy.Attribute:
@@ -132,7 +140,8 @@ class ShapedTracer(LayerTracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """See `fx.Tracer`."""
         self._twin = copy.deepcopy(root).eval()  # in training, norms would take note of the examples
-        traced = super().trace(root, concrete_args)
+        with taken_by_torch():
+            traced = super().trace(root, concrete_args)
         # A pickled graph module is traced again by its graph's tracer, which has no example then, nor needs one.
         graph = fx.Graph(tracer_cls=LayerTracer)
         graph.output(graph.graph_copy(traced, {}))
@@ -147,12 +156,18 @@ class ShapedTracer(LayerTracer):
             self._found[node] = (value,) * len(_BATCHES)
         return self._found[node][: self._runs]
 
+    def is_tensor(self, node: fx.Node) -> bool:
+        """Whether a node gives a tensor, as far as is known."""
+        return node.op == "get_attr" or isinstance(self._found.get(node, (None,))[0], torch.Tensor)
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """See `fx.Tracer`."""
         return ShapedProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
         """See `fx.Tracer`."""
+        if isinstance(a, fx.Proxy):
+            return a.node  # before it is asked whether it is a tensor
         return super().create_arg(tuple(a) if isinstance(a, Shape) else a)
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:

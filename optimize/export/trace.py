@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from optimize.errors import PassError
+from optimize.export.constants import NotConstantError, constant_value
 from optimize.export.dropouts import write_as_layers
 from optimize.export.layers import LayerTracer, as_plain_layers
 from optimize.export.shaped import ShapedTracer
@@ -35,6 +38,8 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     tracer, graph = _traced(module.eval(), example)
     graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
     _ask_the_images(graph_module)
+    _detach(graph_module)
+    _settle_numbers(graph_module)
     if example is not None:
         write_as_layers(graph_module, example)
     as_plain_layers(graph_module)
@@ -101,3 +106,30 @@ def _ask_the_images(graph_module: fx.GraphModule) -> None:
         node.args = (images, asked)
         if not weight.users:
             graph.erase_node(weight)
+
+
+def _detach(graph_module: fx.GraphModule) -> None:
+    """Write ``x.data`` as ``x.detach()``: torch (2.11 to 2.14) exports what the former gives as a constant."""
+    for node in graph_module.graph.nodes:
+        if node.target is getattr and node.args[1:] == ("data",):
+            node.op, node.target, node.args = "call_method", "detach", node.args[:1]
+
+
+def _settle_numbers(graph_module: fx.GraphModule) -> None:
+    """Put what a tensor of the network's says as a number, ``self.temperature.item()``, in the place of its asking."""
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_method" or node.target != "item":
+            continue
+        try:
+            number = constant_value(graph_module, node)
+        except NotConstantError:
+            continue
+        given = {node: number}
+        for user in list(node.users):
+            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), functools.partial(_looked_up, given))
+        graph.erase_node(node)
+
+
+def _looked_up(known: dict[fx.Node, Any], node: fx.Node) -> Any:
+    return known.get(node, node)

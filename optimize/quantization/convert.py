@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from optimize.errors import NotApplicableError
+from optimize.export.constants import attribute
 from optimize.export.layers import left_whole
 from optimize.export.program import write_script
 from optimize.export.trace import note_shapes, trace
@@ -30,7 +31,7 @@ from optimize.quantization.choices import Chosen
 from optimize.quantization.computed import store_weights
 from optimize.quantization.dropouts import drop_dropouts
 from optimize.quantization.forgetting import forgotten
-from optimize.quantization.in_float import InFloat, free_masks, free_maxima, free_sizes
+from optimize.quantization.in_float import InFloat, free_masks, free_maxima, free_quotients, free_sizes
 from optimize.quantization.in_place import name_written
 from optimize.quantization.inexact import IN_FLOAT, free_inexact
 from optimize.quantization.known import KNOWN_IN_FLOAT, free_given, free_known
@@ -51,6 +52,8 @@ from optimize.quantization.shared import share_watchers
 from optimize.quantization.slices import drop_whole_slices
 from optimize.quantization.stream import free_stream
 from optimize.quantization.targets import Target
+from optimize.quantization.watchers import called_module
+from optimize.quantization.worded import write_bounds, write_types
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import save_program
@@ -90,9 +93,12 @@ def trace_calls(
     free_maxima(graph_module)
     call_softmax(graph_module)
     note_shapes(graph_module, example)  # of what attention has become, too
+    write_types(graph_module)
+    write_bounds(graph_module)
     take_pieces(graph_module)
     free_masks(graph_module)
     free_sizes(graph_module)
+    free_quotients(graph_module)
     free_resizes(graph_module)
     flatten_places(graph_module)
     drop_whole_slices(graph_module)
@@ -106,9 +112,25 @@ def trace_calls(
             node.target = another_call(str(node.target), number)
             graph_module.add_submodule(node.target, copy.deepcopy(layer))
         called.add(id(layer))
+    _part(graph_module)
     _untie(graph_module)
     graph_module.recompile()
     return graph_module
+
+
+def _part(module: fx.GraphModule) -> None:
+    """Give who reads a tensor of a layer that is called, too, one of its own, in place: an int8 layer's is a method."""
+    called = {id(called_module(module, node)) for node in module.graph.nodes if node.op == "call_module"}
+    for node in module.graph.nodes:
+        owner, _, _ = str(node.target).rpartition(".")
+        if node.op != "get_attr" or not owner or id(module.get_submodule(owner)) not in called:
+            continue
+        value: torch.Tensor = attribute(module, str(node.target))
+        node.target = f"{node.name}_beside"
+        if isinstance(value, nn.Parameter):
+            module.register_parameter(node.target, nn.Parameter(value.detach().clone(), value.requires_grad))
+        else:
+            module.register_buffer(node.target, value.detach().clone())
 
 
 def _untie(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.watchers import SUMS, TOGETHER, called_module
+from optimize.quantization.watchers import SUMS, TOGETHER, called_function, called_module
 from optimize.quantization.writing import is_float, replace, shape_of
 
 _MAXIMA = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -33,10 +34,10 @@ class InFloat(nn.Module):
 
 
 def call_in_float(module: fx.GraphModule, node: fx.Node) -> None:
-    """Let a function's call stay in float, in place."""
+    """Let a call of a function, or of a tensor's method, stay in float, in place."""
     name = f"{node.name}_in_float"
-    assert callable(node.target)
-    module.add_submodule(name, InFloat(node.target))
+    function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    module.add_submodule(name, InFloat(function))
     with module.graph.inserting_before(node):
         replace(node, module.graph.create_node("call_module", name, node.args, node.kwargs))
 
@@ -68,16 +69,22 @@ def free_maxima(module: fx.GraphModule) -> int:
 
 
 def free_masks(module: fx.GraphModule) -> int:
-    """Let masks and whole numbers be put together in float, in place: torch.ao (2.11 to 2.14) would watch them.
+    """Let calls of masks and whole numbers stay in float, in place: torch.ao (2.11 to 2.14) would watch some of them.
+
+    Those that put them together with what is in float, and those that give others.
 
     Args:
         module: traced, with the shapes that `note_shapes` notes.
 
     Returns:
-        How many concatenations.
+        How many.
     """
-    nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in TOGETHER]
-    freed = [node for node in nodes if any(shape_of(n) is not None and not is_float(n) for n in node.all_input_nodes)]
+    freed = []
+    for node in module.graph.nodes:
+        floats = [is_float(given) for given in (*node.all_input_nodes, node) if shape_of(given) is not None]
+        together = node.target in TOGETHER and not all(floats)
+        if called_function(node) is not None and len(floats) > 1 and (together or not any(floats)):
+            freed.append(node)
     for node in freed:
         call_in_float(module, node)
     module.recompile()
@@ -97,6 +104,22 @@ def free_sizes(module: fx.GraphModule) -> int:
     """
     nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in SUMS]
     freed = [node for node in nodes if issubclass(node.meta.get("type", torch.Tensor), tuple)]
+    for node in freed:
+        call_in_float(module, node)
+    module.recompile()
+    return len(freed)
+
+
+def free_quotients(module: fx.GraphModule) -> int:
+    """Let quotients that are rounded down stay in float, in place: torch.ao (2.11 to 2.14) thinks of sizes alone.
+
+    Args:
+        module: traced, with the shapes that `note_shapes` notes.
+
+    Returns:
+        How many.
+    """
+    freed = [node for node in module.graph.nodes if node.target is operator.floordiv and is_float(node)]
     for node in freed:
         call_in_float(module, node)
     module.recompile()

@@ -27,6 +27,11 @@ _CONVOLUTIONS: dict[Any, Any] = {
     functional.conv2d: nn.Conv2d,
     functional.conv3d: nn.Conv3d,
 }
+_TRANSPOSED: tuple[Any, ...] = (
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
+)
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys(_CONVOLUTIONS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
     functional.linear: ("input", "weight", "bias"),
@@ -38,7 +43,8 @@ def lift_functions(module: fx.GraphModule) -> int:
     """Write convolutions and linear layers that are called as functions of constants as layers, in place.
 
     One whose weight depends on the image, as a dynamic convolution's, has no integers for it and stays in float. So
-    does what a network does to its images with fixed weights, before anything that it has learned: `before_layers`.
+    does a transposed one, and what a network does to its images with fixed weights, before anything that it has
+    learned: `before_layers`.
 
     Args:
         module: traced.
@@ -52,6 +58,8 @@ def lift_functions(module: fx.GraphModule) -> int:
     lifted = 0
     _, early = before_layers(module, lambda node: learned(module, node))
     for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target in _TRANSPOSED:
+            call_in_float(module, node)  # as layers of that kind do, see `Target`
         if node.op != "call_function" or node.target not in _ARGUMENTS:
             continue
         given: dict[str, Any] = {**dict(zip(_ARGUMENTS[node.target], node.args, strict=False)), **node.kwargs}

@@ -146,6 +146,17 @@ class NormFirst(nn.Module):
         return self.norm(self.convolution(x) + x)
 
 
+class Read(nn.Module):
+    """Who else reads the convolution's weight would read the norm's factors in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.convolution(x)) + self.convolution.weight.mean()
+
+
 KEPT = {
     "a convolution that uses its weight otherwise too": (
         nn.Sequential(GatedSameConv(3, 4, 3), nn.BatchNorm2d(4)),
@@ -164,6 +175,7 @@ KEPT = {
     "a shared norm": (Shared(2, 1), 1),
     "both shared": (Shared(1, 1), 1),
     "an output that is used twice": (SeenTwice(), 1),
+    "a weight that is read elsewhere": (Read(), 1),
     "a sum in between": (NormFirst(), 1),
     "an activation in between": (nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU(), nn.BatchNorm2d(3)), 1),
     "no layer before it": (nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3)), 1),

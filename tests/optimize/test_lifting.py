@@ -97,6 +97,19 @@ class Masked(nn.Module):
         return self.head(self.second(torch.cat([x, x], 1) * masks).mean((2, 3)))
 
 
+class Beside(nn.Module):
+    """Reads the weights of layers that it calls: as numbers, for their type, and to go the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).to(self.second.weight)
+        y = self.second(x) * self.second.weight.mean((1, 2, 3))[:, None, None] * 8
+        return self.head((nn.functional.conv_transpose2d(y, self.second.weight) + x).mean((2, 3)))
+
+
 def reshaped(x: torch.Tensor) -> torch.Tensor:
     """Shapes that are put together from parts of others (timm's MaxViT)."""
     sizes = x.shape
@@ -144,7 +157,8 @@ def shuffled(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("target", [ANY_X86, TENSORRT])
 @pytest.mark.parametrize(
-    "kind", [Called, Dynamic, Indexed, Masked, *(functools.partial(Between, way) for way in (reshaped, shuffled))]
+    "kind",
+    [Called, Dynamic, Indexed, Masked, Beside, *(functools.partial(Between, way) for way in (reshaped, shuffled))],
 )
 def test_what_torch_ao_cannot_watch_as_it_stands_is_lowered(kind, target, tmp_path):
     torch.manual_seed(0)

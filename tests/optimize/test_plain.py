@@ -126,6 +126,46 @@ def test_openvino_counts_zeros_around_a_quantized_image_as_zeros(ceil, tmp_path)
     assert sqnr(meant, in_openvino(path, pixels)) > 30 - COARSER_DB
 
 
+class Divided(nn.Module):
+    """An average that is divided by a number of its own, over a border, of what no ReLU ends."""
+
+    def __init__(self, ceil: bool, counted: bool) -> None:
+        super().__init__()
+        self.stem, self.next, self.head = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+        self.pool = nn.AvgPool2d(3, 2, 1, ceil_mode=ceil, count_include_pad=counted, divisor_override=5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.next(self.pool(self.stem(x))).amax((2, 3)))
+
+
+@pytest.mark.parametrize("ceil", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_openvino_divides_a_sum_of_integers_by_what_it_is_told_to(ceil, counted, tmp_path):
+    torch.manual_seed(0)
+    module = Divided(ceil, counted).eval()
+    assert module.stem.bias is not None
+    module.stem.bias.data.normal_(0, 1)
+    batch = torch.randn(3, 3, 30, 30)
+    export_onnx(module, batch, tmp_path / "float.onnx")
+    with torch.no_grad():
+        torch.testing.assert_close(run_onnx(tmp_path / "float.onnx", batch), module(batch), rtol=1e-4, atol=1e-5)
+    assert_openvino_gives_what_is_meant(module, tmp_path)
+
+
+@pytest.mark.parametrize("counts", [(3, 2), 4, (None, 3), (7, 1), (1, 1), 9])
+def test_maxima_of_any_number_of_places_are_exported(counts, tmp_path):
+    module, batch = nn.Sequential(nn.AdaptiveMaxPool2d(counts), nn.Flatten()).eval(), torch.randn(5, 3, 7, 8)
+    export_onnx(module, batch[:2], tmp_path / "model.onnx")
+    assert torch.equal(run_onnx(tmp_path / "model.onnx", batch), module(batch))
+
+
+def test_a_slope_that_was_drawn_in_training_is_its_mean(tmp_path):
+    module, batch = nn.Sequential(nn.RReLU(0.1, 0.5), nn.Conv2d(3, 2, 1), nn.RReLU()).eval(), torch.randn(5, 3, 7, 8)
+    export_onnx(module, batch[:2], tmp_path / "model.onnx")
+    with torch.no_grad():
+        torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), module(batch), rtol=1e-5, atol=1e-6)
+
+
 class Panorama(nn.Module):
     """What lies beyond one side of the image is what lies at the other."""
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
 
+import einops
 import pytest
 import torch
+from einops.layers.torch import Rearrange
 from torch import fx, nn
 from torch.nn import functional
 
@@ -236,6 +240,202 @@ def test_a_forward_that_takes_no_lone_image_is_traced_by_several(count: int) -> 
     traced = trace(Neighbours(), EXAMPLE)
     images = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(count))
     assert torch.equal(traced(images), Neighbours()(images))
+
+
+class Sized(nn.Module):
+    """Makes tensors of as many places as there are images, and of others' sizes, one by one."""
+
+    def __init__(self, make: Callable[[Sized, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.make, self.convolution = make, nn.Conv2d(3, 4, 5)
+        self.table: torch.Tensor
+        self.register_buffer("table", torch.rand(1, 4, 1, 1))
+        self.beside = torch.rand(1, 4, 1, 1)  # that is in no list of the network's tensors
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(images)
+        return x + self.make(self, x)
+
+
+SIZED: dict[str, Callable[[Sized, torch.Tensor], torch.Tensor]] = {
+    "zeros": lambda net, x: torch.zeros(x.shape[0], 1, 8, 8),
+    "one size": lambda net, x: torch.ones(x.size(0))[:, None, None, None],
+    "of a type": lambda net, x: torch.ones(x.shape[0] * 2, 1, 8, 8, device=x.device, dtype=x.dtype).chunk(2)[0],
+    "filled": lambda net, x: torch.empty(x.shape[0], 4, 1, 1).fill_(3),
+    "a buffer": lambda net, x: net.table.expand(x.shape[0], -1, -1, -1),
+    "a buffer's sizes": lambda net, x: net.table.expand(*x.shape),
+    "as a buffer": lambda net, x: net.table.new_zeros(x.shape[0], 4, 1, 1) + net.table.new_ones(x.size(0), 1, 1, 1),
+    "a tensor": lambda net, x: net.beside.expand(x.size(0), 4, 8, 8),
+    "made here": lambda net, x: torch.arange(8).expand(x.shape[0], 1, 8, 8),
+    "in a tuple": lambda net, x: torch.zeros((x.shape[0], 1, 8, 8)) + net.table.expand((x.shape[0], -1, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("way", SIZED)
+def test_a_forward_gives_sizes_of_the_batch_one_by_one(way: str) -> None:
+    module = Sized(SIZED[way]).eval()
+    traced = trace(copy.deepcopy(module), EXAMPLE)
+    for count in (1, 2, 5):
+        images = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(count))
+        with torch.no_grad():
+            assert torch.equal(traced(images), module(images))
+
+
+@pytest.mark.parametrize("module", [Sized(SIZED["zeros"]), OfTheContent()], ids=["traced", "refused"])
+def test_tracing_leaves_torch_as_it_was(module: nn.Module) -> None:
+    before = {name: getattr(torch, name) for name in dir(torch)}
+    methods = dict(vars(torch.Tensor))
+    with contextlib.suppress(PassError):
+        trace(module, EXAMPLE)
+    assert {name: getattr(torch, name) for name in dir(torch)} == before
+    assert dict(vars(torch.Tensor)) == methods
+
+
+class MakingLayers(nn.Module):
+    """As beginners write: a layer without weights that each forward makes for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = nn.ReLU()(self.norm(self.convolution(images)))
+        x = nn.Sequential(nn.MaxPool2d(2), nn.Upsample(scale_factor=2))(x)
+        return nn.Softmax(dim=1)(x.mean((2, 3)))
+
+
+def test_layers_that_a_forward_makes_are_what_they_do() -> None:
+    module = MakingLayers().eval()
+    traced = trace(copy.deepcopy(module))
+    with torch.no_grad():
+        assert torch.equal(traced(EXAMPLE), module(EXAMPLE))
+    assert {str(node.target) for node in traced.graph.nodes if node.op == "call_module"} == {"convolution", "norm"}
+
+
+class MakingWeights(nn.Module):
+    """A layer that nobody can have trained."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return nn.Conv2d(3, 4, 3)(images)
+
+
+def test_a_layer_with_weights_that_a_forward_makes_is_refused() -> None:
+    with pytest.raises(PassError, match="parameter is not a member of this module"):
+        trace(MakingWeights(), EXAMPLE)
+
+
+class Asking(nn.Module):
+    """As DenseNet asks whether it is given one tensor or several, and others whether to keep a gradient."""
+
+    def __init__(self, ask: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.ask, self.convolution = ask, nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(images)
+        return x.relu() if self.ask(x) else x.sigmoid()
+
+
+QUESTIONS: dict[str, Callable[[torch.Tensor], bool]] = {
+    "by its class": lambda x: isinstance(x, torch.Tensor),
+    "by torch": torch.is_tensor,
+    "by several classes": lambda x: isinstance(x, list | tuple | torch.Tensor),
+    "no parameter": lambda x: not isinstance(x, nn.Parameter),
+    "no gradient": lambda x: not x.requires_grad,
+}
+
+
+@pytest.mark.parametrize("way", QUESTIONS)
+def test_a_forward_that_asks_what_it_is_given_hears_that_it_is_a_tensor(way: str) -> None:
+    module = Asking(QUESTIONS[way]).eval()
+    traced = trace(copy.deepcopy(module), EXAMPLE)
+    with torch.no_grad():
+        assert torch.equal(traced(EXAMPLE), module.convolution(EXAMPLE).relu())
+
+
+def test_without_an_example_a_forward_that_asks_whether_it_is_given_a_tensor_is_refused() -> None:
+    with pytest.raises(PassError, match="it asks what a tensor is"):
+        trace(Asking(torch.is_tensor))
+
+
+class Rearranged(nn.Module):
+    """Attention as einops writes it, behind patches of its own layer, a token, and a mean of einops'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = Rearrange("b c (h p) (w q) -> b (h w) (p q c)", p=3, q=3)
+        self.queries, self.token = nn.Linear(27, 3 * 8), nn.Parameter(torch.randn(27))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patches(images)
+        x = torch.cat([einops.repeat(self.token, "c -> b 1 c", b=images.shape[0]), x], 1)
+        queries, keys, values = (
+            einops.rearrange(part, "b n (h c) -> b h n c", h=2) for part in self.queries(x).chunk(3, -1)
+        )
+        found = torch.einsum("bhnc,bhmc->bhnm", queries, keys).softmax(-1) @ values
+        return einops.reduce(einops.rearrange(found, "b h n c -> b n (h c)"), "b n c -> b c", "mean")
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_networks_are_written_with_einops(count: int) -> None:
+    torch.manual_seed(0)
+    module = Rearranged().eval()
+    traced = trace(copy.deepcopy(module), EXAMPLE)
+    images = torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(count))
+    with torch.no_grad():
+        torch.testing.assert_close(traced(images), module(images))
+
+
+@torch.jit.script
+def swish(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+class Scripted(nn.Module):
+    """As networks wrote their activations before torch fused them."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.convolution, self.layer = nn.Conv2d(3, 4, 3), layer
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = swish(self.convolution(images))
+        return x if self.layer is None else self.layer(x)
+
+
+def test_a_scripted_function_is_what_it_was_written_as() -> None:
+    module = Scripted().eval()
+    traced = trace(copy.deepcopy(module), EXAMPLE)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(EXAMPLE), module(EXAMPLE))
+    assert torch.sigmoid in {node.target for node in traced.graph.nodes}
+
+
+def test_a_scripted_layer_is_refused_in_a_line() -> None:
+    with pytest.raises(PassError, match="a layer of it is TorchScript") as caught:
+        trace(Scripted(torch.jit.script(nn.SiLU())), EXAMPLE)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+class Settled(nn.Module):
+    """Divides by a number that it has learned, and lets no gradient through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.temperature = nn.Conv2d(3, 4, 3), nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return (self.convolution(images.data) / self.temperature.item()).softmax(1)
+
+
+def test_a_number_that_a_network_has_learned_stands_in_its_graph() -> None:
+    module = Settled().eval()
+    traced = trace(copy.deepcopy(module), EXAMPLE)
+    with torch.no_grad():
+        assert torch.equal(traced(EXAMPLE), module(EXAMPLE))
+    assert [node.args[1] for node in traced.graph.nodes if node.target is operator.truediv] == [3.0]
+    exported = torch.export.export(traced, (EXAMPLE,), strict=False)
+    assert torch.equal(exported.module()(EXAMPLE), module(EXAMPLE))
 
 
 def test_it_folds_and_is_traced_again_as_any_other() -> None:

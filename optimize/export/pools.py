@@ -1,0 +1,111 @@
+"""Pools of an exported program that engines get wrong, or that the exporter does not know, written another way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimize.export.plain import put_for
+
+#: Of ``avg_pool2d``: images and kernel, stride, padding, whether sizes are rounded up, whether zeros count, divisor.
+_POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
+
+
+def write_out_pools(module: fx.GraphModule) -> None:
+    """Write pools as what engines compute as torch does, in place: see the functions below."""
+    _write_out_means(module)
+    _write_out_borders(module)
+    _write_out_maxima(module)
+
+
+def _write_out_means(module: fx.GraphModule) -> None:
+    """Write a pool of all places as the mean that it is, in place.
+
+    torch's own (2.14) decomposition gives the answer the layout of its input, by ``as_strided``, where that is
+    channels-last (behind a permute, as in ConvNeXt and Swin); the exporter makes a Gather of it, by indices that the
+    graph computes. OpenVINO 2026.4.1 answers something else behind such a Gather in an int8 graph.
+    """
+    pool = torch.ops.aten.adaptive_avg_pool2d.default
+    for node in module.graph.nodes:
+        size: Any = node.args[1] if node.target is pool else None
+        if size is not None and list(size) in ([1], [1, 1]):
+            node.target, node.args = torch.ops.aten.mean.dim, (node.args[0], [-1, -2], True)
+    module.recompile()
+
+
+def _write_out_borders(module: fx.GraphModule) -> None:
+    """Write an average that counts the zeros around an image as one that does not, times the share it counts, in place.
+
+    OpenVINO 2026.4.1 averages the integers of a quantized tensor with zeros that are not its zero-point: the borders of
+    MaxViT's shortcuts, which no ReLU ends, were up to 62 steps off.
+
+    So is a sum that is divided by a number of its own: the exporter (torch 2.11 to 2.14) forgets that number, and what
+    it makes is the average.
+    """
+    aten = torch.ops.aten
+    for node in module.graph.nodes:
+        if node.target is not aten.avg_pool2d.default:
+            continue
+        given: tuple[Any, ...] = node.args
+        images, kernel, stride, padding, ceil, counted, divisor = (*given, *_POOL_DEFAULTS[len(given) :])
+        if divisor is None and not (counted and any(padding) and _shifted(images)):
+            continue
+        with module.graph.inserting_before(node):
+            ones = module.graph.call_function(aten.full.default, ([1, 1, *images.meta["val"].shape[2:]], 1.0))
+            if divisor is None:
+                share = module.graph.call_function(node.target, (ones, *given[1:]))
+            else:
+                share = _counts(module.graph, ones, node)
+                share = module.graph.call_function(aten.mul.Tensor, (share, math.prod(kernel) / divisor))
+            inside = module.graph.call_function(node.target, (images, kernel, stride, padding, ceil, False))
+            averages = module.graph.call_function(aten.mul.Tensor, (inside, share))
+        put_for(averages, node)
+    module.recompile()
+
+
+def _counts(graph: fx.Graph, ones: fx.Node, pool: fx.Node) -> fx.Node:
+    """Which share of a pool's kernel lies within the image at each place, of ones: over borders that fill it up."""
+    given: tuple[Any, ...] = pool.args
+    images, kernel, stride, padding, *_ = (*given, *_POOL_DEFAULTS[len(given) :])
+    borders: list[int] = []
+    sizes, places = images.meta["val"].shape[-2:], pool.meta["val"].shape[-2:]
+    for size, count, width, step, before in zip(sizes, places, kernel, stride or kernel, padding, strict=True):
+        borders = [before, (count - 1) * step + width - size - before, *borders]  # the last axis first
+    filled = graph.call_function(torch.ops.aten.constant_pad_nd.default, (ones, borders, 0.0))
+    return graph.call_function(torch.ops.aten.avg_pool2d.default, (filled, kernel, stride))
+
+
+def _write_out_maxima(module: fx.GraphModule) -> None:
+    """Write maxima of so many places, where those of the images are no multiple, as ones of slices, in place.
+
+    The exporter (torch 2.11 to 2.14) has no translation. Place ``i`` of ``n`` is the largest of those from
+    ``floor(i * size / n)`` to ``ceil((i + 1) * size / n)``, as in ATen's ``AdaptivePooling.h``.
+    """
+    aten = torch.ops.aten
+    for node in list(module.graph.nodes):
+        if node.target is not aten.adaptive_max_pool2d.default:
+            continue
+        (given, counts), readers = node.args, [reader for reader in node.users if reader.users]
+        sizes = given.meta["val"].shape[-2:]
+        divides = all(size % count == 0 for size, count in zip(sizes, counts, strict=True))
+        if divides or any(reader.args[1] != 0 for reader in readers):
+            continue  # one of patches, or one that says where they were found
+        with module.graph.inserting_before(node):
+            for axis, size, count in zip((-2, -1), sizes, counts, strict=True):
+                ends = [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+                parts = [module.graph.call_function(aten.slice.Tensor, (given, axis, *each)) for each in ends]
+                parts = [module.graph.call_function(aten.amax.default, (part, [axis], True)) for part in parts]
+                given = module.graph.call_function(aten.cat.default, (parts, axis))
+        for reader in readers:
+            put_for(given, reader)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _shifted(node: Any) -> bool:
+    """Whether a tensor comes from integers that do not have 0 for 0."""
+    of_integers = node.target is torch.ops.quantized_decomposed.dequantize_per_tensor.default
+    return of_integers and bool(node.args[2] != 0)

@@ -1,0 +1,62 @@
+"""Calls that torch.ao (2.11 to 2.14) gets wrong, said as others that give the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from optimize.quantization.watchers import called_function
+from optimize.quantization.writing import replace, shape_of
+
+_CLAMPS: Final = (torch.clamp, torch.clip, "clamp", "clip")
+_BOUNDS: Final = {"min": torch.maximum, "max": torch.minimum}
+
+
+def write_types(module: fx.GraphModule) -> int:
+    """Write ``x.type_as(y)`` as ``x.to(dtype)``, in place: it reads no number of ``y``.
+
+    torch.ao has ``y`` dequantized for it, and an exporter drops it; what is left has other quantizers than the program.
+
+    Args:
+        module: traced, with the types that `note_shapes` notes.
+
+    Returns:
+        How many were written.
+    """
+    found = [node for node in module.graph.nodes if called_function(node) in ("type_as", torch.Tensor.type_as)]
+    for node in found:
+        given, *_ = node.args
+        with module.graph.inserting_before(node):
+            replace(node, module.graph.call_method("to", (given, node.meta["tensor_meta"].dtype)))
+    module.recompile()
+    return len(found)
+
+
+def write_bounds(module: fx.GraphModule) -> int:
+    """Write clamps to tensors as a maximum and a minimum, in place: of integers torch.ao clamps to numbers alone.
+
+    Args:
+        module: traced, with the shapes that `note_shapes` notes.
+
+    Returns:
+        How many were written.
+    """
+    written = 0
+    for node in list(module.graph.nodes):
+        if called_function(node) not in _CLAMPS:
+            continue
+        given: dict[str, Any] = {**dict(zip(("input", "min", "max"), node.args, strict=False)), **node.kwargs}
+        bounds = {name: given[name] for name in _BOUNDS if given.get(name) is not None}
+        if all(shape_of(bound) is None for bound in bounds.values()):
+            continue
+        answer = given["input"]
+        with module.graph.inserting_before(node):
+            for name, bound in bounds.items():
+                answer = module.graph.call_function(_BOUNDS[name], (answer, bound))
+                answer.meta["tensor_meta"] = node.meta["tensor_meta"]
+        replace(node, answer)
+        written += 1
+    module.recompile()
+    return written
