@@ -48,7 +48,6 @@ class ShapedProxy(fx.Proxy):
     """A value in the graph, whose sizes are integers where they do not depend on the batch."""
 
     tracer: ShapedTracer
-
     _is_param = False  # which torch asks of whatever is a tensor
 
     @property  # type: ignore[misc]  # of all objects it can be written
@@ -106,6 +105,14 @@ class ShapedProxy(fx.Proxy):
                 ]
             )
         return super().__iter__()
+
+    def __int__(self) -> int:
+        """Of a size, or of what is told of one, where it does not depend on the batch."""
+        return int(self.tracer.number(self))
+
+    def __float__(self) -> float:
+        """See `__int__`."""
+        return float(self.tracer.number(self))
 
     def __setitem__(self, which: Any, value: Any) -> None:
         """As of a tensor: this is the tensor with the value in it from here on."""
@@ -240,10 +247,18 @@ class ShapedTracer(LayerTracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """See `fx.Tracer`: which way a forward goes, where that depends on sizes, and not on what is in a tensor."""
-        values = self.found(obj.node)
-        if isinstance(values[0], bool | int | float) and _alike(values) and self._known(obj.node):
-            return bool(values[0])
-        raise TraceError("symbolically traced variables cannot be used as inputs to control flow")
+        return bool(self.number(obj, "symbolically traced variables cannot be used as inputs to control flow"))
+
+    def number(self, proxy: fx.Proxy, otherwise: str = "it makes a number of what is not one for all images") -> Any:
+        """A number that is the same for each batch, and for whatever is in the images.
+
+        Raises:
+            TraceError: there is none, which is said.
+        """
+        values = self.found(proxy.node)
+        if isinstance(values[0], bool | int | float) and _alike(values) and self._known(proxy.node):
+            return values[0]
+        raise TraceError(otherwise)
 
     def _computed(self, node: fx.Node, which: int) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: self.found(used)[which])

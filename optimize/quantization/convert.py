@@ -53,7 +53,7 @@ from optimize.quantization.slices import drop_whole_slices
 from optimize.quantization.stream import free_stream
 from optimize.quantization.targets import Target
 from optimize.quantization.watchers import called_module
-from optimize.quantization.worded import write_bounds, write_types
+from optimize.quantization.worded import drop_empty, write_bounds, write_types
 from optimize.store.artifact import REFERENCE_FILE, Product
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import save_program
@@ -95,6 +95,7 @@ def trace_calls(
     note_shapes(graph_module, example)  # of what attention has become, too
     write_types(graph_module)
     write_bounds(graph_module)
+    drop_empty(graph_module)
     take_pieces(graph_module)
     free_masks(graph_module)
     free_sizes(graph_module)

@@ -15,7 +15,7 @@ _BOUNDS: Final = {"min": torch.maximum, "max": torch.minimum}
 
 
 def write_types(module: fx.GraphModule) -> int:
-    """Write ``x.type_as(y)`` as ``x.to(dtype)``, in place: it reads no number of ``y``.
+    """Write ``x.type_as(y)`` and ``x.to(y)`` as ``x.to(dtype)``, in place: they read no number of ``y``.
 
     torch.ao has ``y`` dequantized for it, and an exporter drops it; what is left has other quantizers than the program.
 
@@ -25,13 +25,46 @@ def write_types(module: fx.GraphModule) -> int:
     Returns:
         How many were written.
     """
-    found = [node for node in module.graph.nodes if called_function(node) in ("type_as", torch.Tensor.type_as)]
+    found = [node for node in module.graph.nodes if _asks_for_a_type(node)]
     for node in found:
         given, *_ = node.args
         with module.graph.inserting_before(node):
             replace(node, module.graph.call_method("to", (given, node.meta["tensor_meta"].dtype)))
     module.recompile()
     return len(found)
+
+
+def _asks_for_a_type(node: fx.Node) -> bool:
+    """Whether it gives a tensor the type of another one."""
+    called = called_function(node)
+    return called == "type_as" or (called == "to" and any(shape_of(other) is not None for other in node.args[1:]))
+
+
+def drop_empty(module: fx.GraphModule) -> int:
+    """Leave out what has no numbers where something is put together, in place: no int8 program holds such a tensor.
+
+    vit-pytorch's ViT has tokens of its own, of which there are none where it takes the mean.
+
+    Args:
+        module: traced, with the shapes that `note_shapes` notes.
+
+    Returns:
+        Of how many concatenations.
+    """
+    changed = 0
+    for node in list(module.graph.nodes):
+        if called_function(node) not in (torch.cat, torch.concat, torch.concatenate):
+            continue
+        parts: Any = node.args[0] if node.args else node.kwargs["tensors"]
+        left = [part for part in parts if 0 not in (shape_of(part) or ())]
+        if len(left) == 1 < len(parts):
+            replace(node, left[0])
+        elif 1 < len(left) < len(parts):
+            node.args, node.kwargs = (left, *node.args[1:]), {k: v for k, v in node.kwargs.items() if k != "tensors"}
+        changed += 0 < len(left) < len(parts)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return changed
 
 
 def write_bounds(module: fx.GraphModule) -> int:

@@ -15,6 +15,7 @@ from .workbench import Between, is_meant
 
 BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "typed as another": lambda x: x + torch.linspace(0, 1, 8, dtype=torch.float64)[:, None, None].type_as(x),
+    "made like another": lambda x: x + torch.linspace(0, 1, 8, dtype=torch.float64)[:, None, None].to(x),
     "a mask, typed as another": lambda x: x * (x > 0).type_as(x),
     "clamped to tensors": lambda x: torch.clamp(x, -torch.ones(8, 1, 1), torch.linspace(0.5, 2, 8)[:, None, None]),
     "clamped to what depends on the image": lambda x: x.clamp(-torch.ones(1), x.amax((2, 3), keepdim=True) * 0.5),
@@ -61,3 +62,22 @@ MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_masks_and_whole_numbers_change_their_shape_in_int8_graphs(way, target, tmp_path):
     torch.manual_seed(0)
     is_meant(Masking(MASKS[way]), tmp_path, target, above=20)
+
+
+class Spare(nn.Module):
+    """As vit-pytorch's ViT: it has as many tokens of its own as it is told to, and that may be none."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.stem, self.layer, self.head = nn.Conv2d(1, 8, 4, 4), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.tokens = nn.Parameter(torch.randn(count, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.tokens.expand(x.shape[0], -1, -1)
+        return self.head(self.layer(torch.cat((tokens, self.stem(x).flatten(2).mT), dim=1)).mean(1))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_nothing_that_is_put_in_front_is_left_out(count, tmp_path):
+    torch.manual_seed(0)
+    is_meant(Spare(count), tmp_path, "auto", above=20)
