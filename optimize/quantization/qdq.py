@@ -41,7 +41,7 @@ from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.folds import write_out_folds
 from optimize.quantization.forgetting import forgotten
-from optimize.quantization.joined import read_joined
+from optimize.quantization.joined import part_joined, read_joined
 from optimize.quantization.lines import write_out_lines
 from optimize.quantization.reductions import keep_reductions
 from optimize.quantization.resizes import write_out_resizes
@@ -163,6 +163,7 @@ def lower(
     if target.packed:  # what CPUs run
         keep_reductions(module)
         keep_borders(module)
+        part_joined(module)
     else:
         write_out_folds(module)
         write_out_lines(module)

@@ -403,6 +403,24 @@ def joined(operator: str, *others: str, zero: int = 118, pair: bool = True) -> E
     return edit
 
 
+def along(axis: int, apart: bool = False) -> Edit:
+    """What is put together of integers along an axis, quantized again, and what a linear layer makes of it."""
+
+    def edit(graph: Written) -> None:
+        weight = {"w": np.ones((8, 8), np.int8), "ws": np.float32(0.01), "wz": np.int8(0)}
+        graph.tensors |= {f"linear_{name}": value for name, value in weight.items()}
+        graph.tensors["lowest"] = np.finfo(np.float32).min
+        graph.ranks["parts"] = 4
+        graph.before("second", "Concat", ["y", "y"], "parts", axis=axis)
+        graph.before("second", "Max", ["parts", "lowest"], "larger")
+        graph.before("second", "QuantizeLinear", ["larger" if apart else "parts", "y_scale", "y_zero"], "parts_q")
+        graph.before("second", "DequantizeLinear", ["parts_q", "y_scale", "y_zero"], "together")
+        graph.before("second", "DequantizeLinear", ["linear_w", "linear_ws", "linear_wz"], "linear_wf")
+        graph.before("second", "MatMul", ["together", "linear_wf"], "linear")
+
+    return edit
+
+
 def padded(*sizes: int, zero: int = 118, number: float = 0.0, sliced: bool = False, **attributes: Any) -> Edit:
     """A border around what is dequantized, or a part of it."""
 
@@ -473,6 +491,9 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("joined-pair", (), "Mul_made", joined("Mul", "y")),
     ("joined-pair", (), "Relu_made", joined("Relu", zero=0)),
     ("joined-pair", (), "Abs_made", joined("Abs")),
+    *[("joined-tokens", ("cpu", "x86"), "MatMul_linear", along(axis)) for axis in (1, 2, -2)],
+    *[("joined-tokens", (), "MatMul_linear", along(axis)) for axis in (3, -1)],
+    ("joined-tokens", (), "MatMul_linear", along(1, apart=True)),
     ("per-channel-activation", ("tensorrt",), "QuantizeLinear_y_q", per_channel_activation),
     ("unfolded-weight", EVERYWHERE, "QuantizeLinear_first_wq", unfolded),
     ("half-quantized-layer", EVERYWHERE, "Conv_first", float_weight),

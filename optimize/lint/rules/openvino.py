@@ -103,6 +103,30 @@ def joined(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             )
 
 
+@rule("joined-tokens", "warning", CPUS)
+def joined_tokens(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """A linear layer reads no integers that are put together along another axis: OpenVINO cannot open such a graph.
+
+    OpenVINO (2026.4.1) moves the quantizer in front of the Concat, and divides the layer's weight by a scale for each
+    token (see `optimize.quantization.joined`).
+    """
+    for node in graph.of("MatMul", "Gemm"):
+        given = graph.producer(node)
+        quantizer = graph.producer(given) if given is not None and given.op_type == "DequantizeLinear" else None
+        parts = graph.producer(quantizer) if quantizer is not None and quantizer.op_type == "QuantizeLinear" else None
+        if parts is None or parts.op_type != "Concat" or not graph.in_integers(node):
+            continue
+        rank, axis = graph.rank(parts.output[0]), attribute(parts, "axis", 0)
+        if rank is None or axis % rank == rank - 1:
+            continue
+        if all(graph.dequantized(parts, number) for number in range(len(parts.input))):
+            yield Fault(
+                label(node),
+                f"it reads what {label(parts)} puts together of integers along another axis: OpenVINO cannot open that",
+                "put a Max with the lowest float, which changes nothing, between the Concat and its QuantizeLinear",
+            )
+
+
 def _reduced(graph: Graph, node: NodeProto) -> Sequence[int]:
     """Which inputs a node sums or takes means of, over anything but a map."""
     if node.op_type == "Einsum":
