@@ -18,6 +18,7 @@ from optimize.errors import PassError
 from optimize.export.alike import require_alike
 from optimize.export.aten import program_of, unplaced
 from optimize.export.decomposing import decomposed_where_needed
+from optimize.export.deviations import write_out_deviations
 from optimize.export.plain import (
     write_out_attention,
     write_out_circles,
@@ -71,6 +72,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         write_out_attention(exported.graph_module)
         write_out_norms(exported.graph_module)
         write_out_slopes(exported.graph_module)
+        write_out_deviations(exported.graph_module)
         write_out_copies(exported)
         with read_once(), decomposed_where_needed(), promoted_by_notes():
             try:

@@ -22,19 +22,25 @@ _METHODS = ("expand", "new_zeros", "new_ones", "new_empty")
 
 @contextmanager
 def taken_by_torch() -> Iterator[None]:
-    """While a network is traced, give torch sizes in a tuple, and call scripted functions as they were written."""
+    """While a network is traced, give torch what it takes: sizes in a tuple, types, scripted functions as written."""
     with ExitStack() as undone:
         for name in _FUNCTIONS:
-            original = getattr(torch, name)
-            setattr(torch, name, _sizes_together(original, before=0))
-            undone.callback(setattr, torch, name, original)
-        for name in _METHODS:  # of a class of C++, which torch's own, in Python, inherits from
-            setattr(torch.Tensor, name, _sizes_together(getattr(torch.Tensor, name), before=1))
-            undone.callback(delattr, torch.Tensor, name)
-        scripted: Any = torch.jit.ScriptFunction
-        undone.callback(setattr, scripted, "__call__", scripted.__call__)
-        scripted.__call__ = _as_written(scripted.__call__)
+            _put(undone, torch, name, _sizes_together(getattr(torch, name), before=0))
+        for name in _METHODS:
+            _put(undone, torch.Tensor, name, _sizes_together(getattr(torch.Tensor, name), before=1))
+        _put(undone, torch.Tensor, "type", _type_of(torch.Tensor.type))
+        _put(undone, torch, "finfo", _ends_of(torch.finfo))
+        _put(undone, torch.jit.ScriptFunction, "__call__", _as_written(torch.jit.ScriptFunction.__call__))
         yield
+
+
+def _put(undone: ExitStack, owner: Any, name: str, other: Callable[..., Any]) -> None:
+    """Put another in the place of what a module or a class has, or inherits, until all is undone."""
+    if name in vars(owner):
+        undone.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undone.callback(delattr, owner, name)
+    setattr(owner, name, other)
 
 
 def _sizes_together(original: Callable[..., Any], before: int) -> Callable[..., Any]:
@@ -46,6 +52,25 @@ def _sizes_together(original: Callable[..., Any], before: int) -> Callable[..., 
         if sizes and isinstance(sizes[0], fx.Proxy):
             args = (*args[:before], sizes)
         return original(*args, **settings)
+
+    return called
+
+
+def _type_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``table.type(x.dtype)`` as ``table.to(x.dtype)``."""
+
+    @functools.wraps(original)
+    def called(tensor: torch.Tensor, *asked: Any, **settings: Any) -> Any:
+        return tensor.to(*asked) if asked and isinstance(asked[0], fx.Proxy) else original(tensor, *asked, **settings)
+
+    return called
+
+
+def _ends_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The ends of a type that a proxy's tensor has."""
+
+    def called(*asked: Any) -> Any:
+        return original(*(kind.root.found_dtype if isinstance(kind, fx.proxy.Attribute) else kind for kind in asked))
 
     return called
 

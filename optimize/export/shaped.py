@@ -76,6 +76,12 @@ class ShapedProxy(fx.Proxy):
         return self.shape if dim is None else self.shape[dim]
 
     @property
+    def found_dtype(self) -> torch.dtype:
+        """The type that it had of the example: what asks it as ``dtype`` may be run in another."""
+        dtype: torch.dtype = self.tracer.found(self.node)[0].dtype
+        return dtype
+
+    @property
     def ndim(self) -> Any:
         """As of a tensor."""
         return self.dim()

@@ -60,6 +60,41 @@ def _computes(node: fx.Node) -> bool:
     )
 
 
+def write_aside(module: fx.GraphModule) -> int:
+    """Write what operators write into tensors that nobody reads afterwards as new tensors, in place.
+
+    A ``relu_`` is a ``relu`` then: for all who look for one, and for `merge_alike`.
+
+    Args:
+        module: a program's, of ``aten`` operators.
+
+    Returns:
+        How many.
+    """
+    place = {node: number for number, node in enumerate(module.graph.nodes)}
+    found = 0
+    for node in module.graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+            continue
+        name, given = target._schema.name.removeprefix("aten::").removesuffix("_"), node.args[0]
+        other = getattr(getattr(_ATEN, name, None), target._overloadname, None)
+        if other is None or not isinstance(given.target, torch._ops.OpOverload) or _aliases(given):
+            continue
+        others = [user for user in given.users if user is not node]
+        if any(place[user] > place[node] or _views(user) for user in others):
+            continue
+        node.target = other
+        found += 1
+    module.recompile()
+    return found
+
+
+def _views(node: fx.Node) -> bool:
+    """Whether it may give a part of what it is given."""
+    return not isinstance(node.target, torch._ops.OpOverload) or _aliases(node)
+
+
 def _written(node: fx.Node) -> bool:
     """Whether somebody changes a tensor where it lies, or by a view of it (a program has its ``relu_`` still)."""
     return any(

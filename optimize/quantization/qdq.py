@@ -36,7 +36,7 @@ from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
 from optimize.quantization.borders import keep_borders
 from optimize.quantization.clamps import round_clamps
-from optimize.quantization.duplicates import content, merge_alike
+from optimize.quantization.duplicates import content, merge_alike, write_aside
 from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.folds import write_out_folds
@@ -118,6 +118,7 @@ def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     """
     module = program_of(module, example).module()
     assert isinstance(module, fx.GraphModule)
+    write_aside(module)
     _fold_weights(module)
     _drop_doubled(module)
     merge_alike(module)

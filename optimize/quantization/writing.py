@@ -75,8 +75,8 @@ def shape_of(node: Any) -> torch.Size | None:
 
 
 def is_float(operand: Any) -> bool:
-    """Whether an operand is a tensor of floats: masks, whole and complex numbers have no range."""
-    return shape_of(operand) is not None and operand.meta["tensor_meta"].dtype.is_floating_point
+    """Whether an operand is a tensor of floats: masks, whole, double and complex numbers have no range."""
+    return shape_of(operand) is not None and operand.meta["tensor_meta"].dtype == torch.float32
 
 
 def made_of(node: fx.Node) -> Iterator[fx.Node]:

@@ -52,6 +52,8 @@ CASES: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...] = (
     (3, lambda x: (x * 0.7).relu()),
     (1, torch.relu),
     (2, lambda x: x.relu() * 0.7),
+    (1, torch.relu_),
+    (2, lambda x: nn.functional.relu(x, inplace=True)),
 )
 
 

@@ -166,6 +166,46 @@ def test_a_slope_that_was_drawn_in_training_is_its_mean(tmp_path):
         torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), module(batch), rtol=1e-5, atol=1e-6)
 
 
+DEVIATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "variance": lambda x: x.var(1, keepdim=True),
+    "of all": lambda x: torch.var(x, dim=(1, -1), unbiased=False),
+    "deviation": lambda x: x.std((2, 3), correction=2),
+    "beside its mean": lambda x: sum(torch.var_mean(x, 1), torch.zeros(())),
+    "both kept": lambda x: torch.stack(torch.std_mean(x, dim=(2, 3), keepdim=True, correction=0), 1),
+    "the mean alone": lambda x: torch.var_mean(x, 2)[1],
+}
+
+
+@pytest.mark.parametrize("way", DEVIATIONS)
+def test_a_variance_is_written_without_asking_how_many_images_there_are(way, tmp_path):
+    class Spread(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return DEVIATIONS[way](x).flatten(1)
+
+    batch = torch.randn(5, 3, 7, 8)
+    model = export_onnx(Spread(), batch[:2], tmp_path / "model.onnx")
+    torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), Spread()(batch), rtol=1e-4, atol=1e-5)
+    assert "Expand" not in {node.op_type for node in model.graph.node}
+
+
+class Spreading(nn.Module):
+    """As networks without a norm of torch's norm their channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.next, self.head = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        variance, mean = torch.var_mean(x, 1, keepdim=True)
+        return self.head(self.next((x - mean) / (variance + 0.1).sqrt()).amax((2, 3)))
+
+
+def test_openvino_answers_as_the_integers_of_a_network_that_norms_by_a_variance(tmp_path):
+    torch.manual_seed(0)
+    assert_openvino_gives_what_is_meant(Spreading().eval(), tmp_path)
+
+
 class Panorama(nn.Module):
     """What lies beyond one side of the image is what lies at the other."""
 

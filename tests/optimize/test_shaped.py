@@ -56,6 +56,7 @@ class Counting(nn.Module):
         assert len(x.shape) == 4
         assert x.device.type != "meta"
         assert x.shape == images[:, :1].expand(-1, 4, -1, -1)[..., 2:, 2:].shape
+        assert int(x.size(0) == -1) == 0.0 == float(x.shape[0] < 0)
         total = x.new_zeros(x.size(0), int(math.sqrt(x.shape[1])))
         for row in range(x.size(-2)):
             total = total + x[:, :2, row].mean(-1)
@@ -267,6 +268,10 @@ SIZED: dict[str, Callable[[Sized, torch.Tensor], torch.Tensor]] = {
     "as a buffer": lambda net, x: net.table.new_zeros(x.shape[0], 4, 1, 1) + net.table.new_ones(x.size(0), 1, 1, 1),
     "a tensor": lambda net, x: net.beside.expand(x.size(0), 4, 8, 8),
     "made here": lambda net, x: torch.arange(8).expand(x.shape[0], 1, 8, 8),
+    "of a type that is asked for": lambda net, x: (
+        net.table.type(x.dtype) + net.beside.type(torch.float64).type(x.dtype)
+    ),
+    "the end of a type": lambda net, x: torch.full_like(x, torch.finfo(x.dtype).eps) + torch.finfo(torch.half).tiny,
     "in a tuple": lambda net, x: torch.zeros((x.shape[0], 1, 8, 8)) + net.table.expand((x.shape[0], -1, 8, 8)),
 }
 

@@ -20,6 +20,7 @@ BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clamped to tensors": lambda x: torch.clamp(x, -torch.ones(8, 1, 1), torch.linspace(0.5, 2, 8)[:, None, None]),
     "clamped to what depends on the image": lambda x: x.clamp(-torch.ones(1), x.amax((2, 3), keepdim=True) * 0.5),
     "divided and rounded down": lambda x: x // 0.25 * 0.25 + x,
+    "in double precision": lambda x: (x.double() - x.double().mean(1, keepdim=True)).float(),
     "clamped from below": lambda x: torch.clip(x, min=x.mean((2, 3), keepdim=True)),
 }
 
