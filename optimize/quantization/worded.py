@@ -56,6 +56,8 @@ def drop_empty(module: fx.GraphModule) -> int:
         if called_function(node) not in (torch.cat, torch.concat, torch.concatenate):
             continue
         parts: Any = node.args[0] if node.args else node.kwargs["tensors"]
+        if isinstance(parts, fx.Node):
+            continue  # what is put together was one tensor
         left = [part for part in parts if 0 not in (shape_of(part) or ())]
         if len(left) == 1 < len(parts):
             replace(node, left[0])
