@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 from collections import Counter
 from typing import Any
 
@@ -117,19 +117,11 @@ def _detach(graph_module: fx.GraphModule) -> None:
 
 def _settle_numbers(graph_module: fx.GraphModule) -> None:
     """Put what a tensor of the network's says as a number, ``self.temperature.item()``, in the place of its asking."""
-    graph = graph_module.graph
-    for node in list(graph.nodes):
-        if node.op != "call_method" or node.target != "item":
-            continue
-        try:
-            number = constant_value(graph_module, node)
-        except NotConstantError:
-            continue
-        given = {node: number}
-        for user in list(node.users):
-            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), functools.partial(_looked_up, given))
-        graph.erase_node(node)
-
-
-def _looked_up(known: dict[fx.Node, Any], node: fx.Node) -> Any:
-    return known.get(node, node)
+    known: dict[fx.Node, Any] = {}
+    for node in graph_module.graph.nodes:
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: known.get(used, used))
+        if node.op == "call_method" and node.target == "item":
+            with contextlib.suppress(NotConstantError):
+                known[node] = constant_value(graph_module, node)
+    for node in reversed(known):
+        graph_module.graph.erase_node(node)

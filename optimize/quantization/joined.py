@@ -21,6 +21,7 @@ from torch import fx
 
 from optimize.quantization.explicit import MOVES, quantizing
 from optimize.quantization.unmoved import keep_floats
+from optimize.quantization.watchers import leads_to
 
 _ATEN = torch.ops.aten
 _RELU = _ATEN.relu.default
@@ -82,19 +83,14 @@ def _is_misread(quantizer: fx.Node) -> bool:
     axis = joined.args[1] if joined.target is _ATEN.cat.default and len(joined.args) > 1 else 0
     own = joined.target is _ATEN.cat.default and axis % rank == rank - 1
     direct = {reader for pair in quantizer.users for reader in pair.users}
-    waiting, met = [*direct], set(direct)
-    while waiting:
-        reader = waiting.pop()
-        if reader.target is _ATEN.linear.default and not (own and reader in direct):
-            return True
-        if reader.target is _ATEN.pixel_shuffle.default:
-            return True
-        if reader.target in _CONVOLUTIONS and rank == _TOKENS and reader not in direct:
-            return True
-        if reader.target in _PASSED or quantizing(reader):
-            waiting += (onward := set(reader.users) - met)
-            met |= onward
-    return False
+
+    def misreads(reader: fx.Node) -> bool:
+        if reader.target is _ATEN.linear.default:
+            return not (own and reader in direct)
+        line = reader.target in _CONVOLUTIONS and rank == _TOKENS and reader not in direct
+        return line or reader.target is _ATEN.pixel_shuffle.default
+
+    return leads_to(quantizer, misreads, lambda node: node.target in _PASSED or bool(quantizing(node)))
 
 
 def _range_of_parts(node: fx.Node) -> tuple[Any, ...] | None:

@@ -59,11 +59,13 @@ def drop_empty(module: fx.GraphModule) -> int:
         if isinstance(parts, fx.Node):
             continue  # what is put together was one tensor
         left = [part for part in parts if 0 not in (shape_of(part) or ())]
-        if len(left) == 1 < len(parts):
+        if not 0 < len(left) < len(parts):
+            continue
+        if len(left) == 1:
             replace(node, left[0])
-        elif 1 < len(left) < len(parts):
+        else:
             node.args, node.kwargs = (left, *node.args[1:]), {k: v for k, v in node.kwargs.items() if k != "tensors"}
-        changed += 0 < len(left) < len(parts)
+        changed += 1
     module.graph.eliminate_dead_code()
     module.recompile()
     return changed

@@ -88,14 +88,12 @@ def joined(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """
     for node in graph.of("Relu", "Mul", "Add", "Sub", "Div"):
         varying = [number for number, name in enumerate(node.input) if not graph.constant(name)]
-        given = graph.producer(node, varying[0]) if len(varying) == 1 else None
-        if given is None or given.op_type != "DequantizeLinear" or not graph.before_integers(node):
+        parts = _put_together(graph, node, varying[0]) if len(varying) == 1 else None
+        if parts is None or not graph.before_integers(node):
             continue
-        quantizer, zero = graph.producer(given), graph.values(given, 2)
-        parts = graph.producer(quantizer) if quantizer is not None and quantizer.op_type == "QuantizeLinear" else None
-        if parts is None or parts.op_type != "Concat" or zero is None or not zero.any():
-            continue
-        if all(graph.dequantized(parts, number) for number in range(len(parts.input))):
+        given = graph.producer(node, varying[0])
+        zero = None if given is None else graph.values(given, 2)
+        if zero is not None and zero.any():
             yield Fault(
                 label(node),
                 f"it reads what {label(parts)} puts together behind a quantizer: OpenVINO ends the process for that",
@@ -111,20 +109,28 @@ def joined_tokens(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     token (see `optimize.quantization.joined`).
     """
     for node in graph.of("MatMul", "Gemm"):
-        given = graph.producer(node)
-        quantizer = graph.producer(given) if given is not None and given.op_type == "DequantizeLinear" else None
-        parts = graph.producer(quantizer) if quantizer is not None and quantizer.op_type == "QuantizeLinear" else None
-        if parts is None or parts.op_type != "Concat" or not graph.in_integers(node):
+        parts = _put_together(graph, node, 0)
+        if parts is None or not graph.in_integers(node):
             continue
         rank, axis = graph.rank(parts.output[0]), attribute(parts, "axis", 0)
-        if rank is None or axis % rank == rank - 1:
-            continue
-        if all(graph.dequantized(parts, number) for number in range(len(parts.input))):
+        if rank is not None and axis % rank != rank - 1:
             yield Fault(
                 label(node),
                 f"it reads what {label(parts)} puts together of integers along another axis: OpenVINO cannot open that",
                 "put a Max with the lowest float, which changes nothing, between the Concat and its QuantizeLinear",
             )
+
+
+def _put_together(graph: Graph, node: NodeProto, number: int) -> NodeProto | None:
+    """The Concat of integers that an input comes from behind a pair of its own; None: from anything else."""
+    found = graph.producer(node, number)
+    for operator in ("DequantizeLinear", "QuantizeLinear"):
+        if found is None or found.op_type != operator:
+            return None
+        found = graph.producer(found)
+    if found is None or found.op_type != "Concat":
+        return None
+    return found if all(graph.dequantized(found, part) for part in range(len(found.input))) else None
 
 
 def _reduced(graph: Graph, node: NodeProto) -> Sequence[int]:
