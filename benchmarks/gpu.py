@@ -275,6 +275,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--clients", type=_numbers, default=CLIENTS, help="requests at once of the JPEG part")
     found.add_argument("--decoders", type=_words(DECODERS), default=DECODERS, help=f"of {', '.join(DECODERS)}")
     found.add_argument("--where", type=_words(PLACES), default=PLACES, help=f"of {', '.join(PLACES)}")
+    found.add_argument("--processes", type=int, default=1, help="processes of our own server in the JPEG part")
     found.add_argument("--jpeg-seconds", type=float, default=2.0, help="for each figure of the JPEG part")
     parts = found.add_mutually_exclusive_group()
     parts.add_argument("--no-networks", action="store_true", help="measure the part that begins with JPEG bytes alone")
@@ -321,6 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     clients=options.clients,
                     seconds=options.jpeg_seconds,
                     names=options.decoders,
+                    processes=options.processes,
                     places=options.where,
                     done=partial(state.has, "jpeg"),
                 ):

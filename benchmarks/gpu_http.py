@@ -35,13 +35,14 @@ _TIMEOUT_S = 60.0
 
 
 @contextmanager
-def ask_over_http(where: str, folder: Path, device: torch.device) -> Iterator[tuple[Ask, Classes]]:
+def ask_over_http(where: str, folder: Path, device: torch.device, processes: int = 1) -> Iterator[tuple[Ask, Classes]]:
     """A running server of an artifact: what asks it for a figure, and for the best classes of images.
 
     Args:
         where: of `SERVERS`.
         folder: of the artifact, with its ``serving.json``.
         device: where it runs; a server takes the first GPU.
+        processes: of our own server.
 
     Raises:
         ImportError: what serves is not installed.
@@ -56,7 +57,8 @@ def ask_over_http(where: str, folder: Path, device: torch.device) -> Iterator[tu
     with tempfile.TemporaryDirectory(prefix="bench-gpu-http-") as scratch:
         archive = pack(folder, told, Path(scratch), "measured")
         gpus = None if device.type == "cuda" else 0
-        with serving(SERVERS[where], {"measured": archive}, Path(scratch), told.queue_limit, gpus=gpus) as live:
+        kind, archives = SERVERS[where], {"measured": archive}
+        with serving(kind, archives, Path(scratch), told.queue_limit, gpus=gpus, processes=processes) as live:
 
             def ask(files: Sequence[bytes], clients: int, seconds: float) -> dict[str, Any]:
                 items = tuple(Item(str(number), data, "image/jpeg") for number, data in enumerate(files))

@@ -60,6 +60,7 @@ def measure_jpeg(
     seconds: float,
     names: Sequence[str],
     places: Sequence[str],
+    processes: int = 1,
     done: Callable[[str], bool],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measure what is served, with decoders, in process and over HTTP.
@@ -71,6 +72,7 @@ def measure_jpeg(
         seconds: for each figure.
         names: of decoders.
         places: of `PLACES`.
+        processes: of our own server.
         done: whether a key was measured before.
 
     Yields:
@@ -83,7 +85,9 @@ def measure_jpeg(
     wanted: list[int] | None = None
     # The runtime's own decoder in process comes first, asked for or not: the others' answers are compared with its.
     for name, where in dict.fromkeys(((CPU, PLACES[0]), *product(names, places))):
-        keys = {count: f"{where}, {name}|{count}" for count in clients}
+        together = processes if SERVERS.get(where) == "own" else 1
+        told_where = where if together == 1 else f"{where} of {together} processes"
+        keys = {count: f"{told_where}, {name}|{count}" for count in clients}
         if wanted is not None and all(map(done, keys.values())):
             continue
         failed = ""
@@ -91,7 +95,8 @@ def measure_jpeg(
             decoder = open_decoder(name, device)
             pixels = difference(files[:compared], decoder, subject.preprocessing)
             folder, execution = served(subject, device, name, max(clients), work / f"{where} {name}")
-            opened = in_process(folder, device) if where == PLACES[0] else ask_over_http(where, folder, device)
+            inside = where == PLACES[0]
+            opened = in_process(folder, device) if inside else ask_over_http(where, folder, device, together)
             with opened as (ask, classes):
                 top = classes(files[:compared])
                 wanted = wanted or top

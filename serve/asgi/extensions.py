@@ -10,19 +10,27 @@ from serve.asgi.metrics import Metrics
 if TYPE_CHECKING:
     from serve.asgi.application import Application
     from serve.asgi.process import Settings
+    from serve.asgi.siblings import Siblings
 
 
-def extend(application: Application, settings: Settings) -> None:
+def extend(application: Application, settings: Settings, siblings: Siblings | None = None) -> None:
     """Add every protocol's routes, observers and companions to the application.
 
     Args:
         application: has TorchServe's paths and the request log.
         settings: how the process serves.
+        siblings: the processes that serve the same beside this one, if any do.
     """
     kserve_routes.add_routes(application)
     oip_routes.add_routes(application)
-    Metrics(application)
+    Metrics(application, siblings)
     if settings.grpc_port is not None:
         from serve.asgi.grpc_server import GrpcServer  # grpcio takes a tenth of a second, and threads
 
-        GrpcServer(application, settings.listening, port=settings.grpc_port, grace_s=settings.drain_s).attach()
+        GrpcServer(
+            application,
+            settings.listening,
+            port=settings.grpc_port,
+            grace_s=settings.drain_s,
+            shared=siblings is not None,
+        ).attach()

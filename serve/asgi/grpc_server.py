@@ -42,13 +42,21 @@ class GrpcServer:
         listening: at whose host, and with whose certificate.
         port: 0 takes a free one, and ``port`` says which.
         grace_s: seconds for requests that are under way when it stops.
+        shared: whether other processes of this user may listen at the port, too.
     """
 
     def __init__(
-        self, application: Application, listening: Listening | None = None, *, port: int = 0, grace_s: float = 30.0
+        self,
+        application: Application,
+        listening: Listening | None = None,
+        *,
+        port: int = 0,
+        grace_s: float = 30.0,
+        shared: bool = False,
     ) -> None:
         self.application = application
         self.port = port
+        self._shared = shared
         self._listening = listening or Listening()
         self._grace_s = grace_s
         limits = application.limits
@@ -80,7 +88,8 @@ class GrpcServer:
                 ("grpc.max_connection_idle_ms", limits.keep_alive_s * 1000),
                 # Of a message that is not read, no more than HTTP/2's first window: it would grow with the bandwidth.
                 ("grpc.http2.bdp_probe", 0),
-                ("grpc.so_reuseport", 0),  # or a second server would share the port, and the requests
+                # Else a second server would share the port, and the requests.
+                ("grpc.so_reuseport", int(self._shared)),
             ],
         )
         methods: dict[str, Callable[[Any, _Asked], Awaitable[Any]]] = {

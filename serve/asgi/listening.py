@@ -10,6 +10,7 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from serve.asgi.tls import Tls
 from serve.runtime.errors import UserError
@@ -77,7 +78,18 @@ class Listening:
         Raises:
             UserError: it is taken, or cannot be.
         """
-        return self._open_unix(self.path) if self.path is not None else self._open_tcp()
+        return self._open_unix(self.path) if self.path is not None else self._open_tcp(self.port)
+
+    def join(self, port: int) -> socket.socket:
+        """Listen beside another process of this user that let it; the kernel deals out who connects from then on.
+
+        Args:
+            port: where the other listens, by a socket that was given to `shared`.
+
+        Raises:
+            UserError: it cannot be.
+        """
+        return self._open_tcp(port, beside=True)
 
     def socket_file(self) -> SocketFile | None:
         """The file of the unix socket that `open` made just now; None: it is none of a path."""
@@ -86,11 +98,11 @@ class Listening:
         found = self.path.lstat()
         return SocketFile(self.path, found.st_dev, found.st_ino)
 
-    def url(self, opened: socket.socket) -> str:
-        """The address for a person: of a socket that `open` gave."""
+    def url(self, address: tuple[str, int]) -> str:
+        """The address for a person: host and port of a socket that `open` gave."""
         if self.path is not None:
             return f"unix:{self.path}"
-        host, port = opened.getsockname()[:2]
+        host, port = address
         scheme = "https" if self.certificate is not None else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
@@ -106,22 +118,28 @@ class Listening:
             told.append(f"no token: {'whoever reaches it' if self.expose else who} is answered")
         return told
 
-    def _open_tcp(self) -> socket.socket:
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which reads the files of TLS by itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "tls"}
+
+    def _open_tcp(self, port: int, *, beside: bool = False) -> socket.socket:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
-                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                self.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             opened = socket.socket(family, kind, protocol)
         except OSError as error:
             raise UserError(f"--host {self.host}: {error.strerror}") from None
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if beside:
+                shared(opened)
             opened.bind(address)
             opened.listen(_WAITING)
         except OSError as error:
             opened.close()
             raise UserError(
-                f"{self.host}:{self.port} cannot be used ({error.strerror}): stop what listens there or choose another "
+                f"{self.host}:{port} cannot be used ({error.strerror}): stop what listens there or choose another "
                 "--port"
             ) from None
         return opened
@@ -142,6 +160,14 @@ class Listening:
         finally:
             os.umask(before)
         return opened
+
+
+def shared(opened: socket.socket) -> None:
+    """Let other processes of this user listen beside a socket (SO_REUSEPORT of Linux 3.9: an even share for each).
+
+    It may listen already: a socket that was opened by itself has seen before that nobody else has the address.
+    """
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
 @dataclass(frozen=True)

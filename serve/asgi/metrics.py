@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from serve.asgi.application import Application
     from serve.asgi.call import Call
     from serve.asgi.models import Served
+    from serve.asgi.siblings import Siblings
     from serve.runtime.observing import Observation
 
 #: Seconds, of whole requests.
@@ -46,9 +48,10 @@ class Metrics:
 
     Args:
         application: whose; it is observed from now on, and answers ``GET /metrics``.
+        siblings: the processes that serve the same beside this one, of which it tells as well.
     """
 
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: Application, siblings: Siblings | None = None) -> None:
         # A series beside each counter and histogram that nobody asks for.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
@@ -71,6 +74,10 @@ class Metrics:
         )
         application.observers.append(self.observe)
         application.router.add("GET", "/metrics", self.answer)
+        self._siblings = siblings
+        if siblings is not None:
+            application.on_start.append(functools.partial(siblings.listen, self.registry.collect))
+            application.on_stop.append(siblings.close)
 
     def observe(self, observation: Observation) -> None:
         """Count a request that is over."""
@@ -93,7 +100,10 @@ class Metrics:
             encode, content_type = choose_encoder(call.headers.get("accept", ""))
         except TypeError:  # prometheus_client 0.26, of a version that is no number
             encode, content_type = choose_encoder("")
-        return Response(200, encode(self.registry), content_type)
+        told: _Told | CollectorRegistry = self.registry
+        if self._siblings is not None:
+            told = _Told(await self._siblings.gather(self.registry.collect()))
+        return Response(200, encode(told), content_type)
 
     def _child(self, metric: _Metric, *values: str) -> _Metric:
         """The series of some labels, looked up once: that is most of what counting costs."""
@@ -107,6 +117,17 @@ class Metrics:
 
     def _histogram(self, name: str, description: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, description, labels, buckets=buckets, registry=self.registry)
+
+
+class _Told(Collector):
+    """Metrics that were collected already."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        """Them."""
+        return self._metrics
 
 
 class _Now(Collector):

@@ -1,8 +1,9 @@
 """The server as a process in the foreground: it listens, loads, obeys signals, drains and ends.
 
-One process serves all models: each has a thread that owns its engine, and engines use all cores by themselves. A
-second process for the same model would hold it twice, halve its batches and take the first one's cores; to serve with
-more machines or GPUs, run one of these on each and balance before them.
+A process serves all models: each has a thread that owns its engine, and engines use all cores by themselves. A second
+process for the same model holds it twice, halves its batches and takes a share of the cores, which pays where Python's
+lock is what is short: at a GPU. See `group`; to serve with more machines or GPUs, run a server on each and balance
+before them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from serve.asgi import predictions
 from serve.asgi.application import Application
@@ -25,8 +28,10 @@ from serve.asgi.extensions import extend
 from serve.asgi.http_server import HttpServer, Loop, lock_in_turns, uvicorn_config, with_files
 from serve.asgi.listening import Listening, SocketFile
 from serve.asgi.loading import Wanted
+from serve.asgi.member import HasChanged, Hears, IsReady, Member
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
+from serve.asgi.siblings import Siblings
 from serve.asgi.tokens import Tokens
 from serve.runtime.errors import EngineError, PipelineError, UserError, message_of, one_line
 from serve.runtime.logs import RequestLog
@@ -87,8 +92,13 @@ class Settings:
                 raise UserError(f"{option} must be at most {_LONGEST_S} seconds, got {seconds}")
 
 
-def build(settings: Settings, models: Models) -> Application:
+def build(settings: Settings, models: Models, siblings: Siblings | None = None) -> Application:
     """The application with all its routes and observers.
+
+    Args:
+        settings: how it serves.
+        models: who answers.
+        siblings: the processes that serve the same beside this one, if any do.
 
     Raises:
         UserError: the file of tokens cannot be used.
@@ -97,17 +107,23 @@ def build(settings: Settings, models: Models) -> Application:
     application = Application(models, limits=settings.limits, tokens=tokens)
     predictions.add_routes(application)
     application.observers.append(RequestLog(settings.slow_s, every=settings.log_requests))
-    extend(application, settings)
+    extend(application, settings, siblings)
     return application
 
 
-def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callable[[str], None]) -> int:
+def run(
+    settings: Settings,
+    wanted: Callable[[], Sequence[Wanted]],
+    say: Callable[[str], None],
+    member: Member | None = None,
+) -> int:
     """Serve until a signal ends it: SIGTERM or SIGINT; a second one ends it at once. SIGHUP: see `wanted`.
 
     Args:
         settings: how.
         wanted: what; asked again at each SIGHUP, from a thread.
         say: gets each line for a person; it must not raise.
+        member: its place among the processes that serve together; None: it serves alone.
 
     Returns:
         The process's exit status: 0 where all that was accepted was answered.
@@ -118,10 +134,16 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
     """
     first = wanted()
     settings = replace(settings, limits=with_files(settings.limits, ports=1 if settings.grpc_port is None else 2))
-    opened = settings.listening.open()
-    file = settings.listening.socket_file()
-    with lock_in_turns(), opened, asyncio.Runner(loop_factory=Loop) as runner:
-        process = _Process(settings, wanted, say)
+    file = None
+    if member is None:
+        opened: socket.socket | None = settings.listening.open()
+        file = settings.listening.socket_file()
+    else:
+        opened = member.opened
+    with lock_in_turns(), ExitStack() as stack, asyncio.Runner(loop_factory=Loop) as runner:
+        if opened is not None:
+            stack.enter_context(opened)
+        process = _Process(settings, wanted, say, member)
         try:
             return runner.run(process.serve(opened, file, first))
         finally:
@@ -130,10 +152,19 @@ def run(settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callabl
 
 
 class _Process:
-    def __init__(self, settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        wanted: Callable[[], Sequence[Wanted]],
+        say: Callable[[str], None],
+        member: Member | None = None,
+    ) -> None:
         self._settings = settings
         self._wanted = wanted
         self._say = say
+        self._member = member
+        self._opened: socket.socket | None = None
+        self._serving: asyncio.Future[None] | None = None
         self._ending = asyncio.Event()
         self._begun = asyncio.Event()  # what was wanted first is served, or cannot be
         self._failure: PipelineError | None = None
@@ -142,52 +173,31 @@ class _Process:
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()
 
-    async def serve(self, opened: socket.socket, file: SocketFile | None, first: Sequence[Wanted]) -> int:
-        settings = self._settings
-        self._models = Models([entry.name for entry in first])
-        self._application = build(settings, self._models)
-        self._changing = Changing(
-            self._models,
-            gpu=settings.gpu,
-            queue=settings.limits.queue,
-            policy=settings.policy,
-            drain_s=settings.drain_s,
-            on_loaded=self._loaded,
-            on_left_out=lambda entry, error: self._say(f"left out: {entry.name} {entry.version}: {error}"),
-        )
-        server = HttpServer(uvicorn_config(self._application, settings))
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end, number)
-        loop.add_signal_handler(signal.SIGHUP, self._change)
-        for start in self._application.on_start:
-            await start()
-        url = settings.listening.url(opened)
-        self._say(f"serving {', '.join(f'{entry.name} {entry.version}' for entry in first)} at {url}: loading")
-        for line in (*self._application.notes, *settings.listening.opens(tokens=settings.token_file is not None)):
-            self._say(line)
-        serving = asyncio.ensure_future(server.serve(sockets=[opened]))
-        loading = asyncio.ensure_future(self._load(first, url))
+    async def serve(self, opened: socket.socket | None, file: SocketFile | None, first: Sequence[Wanted]) -> int:
+        """Serve on a socket; without one, others serve meanwhile: this one joins them when all is loaded."""
+        self._opened = opened
+        self._prepare(first)
+        self._heed_signals()
+        if self._opened is not None:
+            await self._listen(self._opened)
+            self._say_where(self._opened, first)
+        loading: asyncio.Future[None] = asyncio.ensure_future(self._load(first))
         watching = asyncio.ensure_future(self._watch())
-        ending = asyncio.ensure_future(self._ending.wait())
-        await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
-        self._application.draining = True
-        notify("STOPPING=1")
-        if self._failure is None:
-            await asyncio.sleep(settings.drain_delay_s)
-        if server.started:
-            self.stopped = True
-            await server.stop(opened, file)
-        server.should_exit = True
-        await serving
-        if self._hangs:  # its thread cannot be ended
-            _LOG.error("%s", self._failure)
-            logging.shutdown()
-            os._exit(1)
+        ending: asyncio.Future[Any] = asyncio.ensure_future(self._ending.wait())
+        over = {loading, ending} if self._serving is None else {loading, ending, self._serving}
+        await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done() and self._opened is None:
+            await self._join()
+        if loading.done() and not self._ending.is_set():
+            self._is_ready()
+        self._begun.set()
+        if self._serving is not None:
+            await asyncio.wait({ending, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        await self._listen_no_more(file)
         watching.cancel()
         ending.cancel()
         # A thread that opens a model cannot be stopped: what it opens is closed when it has done so.
-        await asyncio.wait({loading, *self._tasks}, timeout=settings.drain_s)
+        await asyncio.wait({loading, *self._tasks}, timeout=self._settings.drain_s)
         await asyncio.gather(watching, ending, return_exceptions=True)
         for stop in reversed(self._application.on_stop):
             await stop()
@@ -202,22 +212,83 @@ class _Process:
             _LOG.error("not all that was accepted was answered in time")
         return 0 if answered else 1
 
-    async def _load(self, first: Sequence[Wanted], url: str) -> None:
-        try:
-            await self._serve_first(first, url)
-        finally:
-            self._begun.set()
+    def _prepare(self, first: Sequence[Wanted]) -> None:
+        settings = self._settings
+        self._models = Models([entry.name for entry in first])
+        siblings = None if self._member is None else self._member.siblings()
+        self._application = build(settings, self._models, siblings)
+        self._changing = Changing(
+            self._models,
+            gpu=settings.gpu,
+            queue=settings.limits.queue,
+            policy=settings.policy,
+            drain_s=settings.drain_s,
+            on_loaded=self._loaded,
+            on_left_out=lambda entry, error: self._say(f"left out: {entry.name} {entry.version}: {error}"),
+        )
+        self._server = HttpServer(uvicorn_config(self._application, settings))
 
-    async def _serve_first(self, first: Sequence[Wanted], url: str) -> None:
+    def _heed_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end, number)
+        loop.add_signal_handler(signal.SIGHUP, self._change)
+        if (member := self._member) is not None:
+            loop.add_reader(member.parent.fileno(), self._left_alone, member)
+            member.tell(Hears())
+
+    async def _listen(self, opened: socket.socket) -> None:
+        for start in self._application.on_start:
+            await start()
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[opened]))
+
+    async def _join(self) -> None:
+        """Listen beside the processes that do."""
+        if self._member is None or self._ending.is_set():
+            return
+        try:
+            self._opened = self._settings.listening.join(self._member.port)
+            await self._listen(self._opened)
+        except PipelineError as error:
+            self._fail(error)
+
+    def _say_where(self, opened: socket.socket, first: Sequence[Wanted]) -> None:
+        listening = self._settings.listening
+        names = ", ".join(f"{entry.name} {entry.version}" for entry in first)
+        self._say(f"serving {names} at {listening.url(opened.getsockname()[:2])}: loading")
+        for line in (*self._application.notes, *listening.opens(tokens=self._settings.token_file is not None)):
+            self._say(line)
+
+    async def _listen_no_more(self, file: SocketFile | None) -> None:
+        """Let what was accepted be answered, after the time in which who balances sees that this is not ready."""
+        self._application.draining = True
+        notify("STOPPING=1")
+        if self._failure is None:
+            await asyncio.sleep(self._settings.drain_delay_s)
+        if self._server.started and self._opened is not None:
+            self.stopped = True
+            await self._server.stop(self._opened, file)
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving
+        if self._hangs:  # its thread cannot be ended
+            _LOG.error("%s", self._failure)
+            logging.shutdown()
+            os._exit(1)
+
+    async def _load(self, first: Sequence[Wanted]) -> None:
         try:
             await self._changing.change(first, leave_out=self._settings.leave_out)
         except PipelineError as error:
             self._fail(error)
-            return
         except Exception as error:  # noqa: BLE001 - a library may fail in any way
             self._fail(EngineError(one_line(error)))
-            return
-        self._say(f"ready: {url}")
+
+    def _is_ready(self) -> None:
+        if self._member is not None:
+            self._member.tell(IsReady())
+        elif self._opened is not None:
+            self._say(f"ready: {self._settings.listening.url(self._opened.getsockname()[:2])}")
         notify("READY=1")
 
     def _loaded(self, served: Served, seconds: float) -> None:
@@ -227,7 +298,7 @@ class _Process:
             f"in {seconds:.1f} s; {served.checked[-1]}"
         )
         if served.serving.workers > 1:
-            self._say(f"  its serving.json asks for {served.serving.workers} workers: here one thread owns its engine")
+            self._say(f"  its serving.json asks for {served.serving.workers} workers: here --processes says how many")
         if served.unchecked:
             fields = {"model": served.name, "version": served.version, "why": served.unchecked}
             _LOG.warning("ready without having been asked for a known answer", extra={"fields": fields})
@@ -259,6 +330,8 @@ class _Process:
             shares = ", ".join(f"{served.name} {served.version} (weight {served.weight})" for served in self._models)
             _LOG.info("changed: serving %s", shares)
         notify("READY=1")
+        if self._member is not None:
+            self._member.tell(HasChanged())
 
     async def _watch(self) -> None:
         """End the process when a device is lost to it, or an engine hangs: a new process may do better.
@@ -291,4 +364,11 @@ class _Process:
         if self._ending.is_set():
             os._exit(128 + number)
         self._ending.set()
-        self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
+        if self._member is None:
+            self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
+
+    def _left_alone(self, member: Member) -> None:
+        """End: the process that has started this one has gone."""
+        asyncio.get_running_loop().remove_reader(member.parent.fileno())
+        _LOG.error("the server's first process has gone: this one ends")
+        self._ending.set()

@@ -63,11 +63,19 @@ def run(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu (use no GPU), cuda (there must be one) or auto.")] = "auto",
     gpu: Annotated[int, typer.Option(min=0, help="Index of the GPU.")] = 0,
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes that serve the same at one port, each with its own engine and a share of the cores: for a "
+            "GPU that is faster than one process can feed it.",
+        ),
+    ] = 1,
     queue: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Requests that may wait for a model; the next is refused at once (503).",
+            help="Requests that may wait for a model, in each process; the next is refused at once (503).",
             show_default="as each archive says",
         ),
     ] = None,
@@ -100,6 +108,7 @@ def run(
         os.environ.setdefault(name, value)
     with reported():
         from serve.asgi.call import Limits
+        from serve.asgi.group import run_together
         from serve.asgi.listening import Listening
         from serve.asgi.plan import Plan
         from serve.asgi.process import Settings
@@ -151,7 +160,10 @@ def run(
             drain_s=drain_timeout,
         )
         plan = Plan(tuple(models or ()), models_file, store, cast(Literal["auto", "cpu", "cuda"], device))
-        status = serve(settings, plan.read, _tell)
+        if processes > 1:
+            status = run_together(processes, settings, plan.read, _tell)
+        else:
+            status = serve(settings, plan.read, _tell)
     raise typer.Exit(status)
 
 

@@ -111,6 +111,7 @@ def serving(
     on_start: Callable[[int], None] = lambda pid: None,
     *,
     gpus: int | None = 0,
+    processes: int = 1,
 ) -> Iterator[Live]:
     """Serve archives by model name from ``scratch`` until the block ends; yields when all of them answer.
 
@@ -121,12 +122,17 @@ def serving(
         queue: requests of a model that may wait; None: as the server has it.
         on_start: called with the id of its first process as soon as that is known, perhaps twice.
         gpus: most GPUs that TorchServe gives to workers; None: all. Our own server takes one where there is one.
+        processes: of our own server.
 
     Raises:
         PipelineError: the server does not come up; the message has its last line.
     """
     own = kind == "own"
-    with _own(archives, scratch, queue, on_start) if own else _torchserve(archives, scratch, queue, gpus) as live:
+    with (
+        _own(archives, scratch, queue, on_start, processes)
+        if own
+        else _torchserve(archives, scratch, queue, gpus) as live
+    ):
         on_start(live.pid)
         yield live
 
@@ -166,12 +172,13 @@ def end_left(path: Path) -> bool:
 
 @contextmanager
 def _own(
-    archives: Mapping[str, Path], scratch: Path, queue: int | None, on_start: Callable[[int], None]
+    archives: Mapping[str, Path], scratch: Path, queue: int | None, on_start: Callable[[int], None], processes: int
 ) -> Iterator[Live]:
     (port,) = free_ports(1)
     log = scratch / "own.log"
     words = ["run", *map(str, archives.values()), "--port", str(port), "--no-token", "--store", str(scratch)]
     words += [] if queue is None else ["--queue", str(queue)]
+    words += ["--processes", str(processes)]
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "serve", *words],
@@ -186,7 +193,11 @@ def _own(
         on_start(process.pid)
         with httpx.Client(timeout=5, trust_env=False) as client:
             url = f"http://{HOST}:{port}/health/ready"
-            wait_until_ready(process, lambda: client.get(url).is_success, log, within_s=_READY_S)
+
+            def ready() -> bool:  # all of its processes, and not only the one that answers
+                return client.get(url).is_success and b"\nready: " in log.read_bytes()
+
+            wait_until_ready(process, ready, log, within_s=_READY_S)
         targets = {model: Target(f"{HOST}:{port}", f"/predictions/{model}") for model in archives}
         yield Live(targets, process.pid, log)
     finally:

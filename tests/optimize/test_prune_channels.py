@@ -36,7 +36,7 @@ from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 from serve.torchserve.archive import build_archive
 from tests.narrow import layer
-from tests.serve.test_asgi_process import TOKEN, running
+from tests.serve.own_process import TOKEN, running
 
 from .runs_fixtures import ROOT
 from .workbench import CPU, noise_context, parent_of, png, run, with_running_statistics

@@ -39,8 +39,8 @@ from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.serving import Serving
 from tests.serve import artifacts
+from tests.serve.own_process import running
 from tests.serve.own_server import Running, bearer
-from tests.serve.test_asgi_process import running
 from tests.serve.test_metrics import ask, grouped_by, scrape, selectors
 from tests.serve.test_signing import make_keys
 

@@ -22,7 +22,7 @@ from serve.torchserve.state import read_state
 from serve.tune.servers import free_ports
 from tests.serve import artifacts
 from tests.serve.full_disk import as_seen_by, fill, no_file_longer_than, on_small_disk
-from tests.serve.test_asgi_process import IMAGE, running, write_models
+from tests.serve.own_process import IMAGE, running, write_models
 
 FULL = "No space left on device"
 

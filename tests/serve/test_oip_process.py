@@ -31,7 +31,7 @@ from serve.runtime.errors import UserError
 from serve.torchserve.archive import build_archive
 from tests.serve import artifacts
 from tests.serve.certificates import certify
-from tests.serve.test_asgi_process import HEADERS, TOKEN, Server, running
+from tests.serve.own_process import HEADERS, TOKEN, Server, running
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,288 @@
+"""Several processes that serve the same at one port, and the one that starts them, watches them and ends them.
+
+Each has its own engine and a share of the cores; the kernel deals out the connections. That pays where Python's lock is
+short, and not the device: one process has an H200 answer some 1,900 JPEGs a second, three of them twice that
+(docs/bench-gpu.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from serve.asgi.listening import Listening, shared
+from serve.asgi.loading import Wanted
+from serve.asgi.member import Failed, HasChanged, Hears, IsReady, Member, Message, Said
+from serve.asgi.notify import notify
+from serve.asgi.process import Settings, run
+from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
+from serve.runtime.logs import log_to_stderr
+from serve.scratch import scratch
+
+_LOG = logging.getLogger(__name__)
+# From the end of a process to the start of the next in its place: longer each time, until one is ready.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+
+
+def run_together(
+    count: int, settings: Settings, wanted: Callable[[], Sequence[Wanted]], say: Callable[[str], None]
+) -> int:
+    """Serve with several processes until a signal ends them; as `process.run`, whose signals they all get.
+
+    What a client may cost is of all processes together, but for the queue of a model: each has its own. One that ends
+    by itself is started again while others serve; where none does, the server ends.
+
+    Args:
+        count: of the processes, at least 2.
+        settings: how they serve.
+        wanted: what; it is sent to them, and asked there.
+        say: gets each line for a person; it must not raise.
+
+    Returns:
+        The exit status: 0 where all that was accepted was answered.
+
+    Raises:
+        UserError: there are fewer cores than that, or as `process.run`.
+        PipelineError: a model cannot be served.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if count > len(cores):
+        raise UserError(f"--processes must be at most the number of cores, {len(cores)}, got {count}")
+    if settings.listening.path is not None:
+        raise UserError("--processes needs a port: who connects to a --socket cannot be dealt out evenly")
+    wanted()  # what cannot be is told once
+    limits = settings.limits
+    settings = replace(
+        settings,
+        limits=replace(
+            limits,
+            held_bytes=max(limits.body_bytes, limits.held_bytes // count),
+            connections=max(1, limits.connections // count),
+        ),
+        grpc_port=None if settings.grpc_port is None else _free_port(settings.listening, settings.grpc_port),
+    )
+    opened = settings.listening.open()
+    shared(opened)
+    with scratch("serve-group-") as folder, opened, asyncio.Runner() as runner:
+        shares = [cores[number * len(cores) // count : (number + 1) * len(cores) // count] for number in range(count)]
+        return runner.run(_Group(settings, wanted, say, shares, folder).serve(opened))
+
+
+def _free_port(listening: Listening, port: int) -> int:
+    """The port for gRPC, at which nobody listens: the processes share it, and would with whoever lets them.
+
+    Raises:
+        UserError: somebody does.
+    """
+    try:
+        with replace(listening, port=port).open() as probe:
+            free: int = probe.getsockname()[1]
+            return free
+    except UserError as error:
+        raise UserError(f"gRPC: {str(error).removesuffix('--port')}--grpc-port") from None
+
+
+@dataclass
+class _Started:
+    """A process in its place."""
+
+    process: SpawnProcess
+    pipe: Connection
+    hears: bool = False
+    ready: bool = False
+    failed: Failed | None = None
+
+
+class _Group:
+    def __init__(
+        self,
+        settings: Settings,
+        wanted: Callable[[], Sequence[Wanted]],
+        say: Callable[[str], None],
+        shares: Sequence[Sequence[int]],
+        folder: Path,
+    ) -> None:
+        self._settings, self._wanted, self._say = settings, wanted, say
+        self._shares, self._folder = shares, folder
+        self._members: dict[int, _Started] = {}
+        self._pauses = [_FIRST_PAUSE_S] * len(shares)
+        self._ending = False
+        self._over = asyncio.Event()
+        self._was_ready = False
+        self._changing: set[int] = set()
+        self._failure: PipelineError | None = None
+        self._status = 0
+
+    async def serve(self, opened: socket.socket) -> int:
+        loop = asyncio.get_running_loop()
+        for one in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(one, self._end, one)
+        loop.add_signal_handler(signal.SIGHUP, self._change)
+        self._port = opened.getsockname()[1]
+        self._url = self._settings.listening.url(opened.getsockname()[:2])
+        for number in range(len(self._shares)):
+            self._start(number, opened if number == 0 else None)
+        opened.close()  # it is the first process's: what ends with it must not wait here
+        await self._over.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self._status
+
+    # One process.
+
+    def _start(self, number: int, opened: socket.socket | None = None) -> None:
+        if self._ending:
+            return
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        member = Member(number, len(self._shares), self._port, opened, theirs, self._folder)
+        process = context.Process(
+            target=_serve, args=(self._settings, self._wanted, member), name=f"serve-{number}", daemon=False
+        )
+        with _cores(self._shares[number]):
+            process.start()
+        theirs.close()
+        self._members[number] = started = _Started(process, ours)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours.fileno(), self._hear, number, started)
+        loop.add_reader(process.sentinel, self._has_ended, number, started)
+
+    def _hear(self, number: int, started: _Started) -> None:
+        while True:
+            try:
+                if not started.pipe.poll():
+                    return
+                message: Message = started.pipe.recv()
+            except (EOFError, OSError):  # it ends
+                asyncio.get_running_loop().remove_reader(started.pipe.fileno())
+                return
+            if isinstance(message, Said):
+                self._say(f"process {number}: {message.line}")
+            elif isinstance(message, Failed):
+                started.failed = message
+            elif isinstance(message, Hears):
+                started.hears = True
+                if self._ending:
+                    self._signal(started, signal.SIGTERM)
+            elif isinstance(message, IsReady):
+                started.ready = True
+                self._pauses[number] = _FIRST_PAUSE_S
+                self._is_ready(number)
+            elif isinstance(message, HasChanged):
+                self._has_changed(number)
+
+    def _is_ready(self, number: int) -> None:
+        if self._was_ready:
+            self._say(f"process {number}: ready again")
+        elif len(self._members) == len(self._shares) and all(one.ready for one in self._members.values()):
+            self._was_ready = True
+            self._say(f"ready: {self._url} ({len(self._shares)} processes)")
+            notify("READY=1")
+
+    def _has_ended(self, number: int, started: _Started) -> None:
+        self._hear(number, started)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(started.process.sentinel)
+        loop.remove_reader(started.pipe.fileno())
+        started.pipe.close()
+        started.process.join()
+        status = started.process.exitcode or 0
+        started.process.close()
+        del self._members[number]
+        self._has_changed(number)
+        if not self._ending:
+            why = started.failed.message if started.failed else _ended_by(status)
+            if self._was_ready and any(other.ready for other in self._members.values()):
+                pause = self._pauses[number]
+                self._pauses[number] = min(2 * pause, _LONGEST_PAUSE_S)
+                _LOG.error("process %d: %s; another is started in %g s", number, why, pause)
+                loop.call_later(pause, self._start, number)
+                return
+            users = started.failed is not None and started.failed.users
+            self._failure = UserError(why) if users else EngineError(why if started.failed else f"a process {why}")
+            self._end()
+        elif status and not self._status:
+            self._status = status if status > 0 else 128 - status
+        if not self._members:
+            self._over.set()
+
+    # All of them.
+
+    def _change(self) -> None:
+        """Have all look again at what is to be served; one that is being started does so by itself."""
+        told = {number for number, started in self._members.items() if started.hears}
+        if told and not self._ending:
+            notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+            self._changing |= told
+            for number in told:
+                self._signal(self._members[number], signal.SIGHUP)
+
+    def _has_changed(self, number: int) -> None:
+        if number in self._changing:
+            self._changing.remove(number)
+            if not self._changing:
+                notify("READY=1")
+
+    def _end(self, number: int = signal.SIGTERM) -> None:
+        again, self._ending = self._ending, True
+        for started in self._members.values():
+            if started.hears:  # before, the signal would end it where it is; then it gets it as soon as it does
+                self._signal(started, signal.SIGTERM)
+        if again and self._failure is None:
+            os._exit(128 + number)
+        if self._failure is None:
+            self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
+            notify("STOPPING=1")
+        if not self._members:
+            self._over.set()
+
+    @staticmethod
+    def _signal(started: _Started, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if started.process.is_alive() and started.process.pid is not None:
+                os.kill(started.process.pid, number)
+
+
+@contextlib.contextmanager
+def _cores(share: Sequence[int]) -> Iterator[None]:
+    """Let what is started in the block use these cores only: its threads, of whichever library, are as many."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, share)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _ended_by(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def _serve(settings: Settings, wanted: Callable[[], Sequence[Wanted]], member: Member) -> None:
+    """What each process runs."""
+    os.setpgid(0, 0)  # Ctrl-C is for the one that has started it, which tells all
+    os.environ.pop("NOTIFY_SOCKET", None)
+    log_to_stderr()
+    try:
+        status = run(settings, wanted, lambda line: member.tell(Said(line)), member)
+    except PipelineError as error:
+        member.tell(Failed(str(error), isinstance(error, UserError)))
+        status = error.exit_code
+    except OSError as error:
+        member.tell(Failed(one_line(error), users=False))
+        status = 1
+    sys.exit(status)

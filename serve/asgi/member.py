@@ -1,0 +1,75 @@
+"""One of the processes that serve together: its place among them, and what it tells the one that has started them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from serve.asgi.siblings import Siblings
+
+
+@dataclass(frozen=True)
+class Said:
+    """A line for a person."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class Hears:
+    """Signals are heard from now on."""
+
+
+@dataclass(frozen=True)
+class IsReady:
+    """All that was wanted is served."""
+
+
+@dataclass(frozen=True)
+class HasChanged:
+    """What SIGHUP asks for is over, whether something was changed or not."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why it ends; ``users``: by the user's mistake."""
+
+    message: str
+    users: bool
+
+
+Message = Said | Hears | IsReady | HasChanged | Failed
+
+
+@dataclass(frozen=True)
+class Member:
+    """The place of one process.
+
+    Attributes:
+        number: from 0.
+        count: of all.
+        port: where they listen.
+        opened: a socket that listens there already; None: others do, and this one joins them when it is ready.
+        parent: a pipe to the process that has started it, which writes nothing: it can be read from when that one has
+            gone.
+        folder: for what they tell each other.
+    """
+
+    number: int
+    count: int
+    port: int
+    opened: socket.socket | None
+    parent: Connection
+    folder: Path
+
+    def tell(self, message: Message) -> None:
+        """Tell the parent; nobody, where it has gone."""
+        with contextlib.suppress(OSError):
+            self.parent.send(message)
+
+    def siblings(self) -> Siblings:
+        """The others, and this one."""
+        return Siblings(self.folder, self.number, self.count)

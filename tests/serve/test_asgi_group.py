@@ -1,0 +1,232 @@
+"""Several processes that serve at one port: what each takes, what all tell, and how they are started again and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.certificates import certify
+from tests.serve.own_process import IMAGE, Server, make_archives, running, write_models
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each process needs a core")
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_archives(tmp_path_factory.mktemp("archives"))
+
+
+@pytest.fixture(scope="module")
+def server(archives: Path) -> Iterator[Server]:
+    words = ("--models", str(archives / "models.yaml"), "--token-file", str(archives / "tokens"))
+    with running(archives, *words, "--processes", "2", "--grpc-port", "0", "--held-limit-mb", "512") as started:
+        yield started
+
+
+def pids(server: Server, model: str = "m") -> Counter[int]:
+    """Who answers, of 24 connections one after the other."""
+    found: Counter[int] = Counter()
+    for _ in range(24):
+        with server.client() as client:
+            found[client.get(f"/models/{model}").json()["pid"]] += 1
+    return found
+
+
+def values(server: Server, name: str) -> dict[str, float]:
+    """A metric's values by process, those of other labels added up."""
+    found: dict[str, float] = defaultdict(float)
+    with server.client() as client:
+        families = list(text_string_to_metric_families(client.get("/metrics").text))
+    for sample in (sample for family in families for sample in family.samples if sample.name == name):
+        found[sample.labels["process"]] += sample.value
+    return dict(found)
+
+
+def refused(archives: Path, archive: str, *words: str) -> tuple[int, str]:
+    """The exit status of a server that does not come up, and what it says."""
+    what = (str(archives / archive), "--store", str(archives), "--no-token")
+    command = [sys.executable, "-m", "serve", "run", *what, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
+
+
+def test_connections_are_dealt_out_and_each_process_has_its_cores(server: Server) -> None:
+    assert server.await_line("ready:").endswith(" (2 processes)\n")
+    found = pids(server)
+    assert len(found) == 2
+    assert min(found.values()) >= 3, "of 24; by chance once in 20,000"
+    shares = [frozenset(os.sched_getaffinity(pid)) for pid in found]
+    assert shares[0].isdisjoint(shares[1])
+    assert shares[0] | shares[1] == os.sched_getaffinity(0)
+    assert {psutil.Process(pid).ppid() for pid in found} == {server.process.pid}
+
+
+def test_whoever_is_scraped_tells_of_all(server: Server) -> None:
+    before = values(server, "serve_requests_total")
+    statuses = []
+    for _ in range(24):
+        with server.client() as client:
+            statuses.append(client.post("/predictions/m", content=IMAGE).status_code)
+    assert set(statuses) == {200}
+    for _ in range(4):  # of several connections: it must not matter which
+        seen = values(server, "serve_requests_total")
+        assert sum(seen.values()) >= sum(before.values()) + 24
+        assert all(seen[process] > before[process] for process in ("0", "1"))
+        assert values(server, "serve_process_up") == {"0": 1, "1": 1}
+    assert values(server, "serve_held_limit_bytes") == {"0": 256 << 20, "1": 256 << 20}
+
+
+def test_grpc_is_shared_as_well(server: Server) -> None:
+    address = server.await_line("gRPC at").split("gRPC at ")[1].strip()
+    for _ in range(6):
+        with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+            assert live(b"", timeout=30) == b"\x08\x01"
+
+
+def test_all_change_what_they_serve(server: Server) -> None:
+    write_models(server.folder, {"2.0": ("v2.mar", 1)})
+    server.process.send_signal(signal.SIGHUP)
+    ends = time.monotonic() + 60
+    found: set[tuple[int, int]] = set()
+    while time.monotonic() < ends and sum("changed: serving m 2.0" in line for line in server.lines) < 2:
+        time.sleep(0.05)
+    for _ in range(24):
+        with server.client() as client:
+            answer = client.post("/predictions/m", content=IMAGE)
+            found.add((client.get("/models/m").json()["pid"], len(answer.json())))
+    assert {count for _, count in found} == {4}, "v2 answers four classes"
+    assert len({pid for pid, _ in found}) == 2
+
+
+def test_a_process_that_is_killed_costs_only_its_own_connections_and_comes_back(server: Server) -> None:
+    (killed, _), (other, _) = pids(server).most_common(2)
+    stop, lost, answered = threading.Event(), Counter[str](), Counter[int]()
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                with server.client() as client:
+                    for _ in range(5):
+                        answered[client.post("/predictions/m", content=IMAGE).status_code] += 1
+            except httpx.TransportError as error:
+                lost[type(error).__name__] += 1
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    os.kill(killed, signal.SIGKILL)
+    server.await_line(": ready again")
+    assert "was ended by SIGKILL; another is started" in server.await_line("SIGKILL")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert set(answered) == {200}
+    assert answered[200] > 50
+    assert lost.total() <= len(threads), lost  # what was on its way to it; who came later met the other
+    now = pids(server)
+    assert other in now
+    assert killed not in now
+    assert len(now) == 2
+    assert values(server, "serve_process_up") == {"0": 1, "1": 1}
+
+
+def test_told_to_end_all_answer_what_they_accepted_and_the_status_is_0(server: Server) -> None:
+    # The last test of this server.
+    statuses: list[int] = []
+    lost: list[str] = []
+    begun = threading.Barrier(9)
+    children = psutil.Process(server.process.pid).children(recursive=True)
+
+    def load() -> None:
+        with server.client() as client:
+            client.get("/ping")
+            begun.wait()
+            for _ in range(400):
+                try:
+                    statuses.append(client.post("/predictions/m", content=IMAGE).status_code)
+                except httpx.ConnectError:
+                    return
+                except httpx.HTTPError as error:
+                    lost.append(repr(error))
+                    return
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    time.sleep(0.3)
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert server.process.wait(30) == 0, "".join(server.lines)
+    assert set(statuses) == {200}
+    assert not lost
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_where_the_first_process_is_killed_the_others_end(archives: Path) -> None:
+    with running(archives, str(archives / "v1.mar"), "--no-token", "--processes", "2") as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(children) >= 2
+        server.process.kill()
+        assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+def test_a_second_server_does_not_get_a_share_of_the_port(archives: Path) -> None:
+    with running(archives, str(archives / "v1.mar"), "--no-token", "--processes", "2") as server:
+        port = server.url.rpartition(":")[2]
+        for more in ((), ("--processes", "2")):
+            status, said = refused(archives, "v1.mar", "--port", port, *more)
+            assert (status, said.count("\n")) == (2, 1), said
+            assert f"127.0.0.1:{port} cannot be used (Address already in use)" in said
+        assert len(pids(server, "v1")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--processes", "4096"), "--processes must be at most the number of cores, "),
+        (("--processes", "2", "--socket", "s"), "--processes needs a port"),
+        (("--processes", "0"), "--processes"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], says: str, archives: Path) -> None:
+    status, said = refused(archives, "v1.mar", *words)
+    assert (status, said.count("\n")) == (2, 1), said
+    assert says in said
+
+
+def test_what_cannot_be_served_ends_all_with_one_line(archives: Path) -> None:
+    (archives / "cut.mar").write_bytes((archives / "v1.mar").read_bytes()[:-100])
+    status, said = refused(archives, "cut.mar", "--port", "0", "--processes", "2")
+    assert status != 0
+    assert sum(line.startswith("error: ") and "cut.mar" in line for line in said.splitlines()) == 1, said
+    assert "Traceback" not in said
+
+
+def test_tls_is_spoken_by_all(archives: Path, tmp_path: Path) -> None:
+    certificate, key = certify(tmp_path)
+    words = ("--tls-certificate", str(certificate), "--tls-key", str(key))
+    with running(archives, str(archives / "v1.mar"), "--no-token", "--processes", "2", *words) as server:
+        trusts = ssl.create_default_context(cafile=str(certificate))
+        found = set()
+        for _ in range(24):
+            with httpx.Client(base_url=server.url, verify=trusts, timeout=30, trust_env=False) as client:
+                found.add(client.get("/models/v1").json()["pid"])
+        assert len(found) == 2
