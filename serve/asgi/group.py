@@ -1,8 +1,7 @@
 """Several processes that serve the same at one port, and the one that starts them, watches them and ends them.
 
 Each has its own engine and a share of the cores; the kernel deals out the connections. That pays where Python's lock is
-short, and not the device: one process has an H200 answer some 1,900 JPEGs a second, three of them twice that
-(docs/bench-gpu.md).
+short, and not the device: one server had an H200 answer some 1,900 JPEGs a second, three beside each other twice that.
 """
 
 from __future__ import annotations
