@@ -1,11 +1,13 @@
 """What AOTInductor compiled, run for the first time in a process of its own: native code that crashes ends that one.
 
-Seen on a GPU's host with torch 2.11 and a compiler of another C++ library than the interpreter's: each package crashed
-in torch's own reading of the device's name, and took with it whoever opened it.
+Seen on a GPU's host with torch 2.11 and ``CXX`` set to a compiler of another C++ library than the system's: each package
+crashed in torch's own reading of the device's name (``std::regex``), and took with it whoever opened it. Compiled by the
+system's own ``g++`` a package ran there.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -56,9 +58,15 @@ def answers_apart(package: Path, index: int, batches: Sequence[torch.Tensor], na
             raise EngineError(f"{compiled} gave no answer in {_TIMEOUT_S} seconds") from None
         if done.returncode < 0:
             said = signal.strsignal(-done.returncode) or f"signal {-done.returncode}"
-            raise EngineError(f"{compiled} crashes where it is loaded or run ({said})")
+            raise EngineError(f"{compiled} crashes where it is loaded or run ({said}){_other_compiler()}")
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise EngineError(f"{compiled} cannot be run: {lines[-1][:200]}")
         answers: list[torch.Tensor] = torch.load(answered)
         return answers
+
+
+def _other_compiler() -> str:
+    """What may help where the environment names the compiler; empty: it does not."""
+    named = os.environ.get("CXX")
+    return f"; CXX={named} compiled it: try the system's own compiler, CXX=/usr/bin/g++" if named else ""

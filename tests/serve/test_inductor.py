@@ -162,9 +162,12 @@ def test_tried_in_a_process_of_its_own_it_answers_as_the_program_does(folder: Pa
         torch.testing.assert_close(logits, program(batch).detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_native_code_that_crashes_is_told_and_ends_nobody_else(package: Path, tmp_path: Path) -> None:
+def test_native_code_that_crashes_is_told_and_ends_nobody_else(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/opt/other/g++")
     crash = "#include <csignal>\n__attribute__((constructor)) static void end() { raise(SIGSEGV); }"
-    with pytest.raises(EngineError, match=r"net: .* crashes where it is loaded or run \(Segmentation fault\)"):
+    with pytest.raises(EngineError, match=r"net: .* crashes where it is loaded or run \(Segmentation fault\); CXX=/opt/other/g\+\+ "):
         answers_apart(with_library(package, crash, tmp_path), -1, [torch.randn(1, 3, 32, 32)], "net")
 
 
