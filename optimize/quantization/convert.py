@@ -41,6 +41,7 @@ from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.norms import with_factors
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.outputs import free_outputs
+from optimize.quantization.patches import unfold_patches
 from optimize.quantization.pieces import take_pieces
 from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
@@ -115,6 +116,7 @@ def trace_calls(
         called.add(id(layer))
     _part(graph_module)
     _untie(graph_module)
+    unfold_patches(graph_module)
     graph_module.recompile()
     return graph_module
 
