@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from serve.asgi.listening import Listening, shared
 from serve.asgi.loading import Wanted
-from serve.asgi.member import Failed, HasChanged, Hears, IsReady, Member, Message, Said
+from serve.asgi.member import SIGNALS, Failed, HasChanged, IsReady, Member, Message, Said
 from serve.asgi.notify import notify
 from serve.asgi.process import Settings, run
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
@@ -67,14 +68,15 @@ def run_together(
         settings,
         limits=replace(
             limits,
-            held_bytes=max(limits.body_bytes, limits.held_bytes // count),
+            # A body of the size that is let in must have room in each; but none has more than all were given.
+            held_bytes=max(min(limits.body_bytes, limits.held_bytes), limits.held_bytes // count),
             connections=max(1, limits.connections // count),
         ),
-        grpc_port=None if settings.grpc_port is None else _free_port(settings.listening, settings.grpc_port),
     )
-    opened = settings.listening.open()
-    shared(opened)
-    with scratch("serve-group-") as folder, opened, asyncio.Runner() as runner:
+    with scratch("serve-group-") as folder, settings.listening.open() as opened, asyncio.Runner() as runner:
+        shared(opened)
+        if settings.grpc_port is not None:  # when that of HTTP is taken, which it must not be
+            settings = replace(settings, grpc_port=_free_port(settings.listening, settings.grpc_port))
         shares = [cores[number * len(cores) // count : (number + 1) * len(cores) // count] for number in range(count)]
         return runner.run(_Group(settings, wanted, say, shares, folder).serve(opened))
 
@@ -99,7 +101,6 @@ class _Started:
 
     process: SpawnProcess
     pipe: Connection
-    hears: bool = False
     ready: bool = False
     failed: Failed | None = None
 
@@ -144,19 +145,29 @@ class _Group:
     def _start(self, number: int, opened: socket.socket | None = None) -> None:
         if self._ending:
             return
+        try:
+            self._members[number] = started = self._started(number, opened)
+        except OSError as error:  # so many files or processes may not be, or there is no memory
+            self._is_missing(number, f"cannot be started ({error.strerror or error})")
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_reader(started.pipe.fileno(), self._hear, number, started)
+        loop.add_reader(started.process.sentinel, self._has_ended, number, started)
+
+    def _started(self, number: int, opened: socket.socket | None) -> _Started:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         member = Member(number, len(self._shares), self._port, opened, theirs, self._folder)
         process = context.Process(
             target=_serve, args=(self._settings, self._wanted, member), name=f"serve-{number}", daemon=False
         )
-        with _cores(self._shares[number]):
-            process.start()
-        theirs.close()
-        self._members[number] = started = _Started(process, ours)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(ours.fileno(), self._hear, number, started)
-        loop.add_reader(process.sentinel, self._has_ended, number, started)
+        try:
+            with theirs, _cores(self._shares[number]), _deaf():
+                process.start()
+        except OSError:
+            ours.close()
+            raise
+        return _Started(process, ours)
 
     def _hear(self, number: int, started: _Started) -> None:
         while True:
@@ -171,10 +182,6 @@ class _Group:
                 self._say(f"process {number}: {message.line}")
             elif isinstance(message, Failed):
                 started.failed = message
-            elif isinstance(message, Hears):
-                started.hears = True
-                if self._ending:
-                    self._signal(started, signal.SIGTERM)
             elif isinstance(message, IsReady):
                 started.ready = True
                 self._pauses[number] = _FIRST_PAUSE_S
@@ -183,6 +190,8 @@ class _Group:
                 self._has_changed(number)
 
     def _is_ready(self, number: int) -> None:
+        if self._ending:
+            return
         if self._was_ready:
             self._say(f"process {number}: ready again")
         elif len(self._members) == len(self._shares) and all(one.ready for one in self._members.values()):
@@ -202,56 +211,61 @@ class _Group:
         del self._members[number]
         self._has_changed(number)
         if not self._ending:
-            why = started.failed.message if started.failed else _ended_by(status)
-            if self._was_ready and any(other.ready for other in self._members.values()):
-                pause = self._pauses[number]
-                self._pauses[number] = min(2 * pause, _LONGEST_PAUSE_S)
-                _LOG.error("process %d: %s; another is started in %g s", number, why, pause)
-                loop.call_later(pause, self._start, number)
-                return
-            users = started.failed is not None and started.failed.users
-            self._failure = UserError(why) if users else EngineError(why if started.failed else f"a process {why}")
-            self._end()
-        elif status and not self._status:
-            self._status = status if status > 0 else 128 - status
-        if not self._members:
-            self._over.set()
+            self._is_missing(number, _ended_by(status), started.failed)
+        else:
+            if status and not self._status:
+                self._status = status if status > 0 else 128 - status
+            if not self._members:
+                self._over.set()
+
+    def _is_missing(self, number: int, why: str, failed: Failed | None = None) -> None:
+        """Start another in its place, where others serve meanwhile; else end."""
+        if self._was_ready and any(other.ready for other in self._members.values()):
+            pause = self._pauses[number]
+            self._pauses[number] = min(2 * pause, _LONGEST_PAUSE_S)
+            _LOG.error("process %d: %s; another is started in %g s", number, failed.message if failed else why, pause)
+            asyncio.get_running_loop().call_later(pause, self._start, number)
+        elif failed is None:
+            self._stop(EngineError(f"a process {why}"))
+        else:
+            self._stop(UserError(failed.message) if failed.users else EngineError(failed.message))
 
     # All of them.
 
     def _change(self) -> None:
-        """Have all look again at what is to be served; one that is being started does so by itself."""
-        told = {number for number, started in self._members.items() if started.hears}
-        if told and not self._ending:
+        """Have all look again at what is to be served."""
+        if self._was_ready and not self._ending:  # before, the end of a change is not that all are ready
             notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
-            self._changing |= told
-            for number in told:
-                self._signal(self._members[number], signal.SIGHUP)
+            self._changing |= set(self._members)
+        self._signal(signal.SIGHUP)
 
     def _has_changed(self, number: int) -> None:
         if number in self._changing:
             self._changing.remove(number)
-            if not self._changing:
+            if not self._changing and not self._ending:
                 notify("READY=1")
 
-    def _end(self, number: int = signal.SIGTERM) -> None:
-        again, self._ending = self._ending, True
-        for started in self._members.values():
-            if started.hears:  # before, the signal would end it where it is; then it gets it as soon as it does
-                self._signal(started, signal.SIGTERM)
-        if again and self._failure is None:
-            os._exit(128 + number)
-        if self._failure is None:
+    def _end(self, number: int) -> None:
+        """Obey a signal to end; the second ends all at once, one that is stopped or hangs as well."""
+        if self._ending:
+            self._status = 128 + number
+            self._signal(signal.SIGKILL)
+        else:
             self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
-            notify("STOPPING=1")
+            self._stop()
+
+    def _stop(self, failure: PipelineError | None = None) -> None:
+        self._ending, self._failure = True, failure
+        notify("STOPPING=1")
+        self._signal(signal.SIGTERM)
         if not self._members:
             self._over.set()
 
-    @staticmethod
-    def _signal(started: _Started, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if started.process.is_alive() and started.process.pid is not None:
-                os.kill(started.process.pid, number)
+    def _signal(self, number: int) -> None:
+        for started in self._members.values():
+            with contextlib.suppress(ProcessLookupError):
+                if started.process.is_alive() and started.process.pid is not None:
+                    os.kill(started.process.pid, number)
 
 
 @contextlib.contextmanager
@@ -263,6 +277,20 @@ def _cores(share: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Let the signals wait that a process started in the block gets, by whomever, until it can obey them.
+
+    Ctrl-C is for all that a terminal has in front, and systemd ends all processes of a service.
+    """
+    resource_tracker.ensure_running()  # CPython 3.11 lets signals in again when it starts that one
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _ended_by(status: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,11 +17,6 @@ class Said:
     """A line for a person."""
 
     line: str
-
-
-@dataclass(frozen=True)
-class Hears:
-    """Signals are heard from now on."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,10 @@ class Failed:
     users: bool
 
 
-Message = Said | Hears | IsReady | HasChanged | Failed
+# A process hears these when it can obey them; from its start to then they wait.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+Message = Said | IsReady | HasChanged | Failed
 
 
 @dataclass(frozen=True)

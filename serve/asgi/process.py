@@ -28,7 +28,7 @@ from serve.asgi.extensions import extend
 from serve.asgi.http_server import HttpServer, Loop, lock_in_turns, uvicorn_config, with_files
 from serve.asgi.listening import Listening, SocketFile
 from serve.asgi.loading import Wanted
-from serve.asgi.member import HasChanged, Hears, IsReady, Member
+from serve.asgi.member import SIGNALS, HasChanged, IsReady, Member
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
 from serve.asgi.siblings import Siblings
@@ -235,7 +235,7 @@ class _Process:
         loop.add_signal_handler(signal.SIGHUP, self._change)
         if (member := self._member) is not None:
             loop.add_reader(member.parent.fileno(), self._left_alone, member)
-            member.tell(Hears())
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     async def _listen(self, opened: socket.socket) -> None:
         for start in self._application.on_start:
@@ -361,10 +361,13 @@ class _Process:
         self._ending.set()
 
     def _end(self, number: int) -> None:
-        if self._ending.is_set():
+        if self._member is not None:
+            # As often as it comes: systemd tells all processes of a service, and so does the one that has started this.
+            self._ending.set()
+        elif self._ending.is_set():
             os._exit(128 + number)
-        self._ending.set()
-        if self._member is None:
+        else:
+            self._ending.set()
             self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
 
     def _left_alone(self, member: Member) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -37,6 +40,54 @@ def server(archives: Path) -> Iterator[Server]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[socket.socket]:
+    """Where systemd would be told how the service stands."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as opened:
+        opened.bind(str(tmp_path_factory.mktemp("systemd") / "notify"))
+        opened.settimeout(30)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def service(archives: Path, told: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As systemd runs it."""
+    folder = tmp_path_factory.mktemp("t")
+    before = ("env", f"NOTIFY_SOCKET={told.getsockname()}", f"TMPDIR={folder}")
+    words = (str(archives / "v1.mar"), "--no-token", "--processes", "2", "--held-limit-mb", "32")
+    with running(archives, *words, before=before) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def starting(archives: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A server with a group of its own, as a shell starts it, whose processes have begun and hear nothing yet."""
+    command = [sys.executable, "-m", "serve", "run", str(archives / "v1.mar"), "--store", str(archives)]
+    process = subprocess.Popen(
+        [*command, "--no-token", "--port", "0", "--processes", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"TMPDIR": str(folder)},
+        start_new_session=True,
+    )
+    members: list[psutil.Process] = []
+    try:
+        while len(members) < 2:
+            assert process.poll() is None
+            time.sleep(0.01)
+            with contextlib.suppress(psutil.Error):  # another child of a moment
+                children = psutil.Process(process.pid).children()
+                members = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        yield process, members
+    finally:
+        for member in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.kill()
+        process.communicate()
+
+
 def pids(server: Server, model: str = "m") -> Counter[int]:
     """Who answers, of 24 connections one after the other."""
     found: Counter[int] = Counter()
@@ -54,6 +105,41 @@ def values(server: Server, name: str) -> dict[str, float]:
     for sample in (sample for family in families for sample in family.samples if sample.name == name):
         found[sample.labels["process"]] += sample.value
     return dict(found)
+
+
+def assert_ends_in_order(server: Server, model: str, *told: int) -> None:
+    """Under load, SIGTERM to some of a server's processes has it answer what it accepted; the status is 0."""
+    statuses: list[int] = []
+    lost: list[str] = []
+    begun = threading.Barrier(9)
+    children = psutil.Process(server.process.pid).children(recursive=True)
+
+    def load() -> None:
+        with server.client() as client:
+            client.get("/ping")
+            begun.wait()
+            for _ in range(400):
+                try:
+                    statuses.append(client.post(f"/predictions/{model}", content=IMAGE).status_code)
+                except httpx.ConnectError:
+                    return
+                except httpx.HTTPError as error:
+                    lost.append(repr(error))
+                    return
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    time.sleep(0.3)
+    for pid in told:
+        os.kill(pid, signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert server.process.wait(30) == 0, "".join(server.lines)
+    assert set(statuses) == {200}
+    assert not lost
+    assert not psutil.wait_procs(children, timeout=10)[1]
 
 
 def refused(archives: Path, archive: str, *words: str) -> tuple[int, str]:
@@ -148,36 +234,7 @@ def test_a_process_that_is_killed_costs_only_its_own_connections_and_comes_back(
 
 def test_told_to_end_all_answer_what_they_accepted_and_the_status_is_0(server: Server) -> None:
     # The last test of this server.
-    statuses: list[int] = []
-    lost: list[str] = []
-    begun = threading.Barrier(9)
-    children = psutil.Process(server.process.pid).children(recursive=True)
-
-    def load() -> None:
-        with server.client() as client:
-            client.get("/ping")
-            begun.wait()
-            for _ in range(400):
-                try:
-                    statuses.append(client.post("/predictions/m", content=IMAGE).status_code)
-                except httpx.ConnectError:
-                    return
-                except httpx.HTTPError as error:
-                    lost.append(repr(error))
-                    return
-
-    threads = [threading.Thread(target=load) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    begun.wait()
-    time.sleep(0.3)
-    server.process.send_signal(signal.SIGTERM)
-    for thread in threads:
-        thread.join()
-    assert server.process.wait(30) == 0, "".join(server.lines)
-    assert set(statuses) == {200}
-    assert not lost
-    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert_ends_in_order(server, "m", server.process.pid)
 
 
 def test_where_the_first_process_is_killed_the_others_end(archives: Path) -> None:
@@ -230,3 +287,59 @@ def test_tls_is_spoken_by_all(archives: Path, tmp_path: Path) -> None:
             with httpx.Client(base_url=server.url, verify=trusts, timeout=30, trust_env=False) as client:
                 found.add(client.get("/models/v1").json()["pid"])
         assert len(found) == 2
+
+
+def test_no_process_holds_more_than_all_may(service: Server) -> None:
+    assert values(service, "serve_held_limit_bytes") == {"0": 32 << 20, "1": 32 << 20}
+    assert values(service, "serve_process_up") == {"0": 1, "1": 1}
+
+
+def test_a_process_that_cannot_be_started_again_is_tried_later(service: Server) -> None:
+    allowed = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (3, allowed[1]))
+    os.kill(min(pids(service, "v1")), signal.SIGKILL)
+    service.await_line("cannot be started (Too many open files); another is started in 2 s")
+    resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, allowed)
+    service.await_line(": ready again")
+    assert len(pids(service, "v1")) == 2
+
+
+def test_as_systemd_ends_a_service_each_is_told_to_and_all_is_answered(service: Server, told: socket.socket) -> None:
+    # The last test of this server.
+    everyone = [service.process.pid, *(child.pid for child in psutil.Process(service.process.pid).children())]
+    service.process.send_signal(signal.SIGHUP)
+    service.await_line("changed: serving v1")
+    states = [told.recv(1000).decode().partition("\n")[0] for _ in range(3)]
+    assert states == ["READY=1", "RELOADING=1", "READY=1"]
+    service.process.send_signal(signal.SIGHUP)  # what it has to do when it ends is no reason to be ready
+    assert_ends_in_order(service, "v1", *everyone)
+    states = []
+    told.settimeout(0)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            states.append(told.recv(1000).decode().partition("\n")[0])
+    assert states[0] == "RELOADING=1"
+    assert states[-1] == "STOPPING=1"
+
+
+def test_ctrl_c_while_it_starts_ends_it_in_order(archives: Path, tmp_path: Path) -> None:
+    with starting(archives, tmp_path) as (process, members):
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        assert "Traceback" not in said
+        assert not psutil.wait_procs(members, timeout=10)[1]
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_second_signal_ends_one_that_is_stopped_as_well(archives: Path, tmp_path: Path) -> None:
+    with starting(archives, tmp_path) as (process, members):
+        members[1].suspend()
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert any(line.startswith("SIGTERM: ") for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=20)
+        assert process.returncode == 128 + signal.SIGTERM, said
+        assert not psutil.wait_procs(members, timeout=10)[1]
+        assert not list(tmp_path.iterdir())
