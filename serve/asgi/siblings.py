@@ -6,7 +6,9 @@ Who scrapes the server reaches any one of them, and is to be told of all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -29,7 +31,8 @@ class Siblings:
     """
 
     def __init__(self, folder: Path, number: int, count: int) -> None:
-        self._folder = folder
+        # By a descriptor of the folder, whatever its length: a unix socket's path has 107 bytes (unix(7)).
+        self._descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
         self._number = number
         self._count = count
         self._server: asyncio.Server | None = None
@@ -40,8 +43,9 @@ class Siblings:
         path.unlink(missing_ok=True)  # of the process that this one replaces
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(_written(tell()))
-            await writer.drain()
+            with contextlib.suppress(OSError):  # who asked did not wait for so long
+                writer.write(_written(tell()))
+                await writer.drain()
             writer.close()
 
         self._server = await asyncio.start_unix_server(answer, path)
@@ -51,6 +55,7 @@ class Siblings:
         if self._server is not None:
             self._server.close()
             self._socket(self._number).unlink(missing_ok=True)
+        os.close(self._descriptor)
 
     async def gather(self, own: Iterable[Metric]) -> list[Metric]:
         """The metrics of all processes, each series with the number of its process.
@@ -88,7 +93,7 @@ class Siblings:
             return None
 
     def _socket(self, number: int) -> Path:
-        return self._folder / f"{number}.sock"
+        return Path(f"/proc/self/fd/{self._descriptor}/{number}.sock")
 
 
 def _written(metrics: Iterable[Metric]) -> bytes:

@@ -51,8 +51,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[socket.socket]:
 
 @pytest.fixture(scope="module")
 def service(archives: Path, told: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """As systemd runs it."""
-    folder = tmp_path_factory.mktemp("t")
+    """As systemd runs it; the temporary folder's path is longer than a unix socket's may be."""
+    folder = tmp_path_factory.mktemp("t" * 120)
     before = ("env", f"NOTIFY_SOCKET={told.getsockname()}", f"TMPDIR={folder}")
     words = (str(archives / "v1.mar"), "--no-token", "--processes", "2", "--held-limit-mb", "32")
     with running(archives, *words, before=before) as started:
@@ -292,6 +292,25 @@ def test_tls_is_spoken_by_all(archives: Path, tmp_path: Path) -> None:
 def test_no_process_holds_more_than_all_may(service: Server) -> None:
     assert values(service, "serve_held_limit_bytes") == {"0": 32 << 20, "1": 32 << 20}
     assert values(service, "serve_process_up") == {"0": 1, "1": 1}
+
+
+def test_a_scrape_does_not_wait_for_a_process_that_is_stopped_nor_does_that_one_complain(service: Server) -> None:
+    (stopped, _), (other, _) = pids(service, "v1").most_common(2)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(service.client())
+        while client.get("/models/v1").json()["pid"] != other:
+            client = stack.enter_context(service.client())
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            before = time.monotonic()
+            said = client.get("/metrics").text
+            assert time.monotonic() - before < 5
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+    assert said.count("serve_process_up{") == 2
+    assert sum(line.startswith("serve_process_up{") and line.endswith(" 0.0") for line in said.splitlines()) == 1
+    assert values(service, "serve_process_up") == {"0": 1, "1": 1}
+    assert not [line for line in service.lines if "Unhandled exception" in line]
 
 
 def test_a_process_that_cannot_be_started_again_is_tried_later(service: Server) -> None:
