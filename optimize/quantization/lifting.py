@@ -77,7 +77,8 @@ def lift_functions(module: fx.GraphModule) -> int:
         with torch.no_grad():
             values = {name: constant_value(module, value) for name, value in given.items()}
         name = f"{node.name}_layer"
-        module.add_submodule(name, _layer(node.target, values))
+        # In the module's mode: torch.ao folds no norm in eval mode into a layer in training mode.
+        module.add_submodule(name, _layer(node.target, values).train(module.training))
         with module.graph.inserting_before(node):
             replace(node, module.graph.call_module(name, (read,)))
         lifted += 1

@@ -14,7 +14,7 @@ from optimize.export.trace import trace
 from optimize.quantization.convert import trace_calls
 from optimize.quantization.lifting import lift_functions, write_out_padding
 from serve.runtime.integers import ANY_X86, TENSORRT
-from tests.optimize.workbench import Between, is_meant
+from tests.optimize.workbench import Between, is_meant, with_running_statistics
 
 
 class Bordered(nn.Module):
@@ -41,6 +41,22 @@ class Called(nn.Module):
         x = torch.relu(functional.conv2d(x, self.first, stride=2, padding=1))
         x = torch.relu(functional.conv2d(x, self.second - self.second.mean(), None, 1, 1, 1, 2))
         return functional.linear(x.mean((2, 3)), weight=self.head, bias=self.bias)
+
+
+class Normed(nn.Module):
+    """Norms behind layers that are called as functions: of parts of one weight, as an octave convolution's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Conv2d(1, 8, 3, 2, 1), nn.Parameter(torch.randn(8, 8, 3, 3) / 8)
+        self.high, self.low, self.head = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.Linear(8, 4)
+        with_running_statistics(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        high = torch.relu(self.high(functional.conv2d(x, self.weight[:4], padding=1)))
+        low = self.low(functional.conv2d(functional.avg_pool2d(x, 2), self.weight[4:], padding=1))
+        return self.head(torch.cat([high.mean((2, 3)), low.mean((2, 3))], 1))
 
 
 class Dynamic(nn.Module):
@@ -158,7 +174,10 @@ def shuffled(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("target", [ANY_X86, TENSORRT])
 @pytest.mark.parametrize(
     "kind",
-    [Called, Dynamic, Indexed, Masked, Beside, *(functools.partial(Between, way) for way in (reshaped, shuffled))],
+    [
+        *(Called, Normed, Dynamic, Indexed, Masked, Beside),
+        *(functools.partial(Between, way) for way in (reshaped, shuffled)),
+    ],
 )
 def test_what_torch_ao_cannot_watch_as_it_stands_is_lowered(kind, target, tmp_path):
     torch.manual_seed(0)
