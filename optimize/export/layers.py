@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from optimize.export.constants import NotConstantError, constant_value
+from optimize.export.proxies import own_gradients_taken
 
 _OWN = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -61,6 +62,11 @@ class LayerTracer(fx.Tracer):
     A forward is run on a proxy of its first input, the images; of each other it sees the default, as timm's
     ``attn_mask=None``: a proxy in its place is not None, and would send a forward the other way without a word.
     """
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """See `fx.Tracer`."""
+        with own_gradients_taken(root):
+            return super().trace(root, concrete_args)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None

@@ -2,18 +2,22 @@
 
 Torch's parser of arguments (2.11 to 2.14) takes for sizes what is in a tuple, or behind an integer, and says of
 ``torch.zeros(x.shape[0], 1, 8, 8)`` that ``zeros() takes 1 positional argument but 4 were given``. What
-`torch.jit.script` has made of a function takes tensors alone.
+`torch.jit.script` has made of a function takes tensors alone. A function with a gradient of its own takes whatever says
+that it is a tensor for one, reads its memory, and ends the process by SIGSEGV.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.autograd.function import Function, FunctionCtx
 
 #: What is given sizes one by one: by itself, and of a tensor that is no proxy, as a buffer is.
 _FUNCTIONS = ("zeros", "ones", "empty")
@@ -34,7 +38,57 @@ def taken_by_torch() -> Iterator[None]:
         yield
 
 
-def _put(undone: ExitStack, owner: Any, name: str, other: Callable[..., Any]) -> None:
+@contextmanager
+def own_gradients_taken(root: Any) -> Iterator[None]:
+    """While a network is traced, a `torch.autograd.Function` of proxies is what its ``forward`` does.
+
+    Its gradient is not in the graph, which says how to compute and not how to train.
+
+    Args:
+        root: the network; an ``apply`` that its layers hold, or that stands where their forwards are written, is found.
+    """
+    applied = vars(Function)["apply"]  # of a class: it is asked for whose it is to be
+    with ExitStack() as undone:
+        for names in _namespaces(root):
+            for name, value in [*names.items()]:
+                if isinstance(value, types.BuiltinMethodType | types.MethodType) and _is_apply(value):
+                    undone.callback(names.__setitem__, name, value)
+                    names[name] = functools.partial(_apply, applied, value.__self__)
+
+        def called(owner: type[Function], *args: Any, **named: Any) -> Any:
+            return _apply(applied, owner, *args, **named)
+
+        _put(undone, Function, "apply", classmethod(called))
+        yield
+
+
+def _namespaces(root: Any) -> Iterator[dict[str, Any]]:
+    """What the layers of a network hold by name, and what their forwards know by name."""
+    layers = [*root.modules()] if isinstance(root, nn.Module) else []
+    yield from map(vars, layers)
+    # As they are written: a scripted layer's fails of itself when it is asked for.
+    forwards = [inspect.getattr_static(type(layer), "forward") for layer in layers]
+    known = [forward.__globals__ for forward in forwards if isinstance(forward, types.FunctionType)]
+    yield from {id(names): names for names in known}.values()
+
+
+def _is_apply(value: Any) -> bool:
+    owner = value.__self__
+    return value.__name__ == "apply" and isinstance(owner, type) and issubclass(owner, Function)
+
+
+def _apply(applied: Any, owner: Any, *args: Any, **named: Any) -> Any:
+    """What a class of functions makes of its arguments: of proxies what its ``forward`` makes of them."""
+    if not any(isinstance(given, fx.Proxy) for given in (*args, *named.values())):
+        return applied.__get__(None, owner)(*args, **named)
+    if owner.setup_context is not Function.setup_context:
+        return owner.forward(*args, **named)
+    context: Any = FunctionCtx()
+    context.needs_input_grad = (False,) * len(args)
+    return owner.forward(context, *args, **named)
+
+
+def _put(undone: ExitStack, owner: Any, name: str, other: Any) -> None:
     """Put another in the place of what a module or a class has, or inherits, until all is undone."""
     if name in vars(owner):
         undone.callback(setattr, owner, name, vars(owner)[name])

@@ -23,6 +23,7 @@ from .foreign_layers import (
     NormAct,
     SameConv,
     StandardisedConv,
+    UnbiasedConv,
 )
 from .workbench import noise_context, parent_of, run, with_running_statistics
 
@@ -160,6 +161,10 @@ class Read(nn.Module):
 KEPT = {
     "a convolution that uses its weight otherwise too": (
         nn.Sequential(GatedSameConv(3, 4, 3), nn.BatchNorm2d(4)),
+        1,
+    ),
+    "a convolution that can take no bias": (
+        nn.Sequential(UnbiasedConv(3, 4, 3, bias=False), nn.BatchNorm2d(4)),
         1,
     ),
     "a norm that does more than a norm": (nn.Sequential(nn.Conv2d(3, 4, 3), BranchingNorm(4)), 1),
