@@ -8,8 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimize.export.noted import value_of
 from optimize.export.plain import put_for
 
+_ATEN = torch.ops.aten
+_AVERAGES, _MAXIMA = (
+    tuple(getattr(_ATEN, f"{kind}_pool{axes}d").default for axes in (1, 2, 3)) for kind in ("avg", "max")
+)
+#: What is nowhere below zero.
+_POSITIVE = (_ATEN.relu.default, _ATEN.relu_.default, _ATEN.sigmoid.default)
 #: Of ``avg_pool2d``: images and kernel, stride, padding, whether sizes are rounded up, whether zeros count, divisor.
 _POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
 
@@ -19,6 +26,7 @@ def write_out_pools(module: fx.GraphModule) -> None:
     _write_out_means(module)
     _write_out_borders(module)
     _write_out_maxima(module)
+    _part_borders(module)
 
 
 def _write_out_means(module: fx.GraphModule) -> None:
@@ -103,6 +111,46 @@ def _write_out_maxima(module: fx.GraphModule) -> None:
             put_for(given, reader)
     module.graph.eliminate_dead_code()
     module.recompile()
+
+
+def _part_borders(module: fx.GraphModule) -> None:
+    """Put a maximum with the lowest float, which changes nothing, between zeros around an image and a pool, in place.
+
+    ONNX Runtime (1.31, ``PadFusion``; 18136 of its pull requests) makes the zeros the pool's own border. That of a
+    maximum is of nothing: the largest of a zero and of numbers below it came out below zero. And no pool may have a
+    border as wide as its kernel: a graph with an average over single places at equal distances could not be opened.
+    """
+    for node in list(module.graph.nodes):
+        if node.target not in (*_AVERAGES, *_MAXIMA) or not _changed_by_fusion(node):
+            continue
+        border: Any = node.args[0]
+        value = border.meta["val"]
+        with module.graph.inserting_before(node):
+            lowest = module.graph.call_function(
+                _ATEN.full.default, ([1] * value.ndim, torch.finfo(value.dtype).min), {"dtype": value.dtype}
+            )
+            larger = module.graph.call_function(_ATEN.maximum.default, (border, lowest))
+        with value.fake_mode:
+            value_of(larger)
+        node.replace_input_with(border, larger)
+    module.recompile()
+
+
+def _changed_by_fusion(pool: fx.Node) -> bool:
+    """Whether a pool reads zeros around an image, and would give something else, or nothing, with them as its own."""
+    border: Any = pool.args[0]
+    value = border.meta["val"]
+    if border.target not in (_ATEN.pad.default, _ATEN.constant_pad_nd.default) or not value.is_floating_point():
+        return False
+    given, sides, *filled = border.args
+    if any(filled[1:] if filled[:1] == ["constant"] else filled):  # by another mode, or another number
+        return False
+    if pool.target in _MAXIMA and given.target not in _POSITIVE:
+        return True
+    kernel: Any = pool.args[1]
+    padding: Any = pool.args[3] if len(pool.args) > 3 and pool.args[3] else [0] * len(kernel)
+    axes = zip(reversed(kernel), reversed(padding), sides[::2], sides[1::2], strict=False)
+    return any(own + max(before, behind) >= width for width, own, before, behind in axes)
 
 
 def _shifted(node: Any) -> bool:

@@ -13,6 +13,7 @@ import openvino
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from optimize.context import Context
 from optimize.export.onnx import export_onnx, run_onnx
@@ -136,6 +137,51 @@ class Divided(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.next(self.pool(self.stem(x))).amax((2, 3)))
+
+
+#: Pools behind zeros around an image, by whether ONNX Runtime may make the zeros the pool's own border.
+BORDERED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "the largest": (lambda x: functional.max_pool2d(functional.pad(x, (1, 1, 1, 1)), 3), False),
+    "the largest in a line": (lambda x: functional.max_pool1d(functional.pad(x[:, :, 0], (2, 1)), 3), False),
+    "the largest of a narrow border": (lambda x: functional.max_pool2d(functional.pad(x, (2, 0)), 2), False),
+    "the largest of what is not below zero": (
+        lambda x: functional.max_pool2d(functional.pad(x.relu(), (1, 1, 1, 1)), 3),
+        True,
+    ),
+    "the largest behind numbers": (lambda x: functional.max_pool2d(functional.pad(x, (1, 1), value=-1.0), 3), True),
+    "an average": (lambda x: functional.avg_pool2d(functional.pad(x, (1, 1, 1, 1)), 3), True),
+    "an average of single places": (lambda x: functional.avg_pool2d(functional.pad(x, (1, 0, 1, 0)), 1, 2), False),
+    "an average with a wide border": (lambda x: functional.avg_pool2d(functional.pad(x, (0, 0, 2, 0)), 2), False),
+    "an average with two borders": (
+        lambda x: functional.avg_pool2d(functional.pad(x, (2, 2, 2, 2)), 3, padding=1),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("way", BORDERED)
+def test_a_pool_takes_zeros_around_an_image_as_numbers(way, tmp_path):
+    """ONNX Runtime makes them a border of the pool, and left them out of a maximum."""
+    pool, mergeable = BORDERED[way]
+    generator = torch.Generator().manual_seed(0)
+    module, batch = Told(pool).eval(), -torch.rand(3, 2, 8, 8, generator=generator)
+    graph = export_onnx(module, batch, tmp_path / "graph.onnx").graph
+    torch.testing.assert_close(run_onnx(tmp_path / "graph.onnx", batch), module(batch))
+    torch.testing.assert_close(in_openvino(tmp_path / "graph.onnx", batch), module(batch))
+    (border,) = (node for node in graph.node if node.op_type == "Pad")
+    reader = next(node for node in graph.node if border.output[0] in node.input)
+    assert ("Pool" in reader.op_type) == mergeable
+
+
+class Told(nn.Module):
+    """What it is told to compute, in one row for each image."""
+
+    def __init__(self, told: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.told = told
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.told(x).flatten(1)
 
 
 @pytest.mark.parametrize("ceil", [False, True])
