@@ -163,6 +163,18 @@ def unfolded(graph: Written) -> None:
     graph.node("first_wf").input[0] = "first_wq"
 
 
+def grouped(width: int, groups: int = 2, side: int = 1, **settings: Any) -> Callable[[Written], None]:
+    """The first convolution has groups of so many channels."""
+
+    def edit(graph: Written) -> None:
+        graph.tensors["first_w"] = np.ones((4, width, side, side), np.int8)
+        graph.node("first").attribute.extend(
+            helper.make_attribute(*each) for each in {"group": groups, **settings}.items()
+        )
+
+    return edit
+
+
 def float_weight(graph: Written) -> None:
     graph.tensors["first_wf"] = graph.tensors.pop("first_w").astype(np.float32)
     graph.nodes.remove(next(node for node in graph.nodes if node.output[0] == "first_wf"))
@@ -487,6 +499,12 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("integer-border", (), "Pad_wide", padded(0, 0, 1, 1, 0, 0, 1, 1)),
     ("integer-border", (), "Pad_wide", padded(0, 2, 0, 0, 0, 2, 0, 0, zero=0)),
     ("integer-border", (), "Pad_wide", padded(0, 0, 1, 0, 0, 0, 1, 0, mode="reflect")),
+    *[("group-width", ("cpu", "x86"), "Conv_first", grouped(width)) for width in (68, 72, 96, 120, 132)],
+    *[("group-width", (), "Conv_first", grouped(width)) for width in (4, 64, 66, 70, 128, 192)],
+    ("group-width", (), "Conv_first", grouped(72, groups=1)),
+    ("group-width", (), "Conv_first", grouped(72, side=3)),
+    ("group-width", (), "Conv_first", grouped(72, strides=[2, 2])),
+    ("group-width", (), "Conv_first", grouped(72, pads=[0, 0, 0, 1])),
     ("joined-pair", (), "Relu_made", joined("Relu", pair=False)),
     ("joined-pair", (), "Mul_made", joined("Mul", "y")),
     ("joined-pair", (), "Relu_made", joined("Relu", zero=0)),

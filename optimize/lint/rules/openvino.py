@@ -12,6 +12,9 @@ from optimize.lint.graph import Graph, attribute, label, of_a_map, summed_alone
 # What makes a tensor of a size that is an input, by the number of that input.
 _SIZED = {"Expand": 1, "Tile": 1, "ConstantOfShape": 0}
 
+# How many channels of bytes AMX multiplies at once.
+_AT_ONCE = 64
+
 # What a size passes on the way there.
 _SIZES_PASS = ("Concat", "Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity", "Mul", "Where", "Max")
 
@@ -76,6 +79,30 @@ def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
                 label(node),
                 "it puts a border along one axis around what is dequantized, and OpenVINO gives other numbers there",
                 "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
+            )
+
+
+@rule("group-width", "warning", CPUS)
+def group_widths(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """A group of a quantized 1×1 convolution reads up to 64 channels, or 64 n: OpenVINO gets others wrong with AMX.
+
+    OpenVINO (2026.4.1) takes a kernel for convolutions of one place, without steps or borders, on CPUs with AMX that
+    reads 64 channels at once, also those of the group behind. Nothing that is right comes out where a group has a
+    multiple of 4 of them (72, 96, 120); others have another kernel. Where a group gives more than 64, too, it was seen
+    to raise "No reorder available" when it is run. With ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI`` all were right.
+    """
+    for node in graph.of("Conv"):
+        scaled = graph.weight(node)
+        weight = None if scaled is None else graph.tensor(scaled, 0)
+        if weight is None or not graph.dequantized(node) or attribute(node, "group", 1) == 1:
+            continue
+        _, width, *kernel = weight.dims
+        placed = any(attribute(node, "pads", ())) or any(step > 1 for step in attribute(node, "strides", ()))
+        if {*kernel} == {1} and not placed and width > _AT_ONCE and width % _AT_ONCE and width % 4 == 0:
+            yield Fault(
+                label(node),
+                f"its groups read {width} channels, and OpenVINO gives other numbers for that on CPUs with AMX",
+                "keep it in float, or give a border along one axis to it and cut its integers there",
             )
 
 
