@@ -1,10 +1,11 @@
 """Convolutions of wide patches that do not overlap, written as the products that they are: their kernels are wrong.
 
-oneDNN's int8 and bfloat16 convolutions for AMX (as of torch 2.14, and in OpenVINO 2026) give numbers of no use where channels
-times a row of the kernel are 128 or more and a multiple of 64, of fewer than 64 channels: 32 by 4 x 4, or 16 by 8 x 8. They
-take several pixels for one with more channels; oneDNN has turned that off for AArch64, where it was wrong as well
-(uxlfoundation/oneDNN, pull request 4684). Transformers reduce keys and values by such layers (PVT v2, SegFormer). What steps
-by less than its kernel (16 channels by 8 x 8 in steps of 4) is left: whether int8 answers are right is checked anyhow.
+oneDNN's int8 and bfloat16 convolutions for AMX (as of torch 2.14, and in OpenVINO 2026) give numbers of no use where
+channels times a row of the kernel are 128 or more and a multiple of 64, of fewer than 64 channels: 32 by 4 x 4, or 16
+by 8 x 8. They take several pixels for one with more channels; oneDNN has turned that off for AArch64, where it was
+wrong as well (uxlfoundation/oneDNN, pull request 4684). Transformers reduce keys and values by such layers (PVT v2,
+SegFormer). What steps by less than its kernel (16 channels by 8 x 8 in steps of 4) is left: whether int8 answers are
+right is checked anyhow.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def unfold_patches(module: fx.GraphModule) -> int:
         assert isinstance(layer, nn.Conv2d)
         given, *_ = node.args
         shape = shape_of(given)
-        assert isinstance(given, fx.Node) and shape is not None
+        assert isinstance(given, fx.Node)
+        assert shape is not None
         _, channels, height, width = shape
         (tall, wide), places = layer.kernel_size, channels * math.prod(layer.kernel_size)
         write = Writer(module, str(node.target))

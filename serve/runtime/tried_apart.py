@@ -1,8 +1,8 @@
 """What AOTInductor compiled, run for the first time in a process of its own: native code that crashes ends that one.
 
-Seen on a GPU's host with torch 2.11 and ``CXX`` set to a compiler of another C++ library than the system's: each package
-crashed in torch's own reading of the device's name (``std::regex``), and took with it whoever opened it. Compiled by the
-system's own ``g++`` a package ran there.
+Seen on a GPU's host with torch 2.11 and ``CXX`` set to a compiler of another C++ library than the system's: each
+package crashed in torch's own reading of the device's name (``std::regex``), and took with it whoever opened it.
+Compiled by the system's own ``g++`` a package ran there.
 """
 
 from __future__ import annotations
