@@ -16,15 +16,20 @@ from torch import fx
 from optimize.export.plain import put_for
 
 _ATEN = torch.ops.aten
-_NAMES = tuple(f"aten::{name}" for name in ("var", "std", "var_mean", "std_mean"))
+#: What is written so.
+DEVIATIONS = tuple(
+    overload
+    for name in ("var", "std", "var_mean", "std_mean")
+    for overload in (getattr(_ATEN, name).default, getattr(_ATEN, name).dim, getattr(_ATEN, name).correction)
+)
 
 
 def write_out_deviations(module: fx.GraphModule) -> None:
     """Write variances and deviations over some axes as means, in place."""
     for node in list(module.graph.nodes):
-        name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-        if name not in _NAMES:
+        if node.target not in DEVIATIONS:
             continue
+        name = node.target._schema.name
         with module.graph.inserting_before(node):
             found = _written(node, name)
         if found is None:

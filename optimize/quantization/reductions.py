@@ -15,18 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimize.export.deviations import DEVIATIONS
 from optimize.lint.graph import of_a_map, summed_alone
 from optimize.quantization.unmoved import keep_floats
 
 _ATEN = torch.ops.aten
 _SUMS = (_ATEN.sum.dim_IntList, _ATEN.sum.default)
 _MEANS = (_ATEN.mean.dim, _ATEN.mean.default)
-#: What the exporter writes with means.
-_DEVIATIONS = tuple(
-    overload
-    for name in ("var", "std", "var_mean", "std_mean")
-    for overload in (getattr(_ATEN, name).default, getattr(_ATEN, name).dim, getattr(_ATEN, name).correction)
-)
 
 
 def keep_reductions(module: fx.GraphModule) -> int:
@@ -46,7 +41,7 @@ def keep_reductions(module: fx.GraphModule) -> int:
 def _reduced(node: fx.Node) -> Collection[fx.Node]:
     """What a node sums, or means over anything but a map."""
     given: Any = node.args
-    if node.target in (*_SUMS, *_MEANS, *_DEVIATIONS) and not _of_a_map(node):
+    if node.target in (*_SUMS, *_MEANS, *DEVIATIONS) and not _of_a_map(node):
         return [given[0]]
     if node.target is _ATEN.einsum.default:
         return [given[1][number] for number in summed_alone(given[0])]
