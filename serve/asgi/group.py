@@ -131,7 +131,7 @@ class _Group:
             loop.add_signal_handler(one, self._end, one)
         loop.add_signal_handler(signal.SIGHUP, self._change)
         self._port = opened.getsockname()[1]
-        self._url = self._settings.listening.url(opened.getsockname()[:2])
+        self._url = self._settings.listening.url(opened)
         for number in range(len(self._shares)):
             self._start(number, opened if number == 0 else None)
         opened.close()  # it is the first process's: what ends with it must not wait here

@@ -98,11 +98,11 @@ class Listening:
         found = self.path.lstat()
         return SocketFile(self.path, found.st_dev, found.st_ino)
 
-    def url(self, address: tuple[str, int]) -> str:
-        """The address for a person: host and port of a socket that `open` gave."""
+    def url(self, opened: socket.socket) -> str:
+        """The address for a person: of a socket that `open` gave."""
         if self.path is not None:
             return f"unix:{self.path}"
-        host, port = address
+        host, port = opened.getsockname()[:2]
         scheme = "https" if self.certificate is not None else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

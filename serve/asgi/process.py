@@ -255,7 +255,7 @@ class _Process:
     def _say_where(self, opened: socket.socket, first: Sequence[Wanted]) -> None:
         listening = self._settings.listening
         names = ", ".join(f"{entry.name} {entry.version}" for entry in first)
-        self._say(f"serving {names} at {listening.url(opened.getsockname()[:2])}: loading")
+        self._say(f"serving {names} at {listening.url(opened)}: loading")
         for line in (*self._application.notes, *listening.opens(tokens=self._settings.token_file is not None)):
             self._say(line)
 
@@ -288,7 +288,7 @@ class _Process:
         if self._member is not None:
             self._member.tell(IsReady())
         elif self._opened is not None:
-            self._say(f"ready: {self._settings.listening.url(self._opened.getsockname()[:2])}")
+            self._say(f"ready: {self._settings.listening.url(self._opened)}")
         notify("READY=1")
 
     def _loaded(self, served: Served, seconds: float) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import openvino
 import pytest
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.convert import trace_calls
 from optimize.quantization.patches import unfold_patches
+from serve.runtime.engines.openvino import compile_bytes
 from tests.optimize.workbench import decibels, noise_context, through_int8
 
 
@@ -77,15 +77,14 @@ def test_others_are_left_as_they_are(channels: int, convolution: dict[str, Any])
 
 @pytest.mark.parametrize(("channels", "side"), [(16, 8), (32, 4), (48, 4)])
 def test_its_int8_is_what_the_integers_mean_in_torch_and_in_engines(channels: int, side: int, tmp_path: Path) -> None:
-    # Where the CPU has AMX all three but ONNX Runtime gave other numbers: 5 dB of 40.
+    # On a CPU with AMX the gate refused two of the three: torch had 2 dB of 32 and of 37.
     module = network(channels, kernel_size=side, stride=side)
     module(noise_context().example(2))
     _, path = through_int8(module, tmp_path, Ptq(images=16), OnnxInt8(input="float"), noise_context())
     batch = noise_context().example(16)
     with torch.no_grad():
         expected = module(batch)
-    opened = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    (answer,) = opened(batch.numpy()).values()
+    (answer,) = compile_bytes(path.read_bytes(), 1)(batch.numpy()).values()
     for found in (run_onnx(path, batch), torch.from_numpy(answer)):
         assert decibels(expected, found) > 30
     kernels = [node for node in onnx.load(path).graph.node if node.op_type == "Conv"]

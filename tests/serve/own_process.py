@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from serve.options import ServingOptions
 from serve.torchserve.archive import build_archive
@@ -95,3 +97,38 @@ def make_archives(folder: Path) -> Path:
 def write_models(folder: Path, versions: dict[str, tuple[str, int]]) -> None:
     body = [{"archive": archive, "version": name, "weight": weight} for name, (archive, weight) in versions.items()]
     (folder / "models.yaml").write_text(json.dumps({"models": {"m": body}}))
+
+
+def assert_ends_in_order(server: Server, model: str, *told: int) -> None:
+    """Under load, SIGTERM to some of a server's processes has it answer what it accepted; the status is 0."""
+    statuses: list[int] = []
+    lost: list[str] = []
+    begun = threading.Barrier(9)
+    children = psutil.Process(server.process.pid).children(recursive=True)
+
+    def load() -> None:
+        with server.client() as client:
+            client.get("/ping")
+            begun.wait()
+            for _ in range(400):
+                try:
+                    statuses.append(client.post(f"/predictions/{model}", content=IMAGE).status_code)
+                except httpx.ConnectError:
+                    return
+                except httpx.HTTPError as error:
+                    lost.append(repr(error))
+                    return
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    time.sleep(0.3)
+    for pid in told:
+        os.kill(pid, signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert server.process.wait(30) == 0, "".join(server.lines)
+    assert set(statuses) == {200}
+    assert not lost
+    assert not psutil.wait_procs(children, timeout=10)[1]

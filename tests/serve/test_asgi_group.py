@@ -23,7 +23,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.certificates import certify
-from tests.serve.own_process import IMAGE, Server, make_archives, running, write_models
+from tests.serve.own_process import IMAGE, Server, assert_ends_in_order, make_archives, running, write_models
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each process needs a core")
 
@@ -105,41 +105,6 @@ def values(server: Server, name: str) -> dict[str, float]:
     for sample in (sample for family in families for sample in family.samples if sample.name == name):
         found[sample.labels["process"]] += sample.value
     return dict(found)
-
-
-def assert_ends_in_order(server: Server, model: str, *told: int) -> None:
-    """Under load, SIGTERM to some of a server's processes has it answer what it accepted; the status is 0."""
-    statuses: list[int] = []
-    lost: list[str] = []
-    begun = threading.Barrier(9)
-    children = psutil.Process(server.process.pid).children(recursive=True)
-
-    def load() -> None:
-        with server.client() as client:
-            client.get("/ping")
-            begun.wait()
-            for _ in range(400):
-                try:
-                    statuses.append(client.post(f"/predictions/{model}", content=IMAGE).status_code)
-                except httpx.ConnectError:
-                    return
-                except httpx.HTTPError as error:
-                    lost.append(repr(error))
-                    return
-
-    threads = [threading.Thread(target=load) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    begun.wait()
-    time.sleep(0.3)
-    for pid in told:
-        os.kill(pid, signal.SIGTERM)
-    for thread in threads:
-        thread.join()
-    assert server.process.wait(30) == 0, "".join(server.lines)
-    assert set(statuses) == {200}
-    assert not lost
-    assert not psutil.wait_procs(children, timeout=10)[1]
 
 
 def refused(archives: Path, archive: str, *words: str) -> tuple[int, str]:

@@ -22,7 +22,7 @@ import pytest
 from benchmarks.hostile import mutations
 from serve.runtime.execution import ENVIRONMENT
 from tests.serve.damaged import asked
-from tests.serve.own_process import IMAGE, TOKEN, Server, make_archives, running, write_models
+from tests.serve.own_process import IMAGE, TOKEN, Server, assert_ends_in_order, make_archives, running, write_models
 
 
 @pytest.fixture(scope="module")
@@ -218,35 +218,7 @@ def test_where_a_private_copy_cannot_be_written_nothing_is_changed(server: Serve
 
 def test_told_to_end_it_answers_what_it_accepted_and_exits_with_0(server: Server) -> None:
     # The last test of this process.
-    statuses: list[int] = []
-    lost: list[str] = []
-    begun = threading.Barrier(9)
-
-    def load() -> None:
-        with server.client() as client:
-            client.get("/ping")
-            begun.wait()
-            for _ in range(400):
-                try:
-                    answer = client.post("/predictions/m", content=IMAGE)
-                except httpx.ConnectError:
-                    return
-                except httpx.HTTPError as error:
-                    lost.append(repr(error))
-                    return
-                statuses.append(answer.status_code)
-
-    threads = [threading.Thread(target=load) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    begun.wait()
-    time.sleep(0.3)
-    server.process.send_signal(signal.SIGTERM)
-    for thread in threads:
-        thread.join()
-    assert server.process.wait(30) == 0, "".join(server.lines)
-    assert set(statuses) == {200}
-    assert not lost
+    assert_ends_in_order(server, "m", server.process.pid)
 
 
 def test_a_second_signal_ends_at_once(archives: Path, tmp_path: Path) -> None:
