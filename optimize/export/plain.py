@@ -116,11 +116,17 @@ def write_out_slopes(module: fx.GraphModule) -> None:
 
 
 def put_for(written: fx.Node, node: fx.Node) -> None:
-    """Have readers of a node read what was written before it, which says what it gives, as it is asked next."""
+    """Have readers of a node read what was written before it, which says what it gives, as it is asked next.
+
+    What a program answers it knows by the node's name, and the exporter (torch 2.11 to 2.14) looks for that.
+    """
     with node.meta["val"].fake_mode:
         value_of(written)
+    answers = any(reader.op == "output" for reader in node.users)
     node.replace_all_uses_with(written)
     node.graph.erase_node(node)
+    if answers:
+        written.name = node.name
 
 
 def write_out_copies(program: ExportedProgram) -> None:

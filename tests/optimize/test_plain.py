@@ -506,3 +506,23 @@ def test_attention_by_a_mask_that_is_learned_is_exported_and_stays_learned(tmp_p
     assert all(parameter.requires_grad for parameter in module.parameters())
     with torch.no_grad():
         torch.testing.assert_close(run_onnx(path, pixels), module(pixels), rtol=1e-4, atol=1e-5)
+
+
+#: What networks end with that is written another way, by the operator that they are exported as.
+ENDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a sum that is divided": lambda x: functional.avg_pool2d(x, 4, divisor_override=5),
+    "maxima of any number of places": lambda x: functional.adaptive_max_pool2d(x, 3),
+    "the other side": lambda x: functional.pad(x, (1, 1, 0, 0), mode="circular"),
+    "attention over many axes": lambda x: attended(x[:, None]),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_network_may_end_with_what_is_written_another_way(end, tmp_path):
+    class Ending(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ENDS[end](x)
+
+    module, batch = Ending().eval(), torch.randn(5, 3, 4, 4)
+    export_onnx(module, batch[:2], tmp_path / "model.onnx")
+    torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), module(batch), rtol=1e-4, atol=1e-5)
