@@ -65,7 +65,7 @@ class LayerTracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """See `fx.Tracer`."""
-        with own_gradients_taken(root):
+        with own_gradients_taken():
             return super().trace(root, concrete_args)
 
     def create_args_for_root(

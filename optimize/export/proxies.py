@@ -9,15 +9,17 @@ that it is a tensor for one, reads its memory, and ends the process by SIGSEGV.
 from __future__ import annotations
 
 import functools
-import inspect
+import gc
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.autograd.function import Function, FunctionCtx
+
+Kind = TypeVar("Kind")
 
 #: What is given sizes one by one: by itself, and of a tensor that is no proxy, as a buffer is.
 _FUNCTIONS = ("zeros", "ones", "empty")
@@ -38,48 +40,100 @@ def taken_by_torch() -> Iterator[None]:
         yield
 
 
+def of_proxies(owner: type[Function], given: tuple[Any, ...]) -> bool:
+    """Whether a function is called while a network is traced."""
+    return any(isinstance(each, fx.Proxy) for each in given)
+
+
 @contextmanager
-def own_gradients_taken(root: Any) -> Iterator[None]:
-    """While a network is traced, a `torch.autograd.Function` of proxies is what its ``forward`` does.
+def own_gradients_taken(taken: Callable[[type[Function], tuple[Any, ...]], bool] = of_proxies) -> Iterator[None]:
+    """Within the block, a `torch.autograd.Function` of proxies, or as ``taken`` says, is what its ``forward`` does.
 
-    Its gradient is not in the graph, which says how to compute and not how to train.
-
-    Args:
-        root: the network; an ``apply`` that its layers hold, or that stands where their forwards are written, is found.
+    Its gradient is not in the graph, which says how to compute and not how to train. An ``apply`` that is kept by
+    another name is an object of its own, which C code made and which cannot be told to do anything else: each is
+    replaced.
     """
     applied = vars(Function)["apply"]  # of a class: it is asked for whose it is to be
     with ExitStack() as undone:
-        for names in _namespaces(root):
-            for name, value in [*names.items()]:
-                if isinstance(value, types.BuiltinMethodType | types.MethodType) and _is_apply(value):
-                    undone.callback(names.__setitem__, name, value)
-                    names[name] = functools.partial(_apply, applied, value.__self__)
+        for value, put in _kept():
+            undone.callback(put, value)
+            put(functools.partial(_apply, taken, applied, value.__self__))
 
         def called(owner: type[Function], *args: Any, **named: Any) -> Any:
-            return _apply(applied, owner, *args, **named)
+            return _apply(taken, applied, owner, *args, **named)
 
         _put(undone, Function, "apply", classmethod(called))
         yield
 
 
-def _namespaces(root: Any) -> Iterator[dict[str, Any]]:
-    """What the layers of a network hold by name, and what their forwards know by name."""
-    layers = [*root.modules()] if isinstance(root, nn.Module) else []
-    yield from map(vars, layers)
-    # As they are written: a scripted layer's fails of itself when it is asked for.
-    forwards = [inspect.getattr_static(type(layer), "forward") for layer in layers]
-    known = [forward.__globals__ for forward in forwards if isinstance(forward, types.FunctionType)]
-    yield from {id(names): names for names in known}.values()
+def _kept() -> Iterator[tuple[Any, Callable[[Any], None]]]:
+    """Each ``apply`` of a function that is not torch's that is kept anywhere, and what puts another in its place there.
+
+    The garbage collector knows where, but for what is frozen: modules' names, layers and their classes, closures,
+    `functools.partial`, defaults, tables of activations.
+    """
+    functions = [function for function in _below(Function) if not is_torchs(function)]
+    values = [value for value in (gc.get_referrers(*functions) if functions else ()) if _is_apply(value)]
+    for holder in gc.get_referrers(*values) if values else ():
+        if holder is not values:
+            yield from _held(holder)
+
+
+def _held(holder: Any) -> Iterator[tuple[Any, Callable[[Any], None]]]:
+    """As `_kept`, of one that refers to an ``apply``."""
+    if isinstance(holder, types.CellType):
+        yield holder.cell_contents, functools.partial(setattr, holder, "cell_contents")
+    elif isinstance(holder, functools.partial):
+        if _is_apply(holder.func):
+            yield holder.func, functools.partial(_set_function, holder)
+    elif isinstance(holder, tuple):
+        for function in _referring(holder, types.FunctionType):
+            for place, value in enumerate(holder):
+                if function.__defaults__ is holder and _is_apply(value):
+                    yield value, functools.partial(_set_default, function, place)
+    elif isinstance(holder, dict) and "__module__" in holder and (kinds := _referring(holder, type)):
+        for name in [name for name, value in holder.items() if _is_apply(value)]:  # a class remembers what it has
+            yield holder[name], functools.partial(setattr, kinds[0], name)
+    else:
+        names = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", {})
+        for name, value in [*(enumerate(names) if isinstance(names, list) else names.items())]:
+            if _is_apply(value):
+                yield value, functools.partial(names.__setitem__, name)
+
+
+def _referring(held: Any, kind: type[Kind]) -> list[Kind]:
+    return [holder for holder in gc.get_referrers(held) if isinstance(holder, kind)]
+
+
+def _set_function(called: functools.partial[Any], function: Any) -> None:
+    called.__setstate__((function, called.args, called.keywords, vars(called)))  # type: ignore[attr-defined]
+
+
+def _set_default(function: types.FunctionType, place: int, value: Any) -> None:
+    defaults = function.__defaults__ or ()
+    function.__defaults__ = (*defaults[:place], value, *defaults[place + 1 :])
+
+
+def is_torchs(function: type[Function]) -> bool:
+    """Whether a function is of torch's own, as that of activation checkpointing."""
+    return function.__module__.startswith("torch.")
+
+
+def _below(kind: type[Function]) -> Iterator[type[Function]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _below(below)
 
 
 def _is_apply(value: Any) -> bool:
-    owner = value.__self__
-    return value.__name__ == "apply" and isinstance(owner, type) and issubclass(owner, Function)
+    if not isinstance(value, types.BuiltinMethodType | types.MethodType) or value.__name__ != "apply":
+        return False
+    return isinstance(value.__self__, type) and issubclass(value.__self__, Function)
 
 
-def _apply(applied: Any, owner: Any, *args: Any, **named: Any) -> Any:
-    """What a class of functions makes of its arguments: of proxies what its ``forward`` makes of them."""
-    if not any(isinstance(given, fx.Proxy) for given in (*args, *named.values())):
+def _apply(taken: Any, applied: Any, owner: Any, *args: Any, **named: Any) -> Any:
+    """What a class of functions makes of its arguments: where it is taken what its ``forward`` makes of them."""
+    if not taken(owner, (*args, *named.values())):
         return applied.__get__(None, owner)(*args, **named)
     if owner.setup_context is not Function.setup_context:
         return owner.forward(*args, **named)

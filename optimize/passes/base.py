@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from optimize.context import Context
+from optimize.export.gradients import lost_gradients
 from optimize.store.artifact import EAGER, KIND_NAMES, Artifact, Kind, Product
 from optimize.store.sources import source_digest
 from serve.config import Config
@@ -131,6 +132,15 @@ def zeros_are_meant(artifact: Artifact) -> bool:
     known = passes()
     made_by = (known.get(ancestor.operation) for ancestor in artifact.card.lineage)
     return any(entry is not None and entry.leaves_zeros for entry in made_by)
+
+
+def gradients_lost(artifact: Artifact, module: nn.Module, example: torch.Tensor) -> tuple[str, ...]:
+    """A note of functions whose gradient of their own a training of ``module``, which comes of an artifact, has not.
+
+    A network that was never traced is trained as it is written.
+    """
+    written = next(artifact.line()).module
+    return lost_gradients(written(), example) if isinstance(module, fx.GraphModule) else ()
 
 
 def pass_of(config: Config) -> Pass[Any]:

@@ -21,7 +21,7 @@ from optimize.export.alike import require_alike
 from optimize.export.branches import blocks
 from optimize.export.program import write_program, write_weights
 from optimize.export.trace import calls, trace
-from optimize.passes.base import Pass, register, zeros_are_meant
+from optimize.passes.base import Pass, gradients_lost, register, zeros_are_meant
 from optimize.store.artifact import Artifact, Product
 from optimize.store.history import History
 from optimize.training.config import TrainingConfig
@@ -152,7 +152,8 @@ def _apply(parent: Artifact, config: Expand, context: Context, folder: Path) -> 
     training: tuple[History, ...] = ()
     if config.train is not None:
         result = train(module, context, config.train, from_start=True, keep_zeros=zeros_are_meant(parent))
-        trained, training = (result.kept, *result.notes), (result.history,)
+        trained = (result.kept, *result.notes, *gradients_lost(parent, module, example))
+        training = (result.history,)
     module.cpu()
     write_weights(module, folder)
     file, file_format = write_program(module, example, folder)

@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 
 from optimize.context import Context
 from optimize.export.program import write_program, write_weights
-from optimize.passes.base import Pass, register, zeros_are_meant
+from optimize.passes.base import Pass, gradients_lost, register, zeros_are_meant
 from optimize.store.artifact import Artifact, Product
 from optimize.training.config import Retraining
 from optimize.training.loop import train
@@ -30,7 +30,7 @@ def _apply(parent: Artifact, config: FineTune, context: Context, folder: Path) -
     module.cpu().eval()
     write_weights(module, folder)
     file, file_format = write_program(module, context.example(), folder)
-    notes = (f"fine-tuned: {result.kept}", *result.notes)
+    notes = (f"fine-tuned: {result.kept}", *result.notes, *gradients_lost(parent, module, context.example()))
     return Product(file, file_format, parent.card.precision, notes=notes, training=(result.history,))
 
 

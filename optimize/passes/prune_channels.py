@@ -25,7 +25,7 @@ from optimize.export.macs import total_macs
 from optimize.export.program import write_program, write_weights
 from optimize.export.trace import trace
 from optimize.models.patterns import around
-from optimize.passes.base import Pass, register, zeros_are_meant
+from optimize.passes.base import Pass, gradients_lost, register, zeros_are_meant
 from optimize.pruning.channels import Channels
 from optimize.pruning.criteria import Criterion, first_order, scores
 from optimize.pruning.groups import Grouping, group
@@ -210,6 +210,7 @@ def _apply(parent: Artifact, config: PruneChannels, context: Context, folder: Pa
         *budget.notes,
         *_left(grouping),
         *trained.notes,
+        *(gradients_lost(parent, module, example) if trained.training else ()),
     )
     return Product(
         file, file_format, parent.card.precision, notes=notes, structure=structure, training=trained.training

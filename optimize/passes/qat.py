@@ -18,7 +18,7 @@ from torch.ao.nn.intrinsic.qat import freeze_bn_stats
 from torch.ao.quantization.observer import ObserverBase
 
 from optimize.context import Context
-from optimize.passes.base import Learner, Pass, register, zeros_are_meant
+from optimize.passes.base import Learner, Pass, gradients_lost, register, zeros_are_meant
 from optimize.quantization.calibration import start_ranges
 from optimize.quantization.choices import (
     Choices,
@@ -148,6 +148,7 @@ def _apply(parent: Artifact, config: Qat, context: Context, folder: Path) -> Pro
         check_quantized(folder, product.file, images, expected, config),
         result.kept,
         *result.notes,
+        *gradients_lost(parent, prepared, example),
     )
     return dataclasses.replace(product, notes=(*product.notes, *notes), training=(result.history,))
 

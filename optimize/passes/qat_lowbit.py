@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from optimize.context import Context
 from optimize.export.program import write_weights
-from optimize.passes.base import Pass, register, zeros_are_meant
+from optimize.passes.base import Pass, gradients_lost, register, zeros_are_meant
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import check_choices, overrides_note, resolve
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
@@ -90,6 +90,7 @@ def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) 
             check_quantized(folder, product.file, images, expected, config),
             result.kept,
             *result.notes,
+            *gradients_lost(parent, traced, example),
         ),
         training=(result.history,),
     )
