@@ -447,6 +447,14 @@ def padded(*sizes: int, zero: int = 118, number: float = 0.0, sliced: bool = Fal
     return edit
 
 
+def bordered_pool(graph: Written) -> None:
+    """Zeros around what a layer gives, in front of a maximum."""
+    graph.tensors["sides"] = np.asarray([0, 0, 1, 1, 0, 0, 1, 1], np.int64)
+    graph.before("first_relu", "Pad", ["first", "sides"], "bordered")
+    graph.before("first_relu", "MaxPool", ["bordered"], "largest", kernel_shape=[3, 3])
+    graph.node("first_relu").input[0] = "largest"
+
+
 EVERYWHERE = ("cpu", "x86", "tensorrt")
 
 # The rule, the targets that it fires for, the node that it names, and what is done to the graph.
@@ -537,6 +545,7 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("doubled-pair", EVERYWHERE, "QuantizeLinear_again_q", doubled),
     ("residual-in-float", EVERYWHERE, "Add_sum", float_shortcut),
     ("residual-in-float", EVERYWHERE, "Add_sum", float_addends),
+    ("padded-pool", ("cpu", "x86"), "MaxPool_largest", bordered_pool),
     ("pool-in-float", EVERYWHERE, "GlobalAveragePool_pooled", float_pool),
     ("pool-in-float", EVERYWHERE, "GlobalAveragePool_pooled", float_mean),
     ("unfused-batchnorm", EVERYWHERE, "BatchNormalization_normed", norm),

@@ -1,0 +1,88 @@
+"""Rules of what ONNX Runtime computes otherwise than a graph says; each names the version that was seen to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onnx import NodeProto, TensorProto
+
+from optimize.lint.base import CPUS, Fault, LintTarget, rule
+from optimize.lint.graph import Graph, attribute, label
+
+#: What is nowhere below zero.
+_POSITIVE = ("Relu", "Sigmoid", "HardSigmoid", "Softmax", "Abs")
+
+
+@rule("padded-pool", "warning", CPUS)
+def padded_pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """A pool reads no zeros that a Pad puts around an image: ONNX Runtime takes them for the pool's own border.
+
+    ONNX Runtime (1.31, ``PadFusion``; 18136 of its pull requests) does at its default level of optimization, where
+    nothing else reads them. The border of a maximum is of nothing, so that one of a zero and of numbers below it comes
+    out below zero; and no border may be as wide as its pool: such a graph cannot be opened. Averages with a narrower
+    one, and maxima of what is nowhere below zero, are right (see `optimize.export.pools`).
+    """
+    for node in graph.of("MaxPool", "AveragePool"):
+        pad = _border(graph, node)
+        if pad is None:
+            continue
+        if _wide(graph, pad, node):
+            said = "and ONNX Runtime cannot open the graph: it makes the zeros a border that is as wide as the pool"
+        elif node.op_type == "MaxPool" and not _positive(graph, pad):
+            said = "and ONNX Runtime leaves these zeros out of its maxima"
+        else:
+            continue
+        yield Fault(
+            label(node),
+            f"it reads the zeros of {label(pad)}, {said}",
+            "put a Max with the lowest float, which changes nothing, between the Pad and it",
+        )
+
+
+def _border(graph: Graph, pool: NodeProto) -> NodeProto | None:
+    """The Pad whose zeros ONNX Runtime makes a pool's own border; None if it does not."""
+    pad = graph.producer(pool)
+    if pad is not None and pad.op_type == "Cast" and graph.alone(pad):
+        pad = graph.producer(pad)
+    if (
+        pad is None
+        or pad.op_type != "Pad"
+        or not graph.alone(pad)
+        or attribute(pad, "mode", b"constant") != b"constant"
+    ):
+        return None
+    sizes, number = graph.values(pad, 1), graph.values(pad, 2)
+    if sizes is None or (sizes < 0).any() or not sizes.any() or any(pad.input[3:]):
+        return None
+    if (number is None and any(pad.input[2:3])) or (number is not None and number.any()):
+        return None
+    of_places = not sizes.reshape(2, -1)[:, :2].any()
+    own = (
+        any(attribute(pool, "pads", ()))
+        and pool.op_type == "AveragePool"
+        and not attribute(pool, "count_include_pad", 0)
+    )
+    placed = attribute(pool, "auto_pad", b"NOTSET") != b"NOTSET" or len(pool.output) > 1 or own
+    return pad if of_places and not placed else None
+
+
+def _wide(graph: Graph, pad: NodeProto, pool: NodeProto) -> bool:
+    """Whether a border and a pool's own are as wide as the pool, on some side."""
+    kernel = attribute(pool, "kernel_shape", ())
+    sizes = graph.values(pad, 1)
+    assert sizes is not None
+    sides = sizes.reshape(2, -1)[:, 2:].ravel().tolist()
+    own = attribute(pool, "pads", ()) or [0] * len(sides)
+    return any(added + before >= width for added, before, width in zip(sides, own, [*kernel] * 2, strict=False))
+
+
+def _positive(graph: Graph, pad: NodeProto) -> bool:
+    """Whether what a Pad is given is nowhere below zero."""
+    given = graph.producer(pad)
+    if given is None:
+        return False
+    if given.op_type == "DequantizeLinear":
+        zero = graph.values(given, 2)
+        return graph.integers(given) == TensorProto.UINT8 and (zero is None or not zero.any())
+    least = graph.values(given, 1) if given.op_type == "Clip" else None
+    return given.op_type in _POSITIVE or (least is not None and bool((least >= 0).all()))
