@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ _ATEN = torch.ops.aten
 _READING = frozenset(
     {_ATEN.expand.default, _ATEN.repeat.default, _ATEN.repeat_interleave.self_int}
     | {_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.sym_size.int}
+    | {_ATEN.unbind.int, operator.getitem}
+)
+#: Operators that give a tensor in pieces along an axis, their third argument.
+_IN_PIECES = frozenset(
+    {
+        *(_ATEN.chunk.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default),
+        *(_ATEN.tensor_split.sections, _ATEN.tensor_split.indices),
+    }
 )
 
 
@@ -24,12 +33,14 @@ def merge_alike(module: fx.GraphModule) -> None:
     """Compute and quantize once what is computed and quantized alike several times, as the exporter does.
 
     GCViT's blocks all read one query, and each moves and scales it for itself; ConViT's have the same places each, as
-    constants; DLA's trees pool one map on two levels.
+    constants; DLA's trees pool one map on two levels. Pieces are alike by their sizes, however they were asked for.
     """
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and node.users and not _written(node):
             key = content(constant_value(module, node))
+        elif node.target in _IN_PIECES:
+            key = _pieces(node)
         elif _only_moves(node) or quantizing(node) or _computes(node):
             key = (node.target, repr((node.args, sorted(node.kwargs.items()))))  # to which 1, 1.0 and True differ
         else:
@@ -44,8 +55,15 @@ def merge_alike(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def _pieces(node: fx.Node) -> tuple[Any, ...]:
+    """What a tensor is in pieces of, where, and how large each is."""
+    pieces: list[torch.Tensor] = node.meta["val"]
+    axis: int = dict(enumerate(node.args)).get(2, node.kwargs.get("dim", 0))  # type: ignore[assignment]
+    return ("pieces", node.args[0], axis % pieces[0].ndim, tuple(str(piece.shape[axis]) for piece in pieces))
+
+
 def _only_moves(node: fx.Node) -> bool:
-    return node.target in MOVES or node.target in _READING
+    return node.target in MOVES or node.target in _READING or node.target in _IN_PIECES
 
 
 def _computes(node: fx.Node) -> bool:

@@ -12,6 +12,8 @@ every engine it is computed in float, between a dequantizer and the quantizer of
 So is that of a column and a row: torch's integer sum (2.11 to 2.14) makes room for as much as its first operand has,
 and warns that it soon will not make more.
 
+Python's ``sum`` of tensors begins with a 0, which is left out: the exporter does so, and quantizes once what was two.
+
 Arguments by name are FX's other blind spot: of ``torch.add(x, y, alpha=3)`` it drops the 3, and on ``other=`` it fails.
 """
 
@@ -23,7 +25,8 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from optimize.quantization.writing import is_float, shape_of
+from optimize.quantization.in_place import writes
+from optimize.quantization.writing import is_float, replace, shape_of
 
 _METHODS: Final[dict[Any, str]] = {
     **dict.fromkeys((operator.add, operator.iadd, torch.add), "add"),
@@ -40,6 +43,9 @@ def free_scalars(module: fx.GraphModule) -> int:
     Returns:
         How many were written.
     """
+    for node in [node for node in module.graph.nodes if node.target is operator.add and node.args[0] == 0]:
+        if is_float(node.args[1]) and not any(writes(module, user) for user in node.users):
+            replace(node, node.args[1])
     found = [node for node in module.graph.nodes if node.op == "call_function" and node.target in _METHODS]
     written = 0
     for node in found:

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from optimize.quantization.duplicates import merge_alike
+from serve.runtime.integers import ANY_X86, TENSORRT
+
+from .workbench import Between, is_meant
 
 
 class Both(nn.Module):
@@ -61,6 +64,17 @@ def of_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (in_place_by_a_view, torch.ops.aten.max_pool2d.default, 2),
         (lambda x: (torch.rand_like(x), torch.rand_like(x)), torch.ops.aten.rand_like.default, 2),
         (of_integers, torch.ops.aten.mul.Tensor, 3),
+        (lambda x: (pooled(x.chunk(2, 3)[1]), pooled(x.split(2, -1)[1])), torch.ops.aten.max_pool2d.default, 1),
+        (
+            lambda x: (pooled(x.split([1, 3], 3)[1]), pooled(x.split([3, 1], 3)[0])),
+            torch.ops.aten.max_pool2d.default,
+            2,
+        ),
+        (
+            lambda x: (pooled(x.chunk(2, 2)[0]), pooled(x.chunk(2, 3)[0]).mT),
+            torch.ops.aten.max_pool2d.default,
+            2,
+        ),
     ],
     ids=[
         "pools",
@@ -71,6 +85,9 @@ def of_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         "by a view",
         "drawn",
         "of another type",
+        "equal pieces",
+        "other pieces",
+        "pieces along another axis",
     ],
 )
 def test_what_is_computed_alike_is_computed_once(halves, operator, left):
@@ -82,3 +99,26 @@ def test_what_is_computed_alike_is_computed_once(halves, operator, left):
     torch.manual_seed(1)
     assert torch.equal(module(example.clone()), expected)
     assert sum(node.target is operator for node in module.graph.nodes) == left
+
+
+def summed(pieces: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """As Python sums up, which begins with a 0."""
+    found = sum(pieces)
+    assert not isinstance(found, int)
+    return found
+
+
+PIECES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "asked for alike": lambda x: torch.cat(
+        [x.chunk(2, 1)[0] * x.chunk(2, 1)[1], x.chunk(2, 1)[0] + x.chunk(2, 1)[1]], 1
+    ),
+    "asked for in two ways": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1) + torch.cat(x.split(4, 1), 1),
+    "summed up": lambda x: torch.cat([x.chunk(2, 1)[0] * x.chunk(2, 1)[1], summed(x.chunk(2, 1))], 1),
+}
+
+
+@pytest.mark.parametrize("way", PIECES)
+@pytest.mark.parametrize("target", [ANY_X86, TENSORRT])
+def test_equal_pieces_of_a_tensor_are_meant_in_int8(way, target, tmp_path):
+    torch.manual_seed(0)
+    is_meant(Between(PIECES[way]), tmp_path, target, above=25)
