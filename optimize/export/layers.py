@@ -55,6 +55,32 @@ class LayerProxy(fx.Proxy):
             raise TraceError("it asks what a tensor is")
         return type(self)
 
+    @property
+    def device(self) -> fx.proxy.Attribute:
+        """As of a tensor."""
+        return LayerDevice(self, "device")
+
+
+class LayerDevice(fx.proxy.Attribute):
+    """A tensor's device in the graph, of which nothing is known."""
+
+    @property
+    def index(self) -> Any:
+        """As of a device.
+
+        Raises:
+            TraceError: always. It may be None, and no proxy is: a forward would go the other way without a word.
+        """
+        raise TraceError("it asks which device a tensor is on")
+
+    def __str__(self) -> str:
+        """As of a device.
+
+        Raises:
+            TraceError: always, as of `index`.
+        """
+        raise TraceError("it asks which device a tensor is on")
+
 
 class LayerTracer(fx.Tracer):
     """Traces into subclasses of torch's layers where that is possible, and keeps the others as one call.

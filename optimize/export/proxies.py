@@ -23,7 +23,7 @@ Kind = TypeVar("Kind")
 
 #: What is given sizes one by one: by itself, and of a tensor that is no proxy, as a buffer is.
 _FUNCTIONS = ("zeros", "ones", "empty")
-_METHODS = ("expand", "new_zeros", "new_ones", "new_empty")
+METHODS = ("expand", "new_zeros", "new_ones", "new_empty")
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def taken_by_torch() -> Iterator[None]:
     with ExitStack() as undone:
         for name in _FUNCTIONS:
             _put(undone, torch, name, _sizes_together(getattr(torch, name), before=0))
-        for name in _METHODS:
+        for name in METHODS:
             _put(undone, torch.Tensor, name, _sizes_together(getattr(torch.Tensor, name), before=1))
         _put(undone, torch.Tensor, "type", _type_of(torch.Tensor.type))
         _put(undone, torch, "finfo", _ends_of(torch.finfo))

@@ -60,6 +60,10 @@ class ShapedProxy(fx.Proxy):
         """As of a tensor; what runs the graph may be elsewhere, so that only its kind is known."""
         return Device(self, "device")
 
+    def get_device(self) -> int:
+        """As of a tensor on a CPU."""
+        return -1
+
     @property
     def shape(self) -> Any:
         """As of a tensor."""
@@ -128,10 +132,21 @@ class ShapedProxy(fx.Proxy):
 class Device(fx.proxy.Attribute):
     """A tensor's device in the graph; a forward that asks for its kind goes as it does on a CPU."""
 
-    @property
-    def type(self) -> str:
+    type, index = "cpu", None
+
+    def __eq__(self, other: object) -> bool:
+        """As of a CPU; others that are asked for in the graph are one, too."""
+        return isinstance(other, Device) or torch.device("cpu") == other
+
+    def __ne__(self, other: object) -> bool:
+        """See `__eq__`."""
+        return not self == other
+
+    __hash__ = fx.proxy.Attribute.__hash__
+
+    def __str__(self) -> str:
         """As of a device."""
-        return "cpu"
+        return self.type
 
 
 class ShapedTracer(LayerTracer):

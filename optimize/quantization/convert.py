@@ -36,6 +36,7 @@ from optimize.quantization.in_place import name_written
 from optimize.quantization.inexact import IN_FLOAT, free_inexact
 from optimize.quantization.known import KNOWN_IN_FLOAT, free_given, free_known
 from optimize.quantization.lifting import lift_functions, write_out_padding
+from optimize.quantization.made import make_once
 from optimize.quantization.means import flatten_places, free_means
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.norms import with_factors
@@ -94,6 +95,7 @@ def trace_calls(
     free_maxima(graph_module)
     call_softmax(graph_module)
     note_shapes(graph_module, example)  # of what attention has become, too
+    make_once(graph_module, example)
     write_types(graph_module)
     write_bounds(graph_module)
     drop_empty(graph_module)

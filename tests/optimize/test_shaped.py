@@ -286,6 +286,26 @@ def test_a_forward_gives_sizes_of_the_batch_one_by_one(way: str) -> None:
             assert torch.equal(traced(images), module(images))
 
 
+#: What is asked of a tensor's device; who hears that it is no CPU adds a hundred.
+DEVICES: dict[str, Callable[[Sized, torch.Tensor], bool]] = {
+    "another tensor's": lambda net, x: x.device == net.table.device == net.convolution.weight.device,
+    "a CPU": lambda net, x: x.device == torch.device("cpu"),
+    "a GPU": lambda net, x: x.device != torch.device("cuda", 0),
+    "its number": lambda net, x: x.device.index is None,
+    "its number by a method": lambda net, x: x.get_device() < 0,
+    "its name": lambda net, x: str(x.device) == "cpu" and not x.is_cuda,
+    "its kind": lambda net, x: torch.device(x.device.type).type == "cpu",
+}
+
+
+@pytest.mark.parametrize("way", DEVICES)
+def test_a_forward_that_branches_on_a_device_goes_as_on_a_cpu(way: str) -> None:
+    module = Sized(lambda net, x: net.table.to(x.device) + (0 if DEVICES[way](net, x) else 100)).eval()
+    traced = trace(copy.deepcopy(module), EXAMPLE)
+    with torch.no_grad():
+        assert torch.equal(traced(EXAMPLE), module(EXAMPLE))
+
+
 @pytest.mark.parametrize("module", [Sized(SIZED["zeros"]), OfTheContent()], ids=["traced", "refused"])
 def test_tracing_leaves_torch_as_it_was(module: nn.Module) -> None:
     before = {name: getattr(torch, name) for name in dir(torch)}
