@@ -30,6 +30,7 @@ from optimize.export.pools import write_out_pools
 from optimize.export.promoting import promoted_by_notes
 from optimize.export.rewriting import let_go
 from optimize.export.translations import read_once
+from optimize.export.untranslated import write_out_untranslated
 from serve.runtime.errors import one_line
 from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
 
@@ -73,6 +74,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         write_out_norms(exported.graph_module)
         write_out_slopes(exported.graph_module)
         write_out_deviations(exported.graph_module)
+        write_out_untranslated(exported.graph_module)
         write_out_copies(exported)
         with read_once(), decomposed_where_needed(), promoted_by_notes():
             try:

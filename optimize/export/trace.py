@@ -39,6 +39,7 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
     _ask_the_images(graph_module)
     _detach(graph_module)
+    _set(graph_module)
     _settle_numbers(graph_module)
     if example is not None:
         write_as_layers(graph_module, example)
@@ -113,6 +114,24 @@ def _detach(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.nodes:
         if node.target is getattr and node.args[1:] == ("data",):
             node.op, node.target, node.args = "call_method", "detach", node.args[:1]
+
+
+def _set(graph_module: fx.GraphModule) -> None:
+    """Have who reads a tensor behind ``y.set_(x)`` read the other one, as reversible networks have it, or none.
+
+    torch (2.11 to 2.14) has no gradient of it, and its exporter no translation.
+    """
+    for node in list(graph_module.graph.nodes):
+        if node.op != "call_method" or node.target != "set_" or len(node.args) > 2:
+            continue
+        tensor = node.args[0]
+        readers = {reader for reader in (*node.users, *tensor.users) if reader > node}
+        if len(node.args) == 1 and readers:
+            continue  # of what is empty now
+        for reader in readers:
+            for name in (node, tensor):
+                reader.replace_input_with(name, node.args[1])
+        graph_module.graph.erase_node(node)
 
 
 def _settle_numbers(graph_module: fx.GraphModule) -> None:

@@ -10,7 +10,7 @@ Called as a method, the same sum is one that FX has no kernel for, as it has non
 every engine it is computed in float, between a dequantizer and the quantizer of what reads it.
 
 So is that of a column and a row: torch's integer sum (2.11 to 2.14) makes room for as much as its first operand has,
-and warns that it soon will not make more.
+and warns that it soon will not make more. Of a small and a large one the large is the first.
 
 Python's ``sum`` of tensors begins with a 0, which is left out: the exporter does so, and quantizes once what was two.
 
@@ -59,6 +59,8 @@ def free_scalars(module: fx.GraphModule) -> int:
             operands.sort(key=lambda operand: (not is_float(operand), shape_of(operand) is None))
             node.op, node.target = "call_method", _METHODS[node.target]
             written += 1
+        elif shape_of(operands[0]) != shape_of(node):
+            operands.reverse()
         node.args, node.kwargs = tuple(operands), settings
     module.recompile()
     return written

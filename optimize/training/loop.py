@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -210,16 +210,40 @@ class _Run:
         loss, images = group.summed(torch.stack((progress.loss.double(), seen))).tolist()
         if not math.isfinite(loss):
             self.checkpoints.forget()
-            raise PassError(
-                f"training diverged: the loss is {loss} in epoch {progress.epoch + 1}; "
-                f"lower learning_rate (it is {config.learning_rate:g})"
-            )
+            raise self._diverged(f"the loss is {loss}")
         progress.epoch_loss += loss
         progress.epoch_images += images
         last_rate = rate(self.done - 1, self.steps, peak_rate(config), config.warm_up)
         progress.points.append(Point(self.done, loss / images, last_rate))
         self.events.point(progress.points[-1])
         progress.loss, progress.images = torch.zeros((), device=self.device), 0.0
+
+    def _diverged(self, said: str, otherwise: str = "") -> PassError:
+        number, peak = self.progress.epoch + 1, self.config.learning_rate
+        return PassError(
+            f"training diverged: {said} in epoch {number}; lower learning_rate (it is {peak:g}){otherwise}"
+        )
+
+    @contextlib.contextmanager
+    def _told_of_weights(self) -> Iterator[None]:
+        """Within the block the network is run, which fails in words of its own where a weight is no number.
+
+        torch's fake quantizers (2.11 to 2.14) say of a range that is NaN that a zero-point lies outside it.
+
+        Raises:
+            PassError: it failed, and a weight is NaN or infinite.
+        """
+        try:
+            yield
+        except RuntimeError:
+            for name, weight in self.module.named_parameters():
+                if not weight.isfinite().all():
+                    self.checkpoints.forget()
+                    why = f"{name} became NaN or infinite"
+                    raise self._diverged(
+                        why, ", or mend a gradient that is no number (a root or a quotient of 0)"
+                    ) from None
+            raise
 
     def _step(self, step: int, batch: Placed, draws: Draws, counts: list[int]) -> None:
         """One step of the optimizer, on a part of a batch; ``counts`` are the images in each process's."""
@@ -238,7 +262,7 @@ class _Run:
         pieces = max(1, min(config.accumulate, min(counts) // 2))
         divided = zip(*(each.tensor_split(pieces) for each in (inputs, targets, batch.rows)), strict=True)
         for number, piece in enumerate(map(Piece._make, divided), start=1):
-            with self.forward.unsynchronised(number < pieces, batch.copies):
+            with self._told_of_weights(), self.forward.unsynchronised(number < pieces, batch.copies):
                 loss = self.objective.loss(self.precision.forward(self.forward.module, piece.inputs), piece)
                 # Of the whole batch's mean, which is the mean of the processes' gradients.
                 weight = len(piece.targets) * len(counts) / sum(counts)
@@ -264,7 +288,8 @@ class _Run:
         progress = self.progress
         with self.average.applied() if self.average is not None else contextlib.nullcontext():
             self._set_mode(number or 0, training=False)
-            score = top1(self.module, self.validation, self.context)
+            with self._told_of_weights():
+                score = top1(self.module, self.validation, self.context)
             # The later of two equal epochs has seen more; what was trained already is left only for something better.
             pulled = self.manner.penalty is not None and number is not None
             if pulled or score > progress.reached or (progress.best is not None and score == progress.reached):

@@ -17,7 +17,7 @@ from torchvision.ops import stochastic_depth
 from optimize.context import Context
 from optimize.data.loading import loader
 from optimize.data.records import Split
-from optimize.errors import NotApplicableError
+from optimize.errors import NotApplicableError, PassError
 from optimize.passes import qat as qat_module
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
@@ -610,3 +610,22 @@ def test_what_is_left_in_float_is_said(name, tmp_path):
         notes = qat(module.eval(), learnable(), tmp_path, epochs=1, freeze_observers_at=1).notes
     assert notes[0].startswith("2 quantized layers")
     assert "1 layers left in float: 0 (SameConv)" in notes
+
+
+class Rooted(nn.Module):
+    """The gradient of a root of 0 is infinite, and times 0 no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(4, 4, 3), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.head(self.second((x - x).sqrt() + x).mean((2, 3)))
+
+
+def test_weights_that_are_no_numbers_are_told_by_name(tmp_path):
+    with pytest.raises(
+        PassError, match=r"training diverged: first\.weight became NaN .* in epoch 1; lower learning_rate"
+    ):
+        qat(Rooted().eval(), learnable(), tmp_path, epochs=1, freeze_observers_at=1, images=16)

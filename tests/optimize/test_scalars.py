@@ -15,7 +15,8 @@ from optimize.quantization.observers import settle_weights
 from optimize.quantization.qdq import reference_form
 from optimize.quantization.targets import x86_target
 from serve.runtime.engines.torchscript import use_int8_kernels
-from serve.runtime.integers import ANY_X86
+from serve.runtime.integers import ANY_X86, TENSORRT
+from tests.optimize import workbench
 from tests.optimize.workbench import is_meant
 
 
@@ -100,3 +101,14 @@ def test_the_sum_of_a_column_and_a_row_is_what_it_means(tmp_path):
     """In torch's integers it warns, which fails here."""
     torch.manual_seed(0)
     is_meant(Crossed(), tmp_path, ANY_X86, above=25)
+
+
+@pytest.mark.parametrize("target", [ANY_X86, TENSORRT])
+def test_a_small_tensor_may_stand_in_front_of_a_large_one(target, tmp_path):
+    torch.manual_seed(0)
+    is_meant(
+        workbench.Between(lambda y: y.amax(1, keepdim=True) * (y.amax((2, 3), keepdim=True) + y)),
+        tmp_path,
+        target,
+        above=25,
+    )

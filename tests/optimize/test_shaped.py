@@ -316,6 +316,32 @@ def test_tracing_leaves_torch_as_it_was(module: nn.Module) -> None:
     assert dict(vars(torch.Tensor)) == methods
 
 
+def taken_over(x: torch.Tensor) -> torch.Tensor:
+    other = torch.empty_like(x)
+    other.set_(2 * x)  # type: ignore[call-overload]
+    return other + x
+
+
+def emptied(x: torch.Tensor) -> torch.Tensor:
+    other = x.exp()
+    found = other + x
+    other.set_()  # type: ignore[call-overload]
+    return found
+
+
+@pytest.mark.parametrize("way", [taken_over, emptied])
+def test_a_tensor_that_is_set_to_another_is_that_one(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As reversible networks do, which keep no activations."""
+    module = Sized(lambda net, x: way(x)).eval()
+    with torch.no_grad():
+        expected = module(EXAMPLE)
+    traced = trace(module, EXAMPLE)
+    answer = traced(EXAMPLE)  # with a gradient, which torch has none of
+    torch.testing.assert_close(answer, expected)
+    answer.sum().backward()
+    assert "set_" not in {node.target for node in traced.graph.nodes}
+
+
 class MakingLayers(nn.Module):
     """As beginners write: a layer without weights that each forward makes for itself."""
 

@@ -1,0 +1,87 @@
+"""Operators of a program that torch's exporter (2.11 to 2.14) has no translation of, written as others that it has."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from optimize.export.plain import put_for
+
+_ATEN = torch.ops.aten
+
+
+def write_out_untranslated(module: fx.GraphModule) -> None:
+    """Write them out in place, where what is asked of them has as many places whatever the number of images."""
+    for node in list(module.graph.nodes):
+        if (write := _WAYS.get(node.target)) is not None:
+            with module.graph.inserting_before(node):
+                write(module.graph, node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by name, with their defaults."""
+    arguments: Any = node.target._schema.arguments  # type: ignore[union-attr]
+    said = dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
+    return {argument.name: argument.default_value for argument in arguments} | said
+
+
+def _write_hypotenuse(graph: fx.Graph, node: fx.Node) -> None:
+    """The larger side, times the root of 1 and the square of the share that the smaller is: no square overflows."""
+    sides = [graph.call_function(_ATEN.abs.default, (side,)) for side in node.args]
+    larger, smaller = (graph.call_function(way.default, tuple(sides)) for way in (_ATEN.maximum, _ATEN.minimum))
+    divisor = graph.call_function(_ATEN.clamp.default, (larger, torch.finfo(node.meta["val"].dtype).tiny))
+    share = graph.call_function(_ATEN.div.Tensor, (smaller, divisor))
+    square = graph.call_function(_ATEN.mul.Tensor, (share, share))
+    root = graph.call_function(_ATEN.sqrt.default, (graph.call_function(_ATEN.add.Tensor, (square, 1.0)),))
+    put_for(graph.call_function(_ATEN.mul.Tensor, (larger, root)), node)
+
+
+def _write_products(graph: fx.Graph, node: fx.Node) -> None:
+    """Each place times that before it, then that two before, four …: as many steps as the size has bits."""
+    given = _given(node)
+    product, axis = given["self"], given["dim"]
+    size = product.meta["val"].shape[axis]
+    if given["dtype"] is not None or not isinstance(size, int):
+        return
+    step = 1
+    while step < size:
+        first, left, right = (
+            graph.call_function(_ATEN.slice.Tensor, (product, axis, *ends))
+            for ends in ((0, step), (step, size), (0, size - step))
+        )
+        behind = graph.call_function(_ATEN.mul.Tensor, (left, right))
+        product = graph.call_function(_ATEN.cat.default, ([first, behind], axis))
+        step *= 2
+    put_for(graph.call_function(_ATEN.clone.default, (product,)) if size < 2 else product, node)
+
+
+def _write_smallest(graph: fx.Graph, node: fx.Node) -> None:
+    """The largest of the so many smallest; of an even number torch's median is the lower of the two in the middle."""
+    given = _given(node)
+    axis, size = given["dim"], given["self"].meta["val"].shape[given["dim"]]
+    readers = [reader for reader in node.users if reader.users]
+    if not isinstance(size, int) or any(reader.args[1] != 0 for reader in readers):
+        return  # one that says where it was found, which of equal ones may be any
+    count = given.get("k", (size + 1) // 2)
+    smallest = graph.call_function(_ATEN.topk.default, (given["self"], count, axis, False))
+    values = graph.call_function(operator.getitem, (smallest, 0))
+    if given["keepdim"]:
+        found = graph.call_function(_ATEN.slice.Tensor, (values, axis, count - 1, count))
+    else:
+        found = graph.call_function(_ATEN.select.int, (values, axis, count - 1))
+    for reader in readers:
+        put_for(found, reader)
+
+
+_WAYS: Final[dict[Any, Callable[[fx.Graph, fx.Node], None]]] = {
+    _ATEN.hypot.default: _write_hypotenuse,
+    _ATEN.cumprod.default: _write_products,
+    _ATEN.median.dim: _write_smallest,
+    _ATEN.kthvalue.default: _write_smallest,
+}
