@@ -45,6 +45,7 @@ from optimize.quantization.joined import part_joined, read_joined
 from optimize.quantization.lines import write_out_lines
 from optimize.quantization.reductions import keep_reductions
 from optimize.quantization.resizes import write_out_resizes
+from optimize.quantization.shares import keep_shares
 from optimize.quantization.targets import Target
 from optimize.quantization.writing import computed
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
@@ -164,6 +165,7 @@ def lower(
     if target.packed:  # what CPUs run
         keep_reductions(module)
         keep_borders(module)
+        keep_shares(module)
         part_joined(module)
     else:
         write_out_folds(module)

@@ -455,6 +455,19 @@ def bordered_pool(graph: Written) -> None:
     graph.node("first_relu").input[0] = "largest"
 
 
+def narrow_softmax(graph: Written) -> None:
+    """The shares of a pair's numbers, in a scale that ends below 1."""
+    graph.before("second", "Softmax", ["y"], "shares", axis=1)
+    graph.tensors["shares_scale"] = np.float32(1 / 300)
+    graph.tensors["shares_zero"] = graph.kind(0)
+    for operator, taken, gives in (
+        ("QuantizeLinear", "shares", "shares_q"),
+        ("DequantizeLinear", "shares_q", "shared"),
+    ):
+        graph.before("second", operator, [taken, "shares_scale", "shares_zero"], gives)
+    graph.node("second").input[0] = "shared"
+
+
 EVERYWHERE = ("cpu", "x86", "tensorrt")
 
 # The rule, the targets that it fires for, the node that it names, and what is done to the graph.
@@ -546,6 +559,7 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("residual-in-float", EVERYWHERE, "Add_sum", float_shortcut),
     ("residual-in-float", EVERYWHERE, "Add_sum", float_addends),
     ("padded-pool", ("cpu", "x86"), "MaxPool_largest", bordered_pool),
+    ("softmax-range", ("cpu", "x86"), "Softmax_shares", narrow_softmax),
     ("pool-in-float", EVERYWHERE, "GlobalAveragePool_pooled", float_pool),
     ("pool-in-float", EVERYWHERE, "GlobalAveragePool_pooled", float_mean),
     ("unfused-batchnorm", EVERYWHERE, "BatchNormalization_normed", norm),

@@ -171,3 +171,60 @@ def test_what_torchs_exporter_makes_of_zeros_in_front_of_a_maximum_is_found():
     (finding,) = (finding for finding in lint(model, "cpu") if finding.rule == RULE)
     assert finding.said == "it reads the zeros of node_pad, and ONNX Runtime leaves these zeros out of its maxima"
     assert "Max with the lowest float" in finding.remedy
+
+
+def shares(
+    scale: float, zero: int = 0, axis: int = 1, *, remedied: bool = False, floats: bool = False
+) -> onnx.ModelProto:
+    """``input`` → a pair → a softmax over two branches → an axis more → a pair."""
+    tensors: dict[str, np.ndarray] = {
+        "scale": np.asarray(0.05, np.float32),
+        "zero": np.asarray(128, np.uint8),
+        "shares_scale": np.asarray(scale, np.float32),
+        "shares_zero": np.asarray(zero, np.uint8),
+        "last": np.asarray([-1], np.int64),
+        "lowest": np.asarray(np.finfo(np.float32).min),
+    }
+    given = "input"
+    nodes = []
+    if not floats:
+        nodes += pair("zero")("given")
+        given = "given"
+    if remedied:
+        nodes.append(helper.make_node("Max", [given, "lowest"], ["larger"]))
+        given = "larger"
+    nodes += [
+        helper.make_node("Softmax", [given], ["shares"], axis=axis),
+        helper.make_node("Unsqueeze", ["shares", "last"], ["longer"]),
+        helper.make_node("QuantizeLinear", ["longer", "shares_scale", "shares_zero"], ["numbers"]),
+        helper.make_node("DequantizeLinear", ["numbers", "shares_scale", "shares_zero"], ["answer"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "shares",
+        [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", 2, 8, 8])],
+        [helper.make_tensor_value_info("answer", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(value, name) for name, value in tensors.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+SHARES: dict[str, Callable[[], onnx.ModelProto]] = {
+    "of steps of a 256th": lambda: shares(1 / 256),
+    "up to 1": lambda: shares(1 / 255),
+    "up to a half": lambda: shares(0.5 / 255),
+    "up to less with a zero-point": lambda: shares(1 / 255, 180),
+    "over the last axis": lambda: shares(0.1 / 255, axis=-1),
+    "behind the remedy": lambda: shares(0.5 / 255, remedied=True),
+    "of floats": lambda: shares(0.5 / 255, floats=True),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_shares_beyond_their_range_are_found_where_onnx_runtime_wraps_them_around(name):
+    model = SHARES[name]()
+    meant, found = (answer(model, optimized=optimized) for optimized in (False, True))
+    assert meant is not None
+    assert found is not None
+    wrong = np.abs(meant - found).max() > 0.05
+    assert ("softmax-range" in {finding.rule for finding in lint(model, "cpu")}) == wrong

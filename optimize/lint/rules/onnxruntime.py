@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from onnx import NodeProto, TensorProto
 
 from optimize.lint.base import CPUS, Fault, LintTarget, rule
-from optimize.lint.graph import Graph, attribute, label
+from optimize.lint.graph import MOVES, Graph, attribute, label
+
+#: What is left of a scale in float32.
+_ROUNDING = 1e-6
 
 #: What is nowhere below zero.
 _POSITIVE = ("Relu", "Sigmoid", "HardSigmoid", "Softmax", "Abs")
@@ -37,6 +40,34 @@ def padded_pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             f"it reads the zeros of {label(pad)}, {said}",
             "put a Max with the lowest float, which changes nothing, between the Pad and it",
         )
+
+
+@rule("softmax-range", "warning", CPUS)
+def softmax_ranges(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """A softmax between integers gives shares in steps of a 256th or more: ONNX Runtime wraps more than 256 around.
+
+    ONNX Runtime (1.31) makes an operator of the integers of it (``QLinearSoftmax``), which does not saturate (see
+    `optimize.quantization.shares`).
+    """
+    for node in graph.of("Softmax"):
+        for step in _steps(graph, node) if graph.dequantized(node) else ():
+            if 256 * step < 1 - _ROUNDING:
+                yield Fault(
+                    label(node),
+                    f"its shares are quantized in steps of {step:.3g}, and ONNX Runtime wraps those above 256 around",
+                    "quantize them up to 1, or put a Max with the lowest float, which changes nothing, in front of it",
+                )
+
+
+def _steps(graph: Graph, node: NodeProto) -> Iterator[float]:
+    """The scales of quantizers behind a node."""
+    for taker in graph.takers(node):
+        if taker.op_type == "QuantizeLinear":
+            scale = graph.values(taker, 1)
+            if scale is not None and scale.size == 1:
+                yield float(scale.item())
+        elif taker.op_type in MOVES:
+            yield from _steps(graph, taker)
 
 
 def _border(graph: Graph, pool: NodeProto) -> NodeProto | None:
