@@ -38,6 +38,10 @@ _CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilat
 _CONVOLUTION_DEFAULTS = (None, None, None, 1, 0, 1, 1)
 
 
+#: What torch has as layers, and is made of them.
+OF_LAYERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
 class LayerProxy(fx.Proxy):
     """A value in the graph, of which nothing is known."""
 
@@ -87,11 +91,22 @@ class LayerTracer(fx.Tracer):
 
     A forward is run on a proxy of its first input, the images; of each other it sees the default, as timm's
     ``attn_mask=None``: a proxy in its place is not None, and would send a forward the other way without a word.
+
+    Args:
+        whole: whether torch's transformers are kept as one call, too.
     """
 
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.whole = whole
+
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """See `fx.Tracer`."""
-        with own_gradients_taken():
+        """See `fx.Tracer`.
+
+        Where nothing asks for a gradient: torch's activation checkpointing (2.11 to 2.14) would keep the memory of what
+        says that it is a tensor, and end the process by SIGSEGV.
+        """
+        with own_gradients_taken(), torch.no_grad():
             return super().trace(root, concrete_args)
 
     def create_args_for_root(
@@ -131,7 +146,9 @@ class LayerTracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def is_leaf_module(self, layer: nn.Module, name: str) -> bool:
-        """See `fx.Tracer`."""
+        """See `fx.Tracer`; what torch's transformers are made of are layers, and not they."""
+        if type(layer) in OF_LAYERS:
+            return self.whole
         if super().is_leaf_module(layer, name):
             return True
         return isinstance(layer, _OWN) and (plain_type(layer) is not None or not _traceable(layer))

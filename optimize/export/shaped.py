@@ -26,7 +26,18 @@ from optimize.export.written import in_its_memory, written
 #: How many images each has. A lone one is the last: some networks cannot take it, and are traced by the others.
 _BATCHES = (2, 3, 1)
 #: What of a tensor is the same whatever is in it.
-_ASKED_OF_TENSORS = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "is_cuda", "requires_grad")
+_ASKED_OF_TENSORS = (
+    "shape",
+    "size",
+    "ndim",
+    "dim",
+    "numel",
+    "dtype",
+    "is_floating_point",
+    "is_cuda",
+    "is_nested",
+    "requires_grad",
+)
 
 
 class Shape(tuple[Any, ...]):
@@ -154,10 +165,11 @@ class ShapedTracer(LayerTracer):
 
     Args:
         example: an input ``(N, C, H, W)``; only its shape and type matter.
+        whole: see `LayerTracer`.
     """
 
-    def __init__(self, example: torch.Tensor) -> None:
-        super().__init__()
+    def __init__(self, example: torch.Tensor, whole: bool = False) -> None:
+        super().__init__(whole)
         self._batches = tuple(example[:1].repeat(count, *[1] * (example.dim() - 1)) for count in _BATCHES)
         self._found: dict[fx.Node, tuple[Any, ...]] = {}
         self._runs = len(_BATCHES)  # of which what a node gives is known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 from optimize.errors import PassError
 from optimize.export.constants import NotConstantError, constant_value
 from optimize.export.dropouts import write_as_layers
-from optimize.export.layers import LayerTracer, as_plain_layers
+from optimize.export.layers import OF_LAYERS, LayerTracer, as_plain_layers
 from optimize.export.shaped import ShapedTracer
 from serve.runtime.errors import one_line
 
@@ -65,7 +66,10 @@ def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer,
     Raises:
         PassError: its forward cannot be traced.
     """
-    for tracer in (LayerTracer(), *([] if example is None else [ShapedTracer(example)])):
+    # Into torch's transformers where that is possible: by a mask they may go another way.
+    ways = (False, True) if any(type(layer) in OF_LAYERS for layer in module.modules()) else (False,)
+    for whole, shaped in itertools.product(ways, (False, True) if example is not None else (False,)):
+        tracer = ShapedTracer(example, whole) if shaped and example is not None else LayerTracer(whole)
         try:
             return tracer, tracer.trace(module)
         except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
