@@ -1,7 +1,11 @@
-"""Operators of a program that torch's exporter (2.11 to 2.14) has no translation of, written as others that it has."""
+"""Operators of a program that torch's exporter (2.11 to 2.14) has no translation of, written as others that it has.
+
+Of a quantile it has one, with copies for as many images as the graph counts; see `optimize.export.plain`.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, Final
@@ -64,19 +68,45 @@ def _write_products(graph: fx.Graph, node: fx.Node) -> None:
 def _write_smallest(graph: fx.Graph, node: fx.Node) -> None:
     """The largest of the so many smallest; of an even number torch's median is the lower of the two in the middle."""
     given = _given(node)
-    axis, size = given["dim"], given["self"].meta["val"].shape[given["dim"]]
+    size = given["self"].meta["val"].shape[given["dim"]]
     readers = [reader for reader in node.users if reader.users]
     if not isinstance(size, int) or any(reader.args[1] != 0 for reader in readers):
         return  # one that says where it was found, which of equal ones may be any
-    count = given.get("k", (size + 1) // 2)
+    found = _smallest(graph, given, given.get("k", (size + 1) // 2))
+    for reader in readers:
+        put_for(found, reader)
+
+
+def _smallest(graph: fx.Graph, given: dict[str, Any], count: int) -> fx.Node:
+    """The ``count``-th of what is given from below, along an axis that is kept or not."""
+    axis = given["dim"]
     smallest = graph.call_function(_ATEN.topk.default, (given["self"], count, axis, False))
     values = graph.call_function(operator.getitem, (smallest, 0))
     if given["keepdim"]:
-        found = graph.call_function(_ATEN.slice.Tensor, (values, axis, count - 1, count))
-    else:
-        found = graph.call_function(_ATEN.select.int, (values, axis, count - 1))
-    for reader in readers:
-        put_for(found, reader)
+        return graph.call_function(_ATEN.slice.Tensor, (values, axis, count - 1, count))
+    return graph.call_function(_ATEN.select.int, (values, axis, count - 1))
+
+
+def _write_quantile(graph: fx.Graph, node: fx.Node) -> None:
+    """Between the two numbers that are next to it in order."""
+    given = _given(node)
+    size = None if given["dim"] is None else given["self"].meta["val"].shape[given["dim"]]
+    if not isinstance(size, int) or given["interpolation"] not in _BETWEEN:
+        return
+    place = given["q"] * (size - 1)
+    below, above = (_smallest(graph, given, rounded(place) + 1) for rounded in (math.floor, math.ceil))
+    share = _BETWEEN[given["interpolation"]](place - math.floor(place))
+    step = graph.call_function(_ATEN.mul.Tensor, (graph.call_function(_ATEN.sub.Tensor, (above, below)), share))
+    put_for(graph.call_function(_ATEN.add.Tensor, (below, step)), node)
+
+
+#: How far a quantile is on the way from the number below it to that above it, by torch's words for it.
+_BETWEEN: Final[dict[str, Callable[[float], float]]] = {
+    "linear": lambda share: share,
+    "lower": lambda share: 0.0,
+    "higher": lambda share: 1.0,
+    "midpoint": lambda share: 0.5,
+}
 
 
 _WAYS: Final[dict[Any, Callable[[fx.Graph, fx.Node], None]]] = {
@@ -84,4 +114,5 @@ _WAYS: Final[dict[Any, Callable[[fx.Graph, fx.Node], None]]] = {
     _ATEN.cumprod.default: _write_products,
     _ATEN.median.dim: _write_smallest,
     _ATEN.kthvalue.default: _write_smallest,
+    _ATEN.quantile.scalar: _write_quantile,
 }

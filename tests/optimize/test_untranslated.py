@@ -10,9 +10,10 @@ from torch import nn
 
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx, run_onnx
-from serve.runtime.integers import ANY_X86, TENSORRT
+from serve.runtime.engines.openvino import compile_bytes
+from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
 
-from .workbench import Between, is_meant
+from .workbench import Between, decibels, is_meant, lowered, noise_context
 
 WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "hypotenuse": lambda x: torch.hypot(x, x.flip(1)),
@@ -21,6 +22,9 @@ WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "products in a row": lambda x: torch.cumprod(x, -1),
     "median": lambda x: x.median(1, keepdim=True)[0] + x,
     "median of an even number": lambda x: torch.median(x, dim=3).values,
+    "quantile": lambda x: x.quantile(0.3, 1, keepdim=True) * x,
+    "quantile in a row": lambda x: torch.quantile(x, 0.5, dim=-1, interpolation="midpoint"),
+    "quantile that is a number": lambda x: torch.quantile(x, 0.8, dim=2, interpolation="higher"),
     "kth value": lambda x: x.kthvalue(2, -1)[0],
     "kth value kept": lambda x: torch.kthvalue(x, k=3, dim=2, keepdim=True).values * x,
 }
@@ -56,11 +60,19 @@ def test_no_square_of_a_hypotenuses_sides_overflows(size, tmp_path):
     torch.testing.assert_close(found, module(batch), rtol=1e-5, atol=1e-38)
 
 
-@pytest.mark.parametrize("way", ["hypotenuse", "products", "median", "kth value kept"])
+@pytest.mark.parametrize("way", ["hypotenuse", "products", "median", "quantile", "kth value kept"])
 @pytest.mark.parametrize("target", [ANY_X86, TENSORRT])
 def test_they_are_meant_in_int8(way, target, tmp_path):
     torch.manual_seed(0)
     is_meant(Between(lambda x: WAYS[way](0.3 * x + 1)), tmp_path, target, above=25)
+
+
+def test_openvino_answers_as_the_integers_of_a_network_with_a_quantile(tmp_path):
+    torch.manual_seed(0)
+    batch = noise_context().example(32)
+    _, path = lowered(Between(WAYS["quantile"]).eval(), tmp_path, VNNI_X86)
+    (found,) = compile_bytes(path.read_bytes(), 1)(batch.numpy()).values()
+    assert decibels(run_onnx(path, batch, literal=True), torch.from_numpy(found)) > 25
 
 
 def test_a_median_of_all_images_is_refused_in_a_line(tmp_path):
