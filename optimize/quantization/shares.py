@@ -16,7 +16,7 @@ from torch import fx
 from optimize.quantization.explicit import MOVES, moved, quantizing
 from optimize.quantization.unmoved import keep_floats
 
-_SOFTMAX = (torch.ops.aten.softmax.int, torch.ops.aten._softmax.default)
+_SOFTMAX = torch.ops.aten.softmax.int
 
 
 def keep_shares(module: fx.GraphModule) -> int:
@@ -33,7 +33,7 @@ def keep_shares(module: fx.GraphModule) -> int:
 
 def _beyond(node: fx.Node) -> Collection[fx.Node]:
     """The integers that a node takes the softmax of, if a share of 1 is more steps than a byte has."""
-    given: Any = node.args[0] if node.target in _SOFTMAX else None
+    given: Any = node.args[0] if node.target is _SOFTMAX else None
     of_integers = quantizing(moved(given)) == "dequantize_per_tensor"
     return [given] if of_integers and any(256 * step < 1 for step in _steps(node)) else []
 
