@@ -32,7 +32,7 @@ class GraphLayers:
         self.image = next(iter(self._graph.inputs.keys() - {tensor.name for tensor in model.graph.initializer}))
         quantizers = [node for node in self._graph.of("QuantizeLinear") if not self._graph.constant(node.output[0])]
         self._quantizers = dict(zip((layer.number for layer in layers), self._matched(quantizers, layers), strict=True))
-        self._ends = {number: self._graph.kept_to(node) or node for number, node in self._quantizers.items()}
+        self._ends = {number: self._graph.last(node) for number, node in self._quantizers.items()}
         self._numbers = {node.output[0]: number for number, node in self._ends.items()}
         self._makers = {output: node for node in model.graph.node for output in node.output}
 
@@ -79,7 +79,7 @@ class GraphLayers:
     def _slice(self, end: onnx.NodeProto) -> tuple[list[onnx.NodeProto], list[str]]:
         """The nodes between a layer's last and those of the layers before it, in order, and what they are given.
 
-        Its last gives its integers: the quantizer, or the Clip that keeps these to a range.
+        Its last gives its integers: the quantizer, or what keeps these to a range and cuts off their border.
         """
         made: set[str] = set()
         given: dict[str, None] = {}

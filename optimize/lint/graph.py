@@ -19,6 +19,10 @@ LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 ACTIVATIONS = ("Relu", "LeakyRelu", "Clip", "BatchNormalization", "Identity", "Dropout")
 #: What moves numbers and changes none.
 MOVES = ("Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Dropout")
+# What keeps integers to a range, or cuts off a border of theirs.
+_OF_INTEGERS = ("Clip", "Slice")
+# How many channels of bytes AMX multiplies at once.
+_AT_ONCE = 64
 
 
 class Graph:
@@ -91,11 +95,8 @@ class Graph:
         if node.op_type == "DequantizeLinear":
             if (data := self.tensor(node, 0)) is not None:
                 return data.data_type
-            before = self.producer(node)
-            if before is not None and before.op_type == "Clip":
-                before = self.producer(before)
-            if before is not None and before.op_type == "QuantizeLinear":
-                return self.integers(before)
+            if (quantizer := self.quantizer(node)) is not None:
+                return self.integers(quantizer)
         if (zero := self.tensor(node, 2)) is not None:
             return zero.data_type
         return int(attribute(node, "output_dtype", 0)) or TensorProto.UINT8
@@ -104,6 +105,20 @@ class Graph:
         """The Clip that all of a QuantizeLinear's integers go through; None if there is none."""
         takers = self.takers(quantizer)
         return takers[0] if len(takers) == 1 and takers[0].op_type == "Clip" else None
+
+    def last(self, quantizer: NodeProto) -> NodeProto:
+        """What a QuantizeLinear's integers are read from: itself, or what they all go through and stay integers in."""
+        node = quantizer
+        while len(takers := self.takers(node)) == 1 and takers[0].op_type in _OF_INTEGERS:
+            (node,) = takers
+        return node
+
+    def quantizer(self, dequantizer: NodeProto) -> NodeProto | None:
+        """The QuantizeLinear whose integers a DequantizeLinear takes, perhaps cut off; None: they are of another."""
+        before = self.producer(dequantizer)
+        while before is not None and before.op_type in _OF_INTEGERS:
+            before = self.producer(before)
+        return before if before is not None and before.op_type == "QuantizeLinear" else None
 
     def weight(self, layer: NodeProto) -> NodeProto | None:
         """The DequantizeLinear that gives a layer its weight, if its weight is a quantized constant."""
@@ -170,6 +185,11 @@ def summed_alone(equation: str) -> list[int]:
         return []
     others = [set(answer).union(*terms[:place], *terms[place + 1 :]) for place in range(len(terms))]
     return [place for place, term in enumerate(terms) if set(term) - others[place]]
+
+
+def misfits_amx(channels: int) -> bool:
+    """Whether OpenVINO gets 1 × 1 convolutions in groups of so many channels wrong with AMX, which takes 64 at once."""
+    return channels > _AT_ONCE and channels % _AT_ONCE != 0 and channels % 4 == 0
 
 
 def label(node: NodeProto) -> str:

@@ -41,6 +41,7 @@ from optimize.quantization.explicit import quantizing
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.folds import write_out_folds
 from optimize.quantization.forgetting import forgotten
+from optimize.quantization.group_widths import border_groups
 from optimize.quantization.joined import part_joined, read_joined
 from optimize.quantization.lines import write_out_lines
 from optimize.quantization.reductions import keep_reductions
@@ -167,6 +168,7 @@ def lower(
         keep_borders(module)
         keep_shares(module)
         part_joined(module)
+        border_groups(module)
     else:
         write_out_folds(module)
         write_out_lines(module)

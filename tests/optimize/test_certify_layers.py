@@ -193,6 +193,17 @@ def test_ranges_of_seven_bits_are_sound_with_their_clamps(narrow: Made, executio
     assert all(layer.steps <= 1 for layer in found.layers)
 
 
+@pytest.mark.parametrize("execution", GRAPHS, ids=execution_id)
+def test_a_border_that_is_cut_off_is_no_part_of_a_layer(execution: Execution, tmp_path: Path) -> None:
+    """Of what OpenVINO gets wrong without one; see `optimize.quantization.group_widths`."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 144, 3), nn.ReLU(), nn.Conv2d(144, 8, 1, groups=2), nn.ReLU(), nn.Conv2d(8, 4, 3)]
+    made = quantized(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), tmp_path)
+    found = made.checked(execution)
+    assert found.sound
+    assert [layer.outputs // len(made.pixels) for layer in found.layers[1:3]] == [144 * 14 * 14, 8 * 14 * 14]
+
+
 def test_exact_arithmetic_is_that_of_integers(net: Made) -> None:
     """The stem, computed with numpy's whole numbers from the graph's weights."""
     program = ReferenceLayers(load_program(net.reference))

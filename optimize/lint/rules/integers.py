@@ -107,7 +107,7 @@ def clamps(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def _feeds_layer(graph: Graph, quantizer: NodeProto) -> bool:
     return any(
         taker.op_type in LAYERS and not graph.constant(quantizer.input[0])
-        for dequantizer in graph.takers(graph.kept_to(quantizer) or quantizer)
+        for dequantizer in graph.takers(graph.last(quantizer))
         if dequantizer.op_type == "DequantizeLinear"
         for taker in graph.takers(dequantizer)
     )
@@ -115,10 +115,8 @@ def _feeds_layer(graph: Graph, quantizer: NodeProto) -> bool:
 
 def _reach(graph: Graph, dequantizer: NodeProto) -> int:
     """The largest integer that a DequantizeLinear of uint8 is given."""
-    before = graph.producer(dequantizer)
-    if before is not None and before.op_type == "Clip":
-        before = graph.producer(before)
-    bounds = _bounds(graph, before) if before is not None and before.op_type == "QuantizeLinear" else None
+    quantizer = graph.quantizer(dequantizer)
+    bounds = None if quantizer is None else _bounds(graph, quantizer)
     return 255 if bounds is None else min(bounds[1], 255)
 
 

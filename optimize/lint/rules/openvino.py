@@ -7,13 +7,10 @@ from collections.abc import Iterator, Sequence
 from onnx import NodeProto
 
 from optimize.lint.base import CPUS, Fault, LintTarget, rule
-from optimize.lint.graph import Graph, attribute, label, of_a_map, summed_alone
+from optimize.lint.graph import Graph, attribute, label, misfits_amx, of_a_map, summed_alone
 
 # What makes a tensor of a size that is an input, by the number of that input.
 _SIZED = {"Expand": 1, "Tile": 1, "ConstantOfShape": 0}
-
-# How many channels of bytes AMX multiplies at once.
-_AT_ONCE = 64
 
 # What a size passes on the way there.
 _SIZES_PASS = ("Concat", "Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity", "Mul", "Where", "Max")
@@ -89,7 +86,8 @@ def group_widths(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     OpenVINO (2026.4.1) takes a kernel for convolutions of one place, without steps or borders, on CPUs with AMX that
     reads 64 channels at once, also those of the group behind. Nothing that is right comes out where a group has a
     multiple of 4 of them (72, 96, 120); others have another kernel. Where a group gives more than 64, too, it was seen
-    to raise "No reorder available" when it is run. With ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI`` all were right.
+    to raise "No reorder available" when it is run. With ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI`` all were right, and
+    with a border (see `optimize.quantization.group_widths`).
     """
     for node in graph.of("Conv"):
         scaled = graph.weight(node)
@@ -98,11 +96,11 @@ def group_widths(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             continue
         _, width, *kernel = weight.dims
         placed = any(attribute(node, "pads", ())) or any(step > 1 for step in attribute(node, "strides", ()))
-        if {*kernel} == {1} and not placed and width > _AT_ONCE and width % _AT_ONCE and width % 4 == 0:
+        if {*kernel} == {1} and not placed and misfits_amx(width):
             yield Fault(
                 label(node),
                 f"its groups read {width} channels, and OpenVINO gives other numbers for that on CPUs with AMX",
-                "keep it in float, or give a border along one axis to it and cut its integers there",
+                "give it a border along one axis, and cut that off its integers",
             )
 
 
