@@ -38,6 +38,7 @@ from optimize.quantization.borders import keep_borders
 from optimize.quantization.clamps import round_clamps
 from optimize.quantization.duplicates import content, merge_alike, write_aside
 from optimize.quantization.explicit import quantizing
+from optimize.quantization.extremes import keep_extremes
 from optimize.quantization.floors import raise_floors
 from optimize.quantization.folds import write_out_folds
 from optimize.quantization.forgetting import forgotten
@@ -165,6 +166,7 @@ def lower(
     write_out_resizes(module)
     if target.packed:  # what CPUs run
         keep_reductions(module)
+        keep_extremes(module)
         keep_borders(module)
         keep_shares(module)
         part_joined(module)

@@ -367,6 +367,20 @@ def reduced(operator: str, *axes: int, kept: bool = False, rank: int | None = No
     return edit
 
 
+def extreme(operator: str, between: tuple[str, ...] = ("Sigmoid",), behind: tuple[str, ...] = ()) -> Edit:
+    """The maximum or minimum of what is dequantized and goes through operators, quantized behind others."""
+
+    def edit(graph: Written) -> None:
+        taken = "y"
+        for name in (*between, operator, *behind, "QuantizeLinear", "DequantizeLinear"):
+            inputs = [taken, "y_scale", "y_zero"] if name.endswith("Linear") else [taken]
+            taken = {operator: "extreme"}.get(name, f"{name}_of_{taken}")
+            graph.before("second", name, inputs, taken)
+        graph.node("second").input[0] = taken
+
+    return edit
+
+
 def einsum(equation: str) -> Edit:
     """Of what is dequantized, which nothing reads."""
     return lambda graph: graph.before("second", "Einsum", ["y"], "reduced", equation=equation)
@@ -511,6 +525,10 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
         ("joined-pair", ("cpu", "x86"), f"{operator}_made", joined(operator, *others))
         for operator, *others in [("Relu",), ("Mul", "half"), ("Add", "half"), ("Sub", "half"), ("Div", "half")]
     ],
+    *[("integer-extreme", ("cpu", "x86"), f"{name}_extreme", extreme(name)) for name in ("ReduceMax", "ReduceMin")],
+    ("integer-extreme", ("cpu", "x86"), "ReduceMax_extreme", extreme("ReduceMax", ("Gelu",), ("Relu",))),
+    ("integer-extreme", (), "ReduceMax_extreme", extreme("ReduceMax", ())),
+    ("integer-extreme", (), "ReduceMax_extreme", extreme("ReduceMax", behind=("Sigmoid",))),
     *[
         ("integer-border", ("cpu", "x86"), "Pad_wide", padded(*sizes))
         for sizes in [(0, 2, 0, 0, 0, 2, 0, 0), (0, 0, 1, 0, 0, 0, 0, 0)]

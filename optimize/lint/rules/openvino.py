@@ -59,6 +59,22 @@ def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         )
 
 
+@rule("integer-extreme", "warning", CPUS)
+def extremes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Maxima and minima of floats over axes are not quantized right behind: OpenVINO compares bytes, and wrongly.
+
+    OpenVINO (2026.4.1) lets them write the quantizer's bytes. Over what is dequantized they are right (see
+    `optimize.quantization.extremes`).
+    """
+    for node in graph.of("ReduceMax", "ReduceMin"):
+        if not graph.dequantized(node) and graph.before_integers(node):
+            yield Fault(
+                label(node),
+                "a quantizer reads it, and OpenVINO gives other numbers for that",
+                "put a Max with the lowest float, which changes nothing, between it and the QuantizeLinear",
+            )
+
+
 @rule("integer-border", "warning", CPUS)
 def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """What is dequantized gets no border along one axis, but of zeros without a zero-point: OpenVINO fills it wrongly.
