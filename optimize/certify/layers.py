@@ -25,6 +25,7 @@ from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import PipelineError, first_line, one_line
 from serve.runtime.execution import Execution
+from serve.runtime.integers import TENSORRT
 from serve.runtime.onnx_session import cpu_session
 from serve.runtime.program_file import load_program
 from serve.runtime.script_file import load_script
@@ -67,7 +68,8 @@ def check_layers(folder: Path, reference: Path, execution: Execution, pixels: to
             engine is not known here.
     """
     card = load_card(folder)
-    program = ReferenceLayers(load_program(reference))
+    for_cpus = card.format == "onnx" and card.target != TENSORRT
+    program = ReferenceLayers(load_program(reference), joined=for_cpus)
     # Two, or the example would be taken for a network of one image.
     example = program.shown(pixels[:1].repeat(2, 1, 1, 1), card.preprocessing)
     open_runner = _RUNNERS.get(execution.engine)

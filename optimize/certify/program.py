@@ -17,6 +17,7 @@ from torch import fx
 from optimize.export.constants import constant_value
 from optimize.quantization.biases import dequantizers
 from optimize.quantization.explicit import MOVES, moved, quantizing
+from optimize.quantization.joined import read_joined
 from serve.runtime.card import Preprocessing
 from serve.runtime.images import normalise
 
@@ -95,11 +96,18 @@ class Batch:
 
 
 class ReferenceLayers:
-    """A reference program, read as layers. To be used from one thread."""
+    """A reference program, read as layers. To be used from one thread.
 
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
+    Args:
+        program: the reference.
+        joined: whether what reads a concatenation does without a quantizer, as in graphs for CPUs; see `read_joined`.
+    """
+
+    def __init__(self, program: torch.export.ExportedProgram, *, joined: bool = False) -> None:
         module = program.module()
         assert isinstance(module, fx.GraphModule)
+        if joined:
+            read_joined(module)
         self._module = module
         self._image = next(node for node in module.graph.nodes if node.op == "placeholder")
         quantizers = [node for node in module.graph.nodes if quantizing(node) == "quantize_per_tensor"]

@@ -204,6 +204,27 @@ def test_a_border_that_is_cut_off_is_no_part_of_a_layer(execution: Execution, tm
     assert [layer.outputs // len(made.pixels) for layer in found.layers[1:3]] == [144 * 14 * 14, 8 * 14 * 14]
 
 
+class Joined(nn.Module):
+    """What two layers give, put together and cut off at 0: ONNX graphs for CPUs have one quantizer less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(1, 4, 3), nn.Conv2d(1, 4, 3), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.first(x), self.second(x)], 1).relu()
+        return self.last(x).mean((2, 3))
+
+
+@pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
+def test_layers_of_what_is_put_together_are_sound(execution: Execution, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    found = quantized(Joined(), tmp_path).checked(execution)
+    assert found.sound
+    # The image, three layers, and what is put together; torch rounds that before its ReLU, too.
+    assert len(found.layers) >= 5
+
+
 def test_exact_arithmetic_is_that_of_integers(net: Made) -> None:
     """The stem, computed with numpy's whole numbers from the graph's weights."""
     program = ReferenceLayers(load_program(net.reference))
