@@ -48,7 +48,9 @@ def _write_out_borders(module: fx.GraphModule) -> None:
     """Write an average that counts the zeros around an image as one that does not, times the share it counts, in place.
 
     OpenVINO 2026.4.1 averages the integers of a quantized tensor with zeros that are not its zero-point: the borders of
-    MaxViT's shortcuts, which no ReLU ends, were up to 62 steps off.
+    MaxViT's shortcuts, which no ReLU ends, were up to 62 steps off. ONNX Runtime (1.31) takes a kernel that reaches
+    over an image's end, as sizes that are rounded up let it, for one that reads zeros there, between integers: 33 steps.
+    Where there are no zeros around the image, none count.
 
     So is a sum that is divided by a number of its own: the exporter (torch 2.11 to 2.14) forgets that number, and what
     it makes is the average.
@@ -59,7 +61,10 @@ def _write_out_borders(module: fx.GraphModule) -> None:
             continue
         given: tuple[Any, ...] = node.args
         images, kernel, stride, padding, ceil, counted, divisor = (*given, *_POOL_DEFAULTS[len(given) :])
-        if divisor is None and not (counted and any(padding) and _shifted(images)):
+        if divisor is None and not (counted and (ceil or (any(padding) and _shifted(images)))):
+            continue
+        if divisor is None and not any(padding):
+            node.args = (images, kernel, stride, padding, ceil, False)
             continue
         with module.graph.inserting_before(node):
             ones = module.graph.call_function(aten.full.default, ([1, 1, *images.meta["val"].shape[2:]], 1.0))
