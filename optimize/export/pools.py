@@ -49,8 +49,8 @@ def _write_out_borders(module: fx.GraphModule) -> None:
 
     OpenVINO 2026.4.1 averages the integers of a quantized tensor with zeros that are not its zero-point: the borders of
     MaxViT's shortcuts, which no ReLU ends, were up to 62 steps off. ONNX Runtime (1.31) takes a kernel that reaches
-    over an image's end, as sizes that are rounded up let it, for one that reads zeros there, between integers: 33 steps.
-    Where there are no zeros around the image, none count.
+    over an image's end, as sizes that are rounded up let it, for one that reads zeros there, between integers: 33 steps
+    off. Where there are no zeros around the image, none count.
 
     So is a sum that is divided by a number of its own: the exporter (torch 2.11 to 2.14) forgets that number, and what
     it makes is the average.
@@ -109,8 +109,12 @@ def _write_out_maxima(module: fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             for axis, size, count in zip((-2, -1), sizes, counts, strict=True):
                 ends = [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
-                parts = [module.graph.call_function(aten.slice.Tensor, (given, axis, *each)) for each in ends]
-                parts = [module.graph.call_function(aten.amax.default, (part, [axis], True)) for part in parts]
+                parts = []
+                for low, high in ends:
+                    part = module.graph.call_function(aten.slice.Tensor, (given, axis, low, high))
+                    kernel = [high - low, 1] if axis == -2 else [1, high - low]
+                    # A pool: a maximum over an axis OpenVINO gets wrong (see `optimize.quantization.extremes`).
+                    parts.append(module.graph.call_function(aten.max_pool2d.default, (part, kernel)))
                 given = module.graph.call_function(aten.cat.default, (parts, axis))
         for reader in readers:
             put_for(given, reader)

@@ -42,6 +42,7 @@ OVER: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "of columns, both": (lambda x: torch.cat([*torch.aminmax(x, dim=3, keepdim=True)], 1), 32),
     "of magnitudes": (lambda x: torch.linalg.vector_norm(x, float("inf"), (2, 3), keepdim=True), 16),
     "gates": (lambda x: x.amax((2, 3), keepdim=True).sigmoid(), 16),
+    "of patches that overlap": (lambda x: functional.adaptive_max_pool2d(x, (3, 2)), 16),
     "of means": (lambda x: x.mean(3, keepdim=True).amax(2, keepdim=True), 16),
 }
 
