@@ -17,14 +17,14 @@ _AVERAGES, _MAXIMA = (
 )
 #: What is nowhere below zero.
 _POSITIVE = (_ATEN.relu.default, _ATEN.relu_.default, _ATEN.sigmoid.default)
-#: Of ``avg_pool2d``: images and kernel, stride, padding, whether sizes are rounded up, whether zeros count, divisor.
+#: Of an average's arguments, see `settings_of`.
 _POOL_DEFAULTS: tuple[Any, ...] = (None, None, [], [0, 0], False, True, None)
 
 
 def write_out_pools(module: fx.GraphModule) -> None:
     """Write pools as what engines compute as torch does, in place: see the functions below."""
     _write_out_means(module)
-    _write_out_borders(module)
+    _write_out_shares(module)
     _write_out_maxima(module)
     _part_borders(module)
 
@@ -44,45 +44,44 @@ def _write_out_means(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _write_out_borders(module: fx.GraphModule) -> None:
-    """Write an average that counts the zeros around an image as one that does not, times the share it counts, in place.
+def _write_out_shares(module: fx.GraphModule) -> None:
+    """Write averages that divide by other numbers than those of places as ones that do not, times a share, in place.
 
-    OpenVINO 2026.4.1 averages the integers of a quantized tensor with zeros that are not its zero-point: the borders of
-    MaxViT's shortcuts, which no ReLU ends, were up to 62 steps off. ONNX Runtime (1.31) takes a kernel that reaches
-    over an image's end, as sizes that are rounded up let it, for one that reads zeros there, between integers: 33 steps
-    off. Where there are no zeros around the image, none count.
-
-    So is a sum that is divided by a number of its own: the exporter (torch 2.11 to 2.14) forgets that number, and what
-    it makes is the average.
+    One that is divided by a number of its own: the exporter (torch 2.11 to 2.14) forgets that number. And one that
+    counts zeros around an image and may reach over its end, as sizes that are rounded up let it: between integers ONNX
+    Runtime (1.31) counts more, and is up to 33 steps off; OpenVINO 2026.4.1 does in float.
     """
-    aten = torch.ops.aten
     for node in module.graph.nodes:
-        if node.target is not aten.avg_pool2d.default:
+        if node.target is not _ATEN.avg_pool2d.default:
             continue
-        given: tuple[Any, ...] = node.args
-        images, kernel, stride, padding, ceil, counted, divisor = (*given, *_POOL_DEFAULTS[len(given) :])
-        if divisor is None and not (counted and (ceil or (any(padding) and _shifted(images)))):
+        images, kernel, stride, padding, ceil, counted, divisor = settings_of(node)
+        if divisor is None and not (ceil and counted):
             continue
         if divisor is None and not any(padding):
-            node.args = (images, kernel, stride, padding, ceil, False)
+            node.args = (images, kernel, stride, padding, ceil, False)  # there are no zeros to count
             continue
         with module.graph.inserting_before(node):
-            ones = module.graph.call_function(aten.full.default, ([1, 1, *images.meta["val"].shape[2:]], 1.0))
+            ones = module.graph.call_function(_ATEN.full.default, ([1, 1, *images.meta["val"].shape[2:]], 1.0))
             if divisor is None:
-                share = module.graph.call_function(node.target, (ones, *given[1:]))
+                share = module.graph.call_function(node.target, (ones, *node.args[1:]))
             else:
                 share = _counts(module.graph, ones, node)
-                share = module.graph.call_function(aten.mul.Tensor, (share, math.prod(kernel) / divisor))
+                share = module.graph.call_function(_ATEN.mul.Tensor, (share, math.prod(kernel) / divisor))
             inside = module.graph.call_function(node.target, (images, kernel, stride, padding, ceil, False))
-            averages = module.graph.call_function(aten.mul.Tensor, (inside, share))
+            averages = module.graph.call_function(_ATEN.mul.Tensor, (inside, share))
         put_for(averages, node)
     module.recompile()
 
 
+def settings_of(pool: fx.Node) -> tuple[Any, ...]:
+    """What an average is told: images, kernel, stride, padding, whether sizes are rounded up, zeros count; divisor."""
+    given: tuple[Any, ...] = pool.args
+    return (*given, *_POOL_DEFAULTS[len(given) :])
+
+
 def _counts(graph: fx.Graph, ones: fx.Node, pool: fx.Node) -> fx.Node:
     """Which share of a pool's kernel lies within the image at each place, of ones: over borders that fill it up."""
-    given: tuple[Any, ...] = pool.args
-    images, kernel, stride, padding, *_ = (*given, *_POOL_DEFAULTS[len(given) :])
+    images, kernel, stride, padding, *_ = settings_of(pool)
     borders: list[int] = []
     sizes, places = images.meta["val"].shape[-2:], pool.meta["val"].shape[-2:]
     for size, count, width, step, before in zip(sizes, places, kernel, stride or kernel, padding, strict=True):
@@ -160,9 +159,3 @@ def _changed_by_fusion(pool: fx.Node) -> bool:
     padding: Any = pool.args[3] if len(pool.args) > 3 and pool.args[3] else [0] * len(kernel)
     axes = zip(reversed(kernel), reversed(padding), sides[::2], sides[1::2], strict=False)
     return any(own + max(before, behind) >= width for width, own, before, behind in axes)
-
-
-def _shifted(node: Any) -> bool:
-    """Whether a tensor comes from integers that do not have 0 for 0."""
-    of_integers = node.target is torch.ops.quantized_decomposed.dequantize_per_tensor.default
-    return of_integers and bool(node.args[2] != 0)

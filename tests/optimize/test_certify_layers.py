@@ -204,6 +204,19 @@ def test_a_border_that_is_cut_off_is_no_part_of_a_layer(execution: Execution, tm
     assert [layer.outputs // len(made.pixels) for layer in found.layers[1:3]] == [144 * 14 * 14, 8 * 14 * 14]
 
 
+@pytest.mark.parametrize(
+    "pool",
+    [nn.AvgPool2d(3, 2, 1), nn.AvgPool2d(3, 1, 1, divisor_override=7), nn.AvgPool2d(3, 2, 1, ceil_mode=True)],
+    ids=["counted", "divided", "rounded up"],
+)
+@pytest.mark.parametrize("execution", GRAPHS, ids=execution_id)
+def test_averages_with_zeros_around_a_map_are_sound(execution: Execution, pool: nn.AvgPool2d, tmp_path: Path) -> None:
+    """Of what no ReLU ends; sums of 9 have no ties."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(1, 8, 3), pool, nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert quantized(network, tmp_path).checked(execution).sound
+
+
 class Joined(nn.Module):
     """What two layers give, put together and cut off at 0: ONNX graphs for CPUs have one quantizer less."""
 
