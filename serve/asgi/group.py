@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from serve.asgi.call import Limits
 from serve.asgi.listening import Listening, shared
 from serve.asgi.loading import Wanted
 from serve.asgi.member import SIGNALS, Failed, HasChanged, IsReady, Member, Message, Said
@@ -54,7 +55,7 @@ def run_together(
         The exit status: 0 where all that was accepted was answered.
 
     Raises:
-        UserError: there are fewer cores than that, or as `process.run`.
+        UserError: there are fewer cores than that, or too little for each, or as `process.run`.
         PipelineError: a model cannot be served.
     """
     cores = sorted(os.sched_getaffinity(0))
@@ -63,22 +64,30 @@ def run_together(
     if settings.listening.path is not None:
         raise UserError("--processes needs a port: who connects to a --socket cannot be dealt out evenly")
     wanted()  # what cannot be is told once
-    limits = settings.limits
-    settings = replace(
-        settings,
-        limits=replace(
-            limits,
-            # A body of the size that is let in must have room in each; but none has more than all were given.
-            held_bytes=max(min(limits.body_bytes, limits.held_bytes), limits.held_bytes // count),
-            connections=max(1, limits.connections // count),
-        ),
-    )
+    settings = replace(settings, limits=_share(settings.limits, count))
     with scratch("serve-group-") as folder, settings.listening.open() as opened, asyncio.Runner() as runner:
         shared(opened)
         if settings.grpc_port is not None:  # when that of HTTP is taken, which it must not be
             settings = replace(settings, grpc_port=_free_port(settings.listening, settings.grpc_port))
         shares = [cores[number * len(cores) // count : (number + 1) * len(cores) // count] for number in range(count)]
         return runner.run(_Group(settings, wanted, say, shares, folder).serve(opened))
+
+
+def _share(limits: Limits, count: int) -> Limits:
+    """What clients may cost one of the processes, so that all together keep to the limits.
+
+    Raises:
+        UserError: some would take no connection, or no body of the size that is let in.
+    """
+    if limits.connections < count:
+        raise UserError(f"--connections must be at least the number of --processes, {count}, got {limits.connections}")
+    if limits.held_bytes < count * limits.body_bytes:
+        body = limits.body_bytes >> 20
+        raise UserError(
+            f"--held-limit-mb must be at least {count * body}, a body of --body-limit-mb {body} for each of {count} "
+            f"processes, got {limits.held_bytes >> 20}"
+        )
+    return replace(limits, held_bytes=limits.held_bytes // count, connections=limits.connections // count)
 
 
 def _free_port(listening: Listening, port: int) -> int:

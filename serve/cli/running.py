@@ -80,7 +80,14 @@ def run(
         ),
     ] = None,
     body_limit_mb: Annotated[int, typer.Option(min=1, max=1024, help="Largest body of a request, in MiB.")] = 64,
-    held_limit_mb: Annotated[int, typer.Option(min=1, help="Most of all bodies together, in MiB.")] = 512,
+    held_limit_mb: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most of all bodies together, in MiB.",
+            show_default="512, or the largest body for each process where that is more",
+        ),
+    ] = None,
     body_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a body to arrive.")] = 30.0,
     connections: Annotated[int, typer.Option(min=1, help="Most connections at once.")] = 2048,
     leave_out: Annotated[
@@ -139,9 +146,10 @@ def run(
         if tokens is not None and token_file is None and make_token_file(tokens):
             typer.echo(f"made a token in {tokens}", err=True)
         log_to_stderr()
+        body_bytes = body_limit_mb << 20
         limits = Limits(
-            body_bytes=body_limit_mb << 20,
-            held_bytes=held_limit_mb << 20,
+            body_bytes=body_bytes,
+            held_bytes=held_limit_mb << 20 if held_limit_mb else max(Limits.held_bytes, processes * body_bytes),
             body_s=body_timeout,
             connections=connections,
             queue=queue,

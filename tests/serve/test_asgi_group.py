@@ -54,8 +54,9 @@ def service(archives: Path, told: socket.socket, tmp_path_factory: pytest.TempPa
     """As systemd runs it; the temporary folder's path is longer than a unix socket's may be."""
     folder = tmp_path_factory.mktemp("t" * 120)
     before = ("env", f"NOTIFY_SOCKET={told.getsockname()}", f"TMPDIR={folder}")
-    words = (str(archives / "v1.mar"), "--no-token", "--processes", "2", "--held-limit-mb", "32")
-    with running(archives, *words, before=before) as started:
+    words = (str(archives / "v1.mar"), "--no-token", "--processes", "2")
+    limits = ("--body-limit-mb", "16", "--held-limit-mb", "32")
+    with running(archives, *words, *limits, before=before) as started:
         yield started
 
 
@@ -226,6 +227,9 @@ def test_a_second_server_does_not_get_a_share_of_the_port(archives: Path) -> Non
         (("--processes", "4096"), "--processes must be at most the number of cores, "),
         (("--processes", "2", "--socket", "s"), "--processes needs a port"),
         (("--processes", "0"), "--processes"),
+        (("--processes", "2", "--connections", "1"), "--connections must be at least the number of --processes, 2"),
+        (("--processes", "2", "--held-limit-mb", "127"), "--held-limit-mb must be at least 128"),
+        (("--processes", "2", "--body-limit-mb", "300", "--held-limit-mb", "512"), "--body-limit-mb 300"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], says: str, archives: Path) -> None:
@@ -254,8 +258,8 @@ def test_tls_is_spoken_by_all(archives: Path, tmp_path: Path) -> None:
         assert len(found) == 2
 
 
-def test_no_process_holds_more_than_all_may(service: Server) -> None:
-    assert values(service, "serve_held_limit_bytes") == {"0": 32 << 20, "1": 32 << 20}
+def test_together_they_hold_no_more_than_one_may(service: Server) -> None:
+    assert values(service, "serve_held_limit_bytes") == {"0": 16 << 20, "1": 16 << 20}
     assert values(service, "serve_process_up") == {"0": 1, "1": 1}
 
 
