@@ -25,7 +25,7 @@ from pathlib import Path
 from serve.asgi.call import Limits
 from serve.asgi.listening import Listening, shared
 from serve.asgi.loading import Wanted
-from serve.asgi.member import SIGNALS, Failed, HasChanged, IsReady, Member, Message, Said
+from serve.asgi.member import SIGNALS, Answers, Failed, HasChanged, IsReady, Member, Message, Said
 from serve.asgi.notify import notify
 from serve.asgi.process import Settings, run
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
@@ -35,6 +35,9 @@ from serve.scratch import scratch
 _LOG = logging.getLogger(__name__)
 # From the end of a process to the start of the next in its place: longer each time, until one is ready.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+# A process whose event loop does not answer keeps its share of those who connect. They are counted while this one runs,
+# a question each: what stops the machine, or all of them, is no silence of one.
+_ASK_AGAIN_S, _MOST_UNANSWERED = 1.0, 30
 
 
 def run_together(
@@ -112,6 +115,8 @@ class _Started:
     pipe: Connection
     ready: bool = False
     failed: Failed | None = None
+    asked: bool = False  # whether it has yet to answer
+    unanswered: int = 0  # times since then that it would have been asked again
 
 
 class _Group:
@@ -144,7 +149,9 @@ class _Group:
         for number in range(len(self._shares)):
             self._start(number, opened if number == 0 else None)
         opened.close()  # it is the first process's: what ends with it must not wait here
+        watching = asyncio.ensure_future(self._watch())
         await self._over.wait()
+        watching.cancel()
         if self._failure is not None:
             raise self._failure
         return self._status
@@ -187,7 +194,9 @@ class _Group:
             except (EOFError, OSError):  # it ends
                 asyncio.get_running_loop().remove_reader(started.pipe.fileno())
                 return
-            if isinstance(message, Said):
+            if isinstance(message, Answers):
+                started.asked, started.unanswered = False, 0
+            elif isinstance(message, Said):
                 self._say(f"process {number}: {message.line}")
             elif isinstance(message, Failed):
                 started.failed = message
@@ -197,6 +206,33 @@ class _Group:
                 self._is_ready(number)
             elif isinstance(message, HasChanged):
                 self._has_changed(number)
+
+    async def _watch(self) -> None:
+        """Kill a process that does not answer, whatever stops it; another takes its place.
+
+        Until it is ready, and while it changes models, it may be silent: a library that opens one may keep Python's
+        lock.
+        """
+        while True:
+            await asyncio.sleep(_ASK_AGAIN_S)
+            for number, started in self._members.items():
+                opens = not started.ready or number in self._changing
+                if not started.asked:
+                    started.asked = True
+                    with contextlib.suppress(OSError):  # it ends
+                        started.pipe.send(None)
+                elif self._ending or not opens:
+                    started.unanswered += 1
+                    if started.unanswered == _MOST_UNANSWERED:
+                        self._kill(number, started)
+
+    def _kill(self, number: int, started: _Started) -> None:
+        why = f"did not answer for {_MOST_UNANSWERED * _ASK_AGAIN_S:g} s and was killed"
+        if self._ending:
+            _LOG.error("process %d: %s", number, why)
+        else:  # it is told when another is started
+            started.failed = Failed(why, users=False)
+        started.process.kill()
 
     def _is_ready(self, number: int) -> None:
         if self._ending:

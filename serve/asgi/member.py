@@ -37,10 +37,15 @@ class Failed:
     users: bool
 
 
+@dataclass(frozen=True)
+class Answers:
+    """Its event loop runs: it was asked, by whatever came through the pipe."""
+
+
 # A process hears these when it can obey them; from its start to then they wait.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-Message = Said | IsReady | HasChanged | Failed
+Message = Said | IsReady | HasChanged | Failed | Answers
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,8 @@ class Member:
         count: of all.
         port: where they listen.
         opened: a socket that listens there already; None: others do, and this one joins them when it is ready.
-        parent: a pipe to the process that has started it, which writes nothing: it can be read from when that one has
-            gone.
+        parent: a pipe to the process that has started it, which asks there now and then whether this one answers; at
+            its end that one has gone.
         folder: for what they tell each other.
     """
 

@@ -9,6 +9,7 @@ before them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -28,7 +29,7 @@ from serve.asgi.extensions import extend
 from serve.asgi.http_server import HttpServer, Loop, lock_in_turns, uvicorn_config, with_files
 from serve.asgi.listening import Listening, SocketFile
 from serve.asgi.loading import Wanted
-from serve.asgi.member import SIGNALS, HasChanged, IsReady, Member
+from serve.asgi.member import SIGNALS, Answers, HasChanged, IsReady, Member
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
 from serve.asgi.siblings import Siblings
@@ -234,7 +235,7 @@ class _Process:
             loop.add_signal_handler(number, self._end, number)
         loop.add_signal_handler(signal.SIGHUP, self._change)
         if (member := self._member) is not None:
-            loop.add_reader(member.parent.fileno(), self._left_alone, member)
+            loop.add_reader(member.parent.fileno(), self._is_asked, member)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     async def _listen(self, opened: socket.socket) -> None:
@@ -370,8 +371,12 @@ class _Process:
             self._ending.set()
             self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
 
-    def _left_alone(self, member: Member) -> None:
-        """End: the process that has started this one has gone."""
+    def _is_asked(self, member: Member) -> None:
+        """Answer the process that has started this one; where it has gone, end."""
+        with contextlib.suppress(EOFError, OSError):
+            member.parent.recv()
+            member.tell(Answers())
+            return
         asyncio.get_running_loop().remove_reader(member.parent.fileno())
         _LOG.error("the server's first process has gone: this one ends")
         self._ending.set()
