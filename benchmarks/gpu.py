@@ -249,6 +249,13 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def _processes(text: str) -> int:
+    cores = len(os.sched_getaffinity(0))
+    if not text.isdecimal() or not 1 <= int(text) <= cores:  # or the server ends, after all else was measured
+        raise argparse.ArgumentTypeError(f"must be between 1 and {cores}, the number of cores, got {text}")
+    return int(text)
+
+
 def _words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         words = tuple(text.split(","))
@@ -275,7 +282,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--clients", type=_numbers, default=CLIENTS, help="requests at once of the JPEG part")
     found.add_argument("--decoders", type=_words(DECODERS), default=DECODERS, help=f"of {', '.join(DECODERS)}")
     found.add_argument("--where", type=_words(PLACES), default=PLACES, help=f"of {', '.join(PLACES)}")
-    found.add_argument("--processes", type=int, default=1, help="processes of our own server in the JPEG part")
+    found.add_argument("--processes", type=_processes, default=1, help="of our own server in the JPEG part")
     found.add_argument("--jpeg-seconds", type=float, default=2.0, help="for each figure of the JPEG part")
     parts = found.add_mutually_exclusive_group()
     parts.add_argument("--no-networks", action="store_true", help="measure the part that begins with JPEG bytes alone")

@@ -196,6 +196,18 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no usable CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("count", ["0", "-1", "4096", "two"])
+def test_processes_that_no_server_starts_are_refused_before_anything_is_measured(
+    count: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--device", "cpu", "--state", str(tmp_path / "state.json"), "--processes", count])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "argument --processes: must be between 1 and " in told
+    assert told.endswith(f"got {count}")
+
+
 def test_answers_are_compared_by_class_and_by_noise() -> None:
     wanted = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     assert gpu.compare(wanted, wanted) == gpu.Answers(1.0, None)
