@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -98,15 +99,18 @@ class Changing:
             if opened:
                 settle_heap()
 
-    async def end(self) -> bool:
+    async def end(self, within_s: float | None = None) -> bool:
         """Answer what was accepted, and close everything.
+
+        Args:
+            within_s: seconds for that; None: ``drain_s``.
 
         Returns:
             Whether all of it was answered in time.
         """
         async with self._changing:
             for old in self._models.replace({}):
-                self._leaving.add(asyncio.ensure_future(self._leave(old)))
+                self._leaving.add(asyncio.ensure_future(self._leave(old, within_s)))
             answered = await asyncio.gather(*self._leaving)
         return all(answered)
 
@@ -122,15 +126,19 @@ class Changing:
         self._leaving.discard(task)
         settle_heap()  # what it held is freed; not where the server ends, which takes no time for it
 
-    async def _leave(self, served: Served) -> bool:
+    async def _leave(self, served: Served, within_s: float | None = None) -> bool:
         answered = True
+        ends = time.monotonic() + (self._drain_s if within_s is None else within_s)
         try:
-            async with asyncio.timeout(self._drain_s):
+            async with asyncio.timeout(ends - time.monotonic()):
                 await served.released()
         except TimeoutError:
             answered = False
-        answered &= await asyncio.to_thread(served.service.drain, self._drain_s)
-        await asyncio.to_thread(served.service.close)
+        answered &= await asyncio.to_thread(served.service.drain, max(0.0, ends - time.monotonic()))
+        if answered:
+            await asyncio.to_thread(served.service.close)
+        else:  # an engine that hangs is never closed: nothing waits for it, nor does the process when it ends
+            threading.Thread(target=served.service.close, name="close", daemon=True).start()
         _LOG.info(
             "closed",
             extra={"fields": {"model": served.name, "version": served.version, "all_answered": answered}},

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from serve.asgi import predictions
 from serve.asgi.application import Application
@@ -171,6 +171,7 @@ class _Process:
         self._failure: PipelineError | None = None
         self._hangs = False
         self.stopped = False  # whether it listens no more
+        self._ends = 0.0  # by when what was accepted is answered
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()
 
@@ -204,14 +205,14 @@ class _Process:
             await stop()
         if not loading.done() or self._tasks:
             _LOG.warning("ended while a model was being opened")
-            logging.shutdown()
-            os._exit(0 if self._failure is None else 1)
-        answered = await self._changing.end()
-        if self._failure is not None:
-            raise self._failure
+            self._exit(0 if self._failure is None else 1)
+        answered = await self._changing.end(max(0.0, self._ends - time.monotonic()))
         if not answered:
             _LOG.error("not all that was accepted was answered in time")
-        return 0 if answered else 1
+            self._exit(1)
+        if self._failure is not None:
+            raise self._failure
+        return 0
 
     def _prepare(self, first: Sequence[Wanted]) -> None:
         settings = self._settings
@@ -266,16 +267,22 @@ class _Process:
         notify("STOPPING=1")
         if self._failure is None:
             await asyncio.sleep(self._settings.drain_delay_s)
+        self._ends = time.monotonic() + self._settings.drain_s
         if self._server.started and self._opened is not None:
             self.stopped = True
             await self._server.stop(self._opened, file)
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
-        if self._hangs:  # its thread cannot be ended
+        if self._hangs:
+            self._exit(1)
+
+    def _exit(self, status: int) -> NoReturn:
+        """End beside a thread that cannot be ended: Python would wait for it, or a library abort."""
+        if self._failure is not None:
             _LOG.error("%s", self._failure)
-            logging.shutdown()
-            os._exit(1)
+        logging.shutdown()
+        os._exit(status)
 
     async def _load(self, first: Sequence[Wanted]) -> None:
         try:
