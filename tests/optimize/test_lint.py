@@ -381,6 +381,19 @@ def extreme(operator: str, between: tuple[str, ...] = ("Sigmoid",), behind: tupl
     return edit
 
 
+def averaged(*, zero: int = 118, quantized: bool = True, **attributes: int) -> Edit:
+    """An average over a border of what is dequantized; ``pads`` is how wide that is."""
+
+    def edit(graph: Written) -> None:
+        graph.tensors["y_zero"] = graph.kind(zero)
+        settings: dict[str, Any] = {"kernel_shape": [3, 3], **attributes, "pads": [attributes.get("pads", 1)] * 4}
+        graph.before("second", "AveragePool", ["y"], "averaged", **settings)
+        if quantized:
+            graph.before("second", "QuantizeLinear", ["averaged", "y_scale", "y_zero"], "averaged_q")
+
+    return edit
+
+
 def einsum(equation: str) -> Edit:
     """Of what is dequantized, which nothing reads."""
     return lambda graph: graph.before("second", "Einsum", ["y"], "reduced", equation=equation)
@@ -525,6 +538,15 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
         ("joined-pair", ("cpu", "x86"), f"{operator}_made", joined(operator, *others))
         for operator, *others in [("Relu",), ("Mul", "half"), ("Add", "half"), ("Sub", "half"), ("Div", "half")]
     ],
+    ("counted-zeros", ("cpu", "x86"), "AveragePool_averaged", averaged(count_include_pad=1)),
+    ("counted-zeros", (), "AveragePool_averaged", averaged()),
+    ("counted-zeros", (), "AveragePool_averaged", averaged(count_include_pad=1, zero=0)),
+    ("counted-zeros", (), "AveragePool_averaged", averaged(count_include_pad=1, pads=0)),
+    ("counted-end", ("cpu", "x86"), "AveragePool_averaged", averaged(zero=0, count_include_pad=1, ceil_mode=1)),
+    ("counted-end", ("cpu", "x86"), "AveragePool_averaged", averaged(count_include_pad=1, ceil_mode=1, pads=0)),
+    ("counted-end", (), "AveragePool_averaged", averaged(zero=0, count_include_pad=1)),
+    ("counted-end", (), "AveragePool_averaged", averaged(ceil_mode=1)),
+    ("counted-end", (), "AveragePool_averaged", averaged(count_include_pad=1, ceil_mode=1, pads=0, quantized=False)),
     *[("integer-extreme", ("cpu", "x86"), f"{name}_extreme", extreme(name)) for name in ("ReduceMax", "ReduceMin")],
     ("integer-extreme", ("cpu", "x86"), "ReduceMax_extreme", extreme("ReduceMax", ("Gelu",), ("Relu",))),
     ("integer-extreme", (), "ReduceMax_extreme", extreme("ReduceMax", ())),

@@ -42,6 +42,23 @@ def padded_pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         )
 
 
+@rule("counted-end", "warning", CPUS)
+def counted_ends(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """An average between integers that may reach over an image's end counts no border: engines count other places.
+
+    Where sizes are rounded up (``ceil_mode``). ONNX Runtime (1.31, ``QLinearAveragePool``) counts places that are not
+    there, and OpenVINO (2026.4.1), where there are zeros around the image, too (see `optimize.export.pools`).
+    """
+    for node in graph.of("AveragePool"):
+        counts = attribute(node, "ceil_mode", 0) and attribute(node, "count_include_pad", 0)
+        if counts and graph.dequantized(node) and (any(attribute(node, "pads", ())) or graph.before_integers(node)):
+            yield Fault(
+                label(node),
+                "it counts a border, and may reach over the image's end, where engines count other places",
+                "let it count none (count_include_pad 0), and multiply by the share that it counted",
+            )
+
+
 @rule("softmax-range", "warning", CPUS)
 def softmax_ranges(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A softmax between integers gives shares in steps of a 256th or more: ONNX Runtime wraps more than 256 around.

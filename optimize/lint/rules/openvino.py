@@ -95,6 +95,23 @@ def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             )
 
 
+@rule("counted-zeros", "warning", CPUS)
+def counted_zeros(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """An average that counts zeros around a map reads no integers with a zero-point: OpenVINO counts the integer 0.
+
+    OpenVINO (2026.4.1) averages the integers, and dequantizes behind that (see `optimize.quantization.borders`).
+    """
+    for node in graph.of("AveragePool"):
+        given = graph.dequantizer(node) if attribute(node, "count_include_pad", 0) else None
+        zero = None if given is None else graph.values(given, 2)
+        if zero is not None and zero.any() and any(attribute(node, "pads", ())):
+            yield Fault(
+                label(node),
+                f"it counts zeros around what is dequantized, whose zero is {zero.item()}: OpenVINO takes 0 for it",
+                "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
+            )
+
+
 @rule("group-width", "warning", CPUS)
 def group_widths(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A group of a quantized 1×1 convolution reads up to 64 channels, or 64 n: OpenVINO gets others wrong with AMX.
