@@ -192,6 +192,11 @@ def misfits_amx(channels: int) -> bool:
     return channels > _AT_ONCE and channels % _AT_ONCE != 0 and channels % 4 == 0
 
 
+def counts_beside(epsilon: float, step: float) -> bool:
+    """Whether what a norm adds to a variance is more than a tenth of the square of a step of what is normed."""
+    return epsilon > 0.1 * step * step
+
+
 def label(node: NodeProto) -> str:
     """How a finding names a node: by its name, or by what it gives."""
     return node.name or f"{node.op_type} of {next(iter(node.output), 'nothing')}"

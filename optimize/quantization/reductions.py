@@ -5,6 +5,9 @@ ReduceMean and reduces the integers. Of 16 values along the second of three axes
 error is as large as the sums), and a sum of integers with a zero-point that is quantized again is off by 6 to 110 times
 the largest sum, over whichever axes. An einsum sums so what has an axis that nothing else has. Means over a map, axes 2
 and 3 of four, are right; over the two last of three they are not.
+
+A norm, which does not ask how large its numbers are, is computed from the integers, too: what it adds to their variance
+is then less by the square of the scale. Where numbers differ by few and small steps that is much.
 """
 
 from __future__ import annotations
@@ -16,18 +19,22 @@ import torch
 from torch import fx
 
 from optimize.export.deviations import DEVIATIONS
-from optimize.lint.graph import of_a_map, summed_alone
+from optimize.lint.graph import counts_beside, of_a_map, summed_alone
+from optimize.quantization.explicit import moved, quantizing
 from optimize.quantization.unmoved import keep_floats
 
 _ATEN = torch.ops.aten
 _SUMS = (_ATEN.sum.dim_IntList, _ATEN.sum.default)
 _MEANS = (_ATEN.mean.dim, _ATEN.mean.default)
+# Which argument of a norm is what it adds to a variance, and what that is by default.
+_EPSILONS: dict[Any, int] = {_ATEN.layer_norm.default: 4, _ATEN.group_norm.default: 4, _ATEN.instance_norm.default: 7}
+_EPSILON = 1e-5
 
 
 def keep_reductions(module: fx.GraphModule) -> int:
     """Put the maximum with the lowest float in front of what is summed, or meant over anything but a map, in place.
 
-    A variance is such a mean.
+    A variance is such a mean; a norm is one where what it adds counts.
 
     Args:
         module: a program's, of ``aten`` operators.
@@ -39,8 +46,12 @@ def keep_reductions(module: fx.GraphModule) -> int:
 
 
 def _reduced(node: fx.Node) -> Collection[fx.Node]:
-    """What a node sums, or means over anything but a map."""
+    """What a node sums, means over anything but a map, or norms."""
     given: Any = node.args
+    if (place := _EPSILONS.get(node.target)) is not None:
+        before, epsilon = moved(given[0]), given[place] if len(given) > place else _EPSILON
+        of_integers = quantizing(before) == "dequantize_per_tensor"
+        return [given[0]] if of_integers and counts_beside(epsilon, before.args[1]) else []
     if node.target in (*_SUMS, *_MEANS, *DEVIATIONS) and not _of_a_map(node):
         return [given[0]]
     if node.target is _ATEN.einsum.default:

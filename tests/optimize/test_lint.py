@@ -394,6 +394,16 @@ def averaged(*, zero: int = 118, quantized: bool = True, **attributes: int) -> E
     return edit
 
 
+def normed(epsilon: float) -> Edit:
+    """What is dequantized by steps of a tenth, normed."""
+
+    def edit(graph: Written) -> None:
+        graph.tensors |= {"ones": np.ones(4, np.float32), "zeros": np.zeros(4, np.float32)}
+        graph.before("second", "InstanceNormalization", ["y", "ones", "zeros"], "normed", epsilon=epsilon)
+
+    return edit
+
+
 def einsum(equation: str) -> Edit:
     """Of what is dequantized, which nothing reads."""
     return lambda graph: graph.before("second", "Einsum", ["y"], "reduced", equation=equation)
@@ -538,6 +548,8 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
         ("joined-pair", ("cpu", "x86"), f"{operator}_made", joined(operator, *others))
         for operator, *others in [("Relu",), ("Mul", "half"), ("Add", "half"), ("Sub", "half"), ("Div", "half")]
     ],
+    ("norm-epsilon", ("cpu", "x86"), "InstanceNormalization_normed", normed(1e-2)),
+    ("norm-epsilon", (), "InstanceNormalization_normed", normed(1e-4)),
     ("counted-zeros", ("cpu", "x86"), "AveragePool_averaged", averaged(count_include_pad=1)),
     ("counted-zeros", (), "AveragePool_averaged", averaged()),
     ("counted-zeros", (), "AveragePool_averaged", averaged(count_include_pad=1, zero=0)),

@@ -44,6 +44,8 @@ REDUCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, .
     "mean over the third and fourth of five": (lambda x: x.reshape(-1, 2, 2, 5, 6).mean((2, 3)), (4, 5, 6)),
     "einsum over a map": (lambda x: torch.einsum("bchw->bc", x), (4, 5, 6)),
     "einsum over some of one operand": (lambda x: torch.einsum("bchw, cd -> bd", x, torch.eye(4)), (4, 5, 6)),
+    "norm that adds much": (lambda x: functional.layer_norm(x, (6,), eps=0.3), (16, 6)),
+    "group norm that adds much": (lambda x: functional.group_norm(x.transpose(1, 2), 2, eps=0.3), (16, 6)),
     "sum over splits": (lambda x: x.reshape(-1, 2, 2, 5, 6).sum(1), (4, 5, 6)),
 }
 
@@ -82,3 +84,19 @@ def test_only_sums_and_means_over_anything_but_a_map_are_kept() -> None:
 
     x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     assert kept(Network(), keep_reductions, x) == (9, 9)
+
+
+@pytest.mark.parametrize(("epsilon", "count"), [(1e-3, 3), (1e-6, 0)])
+def test_norms_of_integers_are_kept_where_what_they_add_counts_beside_a_step(epsilon: float, count: int) -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.of_floats = Int8Linear(6, 6, STEP, 118), nn.LayerNorm(6, eps=0.3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, y = self.layer(x), self.of_floats(x.sin())
+            normed = functional.layer_norm(x, (6,), eps=epsilon) + functional.group_norm(x, 2, eps=epsilon)
+            return normed + functional.instance_norm(x, eps=epsilon) + y
+
+    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
+    assert kept(Network(), keep_reductions, x) == (count, count)

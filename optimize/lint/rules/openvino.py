@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from onnx import NodeProto
 
 from optimize.lint.base import CPUS, Fault, LintTarget, rule
-from optimize.lint.graph import Graph, attribute, label, misfits_amx, of_a_map, summed_alone
+from optimize.lint.graph import Graph, attribute, counts_beside, label, misfits_amx, of_a_map, summed_alone
 
 # What makes a tensor of a size that is an input, by the number of that input.
 _SIZED = {"Expand": 1, "Tile": 1, "ConstantOfShape": 0}
@@ -91,6 +91,25 @@ def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             yield Fault(
                 label(node),
                 "it puts a border along one axis around what is dequantized, and OpenVINO gives other numbers there",
+                "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
+            )
+
+
+@rule("norm-epsilon", "warning", CPUS)
+def norm_epsilons(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """What is dequantized and normed has variances beside which the epsilon is nothing: OpenVINO adds it to integers'.
+
+    OpenVINO (2026.4.1) norms the integers, whose variances are larger by the square of their scale (see
+    `optimize.quantization.reductions`).
+    """
+    for node in graph.of("LayerNormalization", "InstanceNormalization", "GroupNormalization"):
+        given = graph.dequantizer(node)
+        scale = None if given is None else graph.values(given, 1)
+        epsilon = attribute(node, "epsilon", 1e-5)
+        if scale is not None and scale.size == 1 and counts_beside(epsilon, step := float(scale.item())):
+            yield Fault(
+                label(node),
+                f"it adds {epsilon:.2g} to variances of steps of {step:.2g}, and OpenVINO adds it to those of integers",
                 "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
             )
 
