@@ -26,6 +26,7 @@ from optimize.passes.ptq import Ptq
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.card import Preprocessing
+from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.integers import ANY_X86, TENSORRT
 from serve.runtime.program_file import load_program
@@ -64,11 +65,15 @@ def seen() -> Context:
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Of a network in float, of its integers as torch computes them literally and packed, and of its ONNX graph."""
+    """Of a network in float, of its integers as torch computes them literally and packed, and of its ONNX graph.
+
+    Of the graph literally, and, where it is for CPUs, as ONNX Runtime and OpenVINO rewrite it.
+    """
 
     float: Tensor
     meant: Tensor
     packed: Tensor | None
+    rewritten: dict[str, Tensor]
     graph: Tensor
     alone: Tensor
     three: Tensor
@@ -84,12 +89,14 @@ def answers(module: nn.Module, target: TargetName, *, fuse: bool) -> Answers:
         config = Ptq(observer="minmax", target=target, **floors)
         quantized, path = through_int8(before, folder, config, OnnxInt8(input="float", **floors), seen())
         meant = load_program(quantized / REFERENCE_FILE).module()(images)
-        packed = None
+        packed, rewritten = None, {}
         if target == ANY_X86:
             use_int8_kernels()
             packed = load_script(quantized / "model.pt", CPU)(images)
+            (openvino,) = compile_bytes(path.read_bytes(), 1)(images.numpy()).values()
+            rewritten = {"ONNX Runtime": run_onnx(path, images), "OpenVINO": torch.from_numpy(openvino)}
         graph, alone, three = (run_onnx(path, images[:count], literal=True) for count in (32, 1, 3))
-    return Answers(expected, meant, packed, graph, alone, three)
+    return Answers(expected, meant, packed, rewritten, graph, alone, three)
 
 
 class EachRounded(TorchFunctionMode):
@@ -155,6 +162,8 @@ def test_a_network_loses_what_rounding_loses_and_no_more(target: TargetName, spe
     if target == ANY_X86:
         assert found.packed is not None
         assert above_noise(expected, found.packed) > bound, "torch's kernels"
+    for engine, answer in found.rewritten.items():
+        assert above_noise(expected, answer) > bound, engine
     for few in (found.alone, found.three):
         # Sums in another order may end on the other side of a tie, and be rounded the other way.
         assert above_noise(expected, few, found.graph[: len(few)]) > bound, "a batch of another size"
