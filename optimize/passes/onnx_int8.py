@@ -53,6 +53,11 @@ class OnnxInt8(TakesPixels, Gate):
         description="least signal-to-noise ratio of the logits in dB, against the parent's integers in exact "
         "arithmetic on 32 training images; below it the stage fails; 25 to 50 are usual",
     )
+    exact_sums: bool = Field(
+        default=False,
+        description="whether OpenVINO rounds what a residual sum adds, as the graph says, and does not make the sum a "
+        "part of a convolution: its answers are those of the integers, and take longer; for CPUs",
+    )
     half: tuple[str, ...] = Field(
         default=(),
         description="names of layers that the parent left in float, whose weights are stored in FP16, and that are "
@@ -65,12 +70,15 @@ def _apply(parent: Artifact, config: OnnxInt8, context: Context, folder: Path) -
     program = load_program(parent.folder / REFERENCE_FILE)
     path = folder / "model.onnx"
     target = target_named(cast("TargetName", parent.card.target))
+    if config.exact_sums and not target.packed:
+        raise PassError(f"onnx-int8: exact_sums is for graphs for CPUs, and these integers are for {target.name}")
     summary = lower(
         program,
         graph_input(context, config.input, 4),
         path,
         target,
         lambda module: entered(module, config.input, context.preprocessing),
+        exact_sums=config.exact_sums,
     )
     _write_for_engines(path, target, config.half)
     size, floats = path.stat().st_size, (parent.parent.folder / WEIGHTS_FILE).stat().st_size

@@ -48,6 +48,7 @@ from optimize.quantization.lines import write_out_lines
 from optimize.quantization.reductions import keep_reductions
 from optimize.quantization.resizes import write_out_resizes
 from optimize.quantization.shares import keep_shares
+from optimize.quantization.sums import keep_sums
 from optimize.quantization.targets import Target
 from optimize.quantization.writing import computed
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
@@ -141,6 +142,8 @@ def lower(
     path: Path,
     target: Target,
     entered: Callable[[nn.Module], nn.Module] = lambda module: module,
+    *,
+    exact_sums: bool = False,
 ) -> QdqSummary:
     """Write a reference program (see `reference_program`) as a QDQ ONNX file and check it.
 
@@ -151,6 +154,7 @@ def lower(
         target: whose integers the program has.
         entered: puts in front of the program what lies between its input, normalised float32, and the graph's. It
             stays in float: no quantizer, and nothing that is folded into one.
+        exact_sums: whether residual sums are kept from what gives their addends; for targets of CPUs.
 
     Raises:
         PassError: the graph that came out is not the quantized graph that went in.
@@ -171,6 +175,8 @@ def lower(
         keep_shares(module)
         part_joined(module)
         border_groups(module)
+        if exact_sums:
+            keep_sums(module)
     else:
         write_out_folds(module)
         write_out_lines(module)
