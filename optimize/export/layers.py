@@ -202,8 +202,9 @@ def as_plain_layers(graph_module: fx.GraphModule) -> None:
 
 
 def _traceable(layer: nn.Module) -> bool:
+    """Whether a layer of a network that is being traced can be: `LayerTracer.trace` has made ready for both."""
     try:
-        LayerTracer().trace(layer)
+        fx.Tracer.trace(LayerTracer(), layer)
     except Exception:  # noqa: BLE001 - a forward on proxies may raise anything
         return False
     return True
