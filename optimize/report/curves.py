@@ -47,6 +47,8 @@ def _accuracies(axes: Axes, history: History, palette: Palette) -> None:
     kept = 0 if history.best is None else history.best + 1
     axes.plot(list(scores), [100 * score for score in scores.values()], color=palette.int, marker="o", markersize=3)
     axes.plot([kept], [100 * scores[kept]], "o", markersize=10, markerfacecolor="none", color=palette.int, zorder=3)
+    for drawn in axes.lines:
+        drawn.set_clip_on(False)  # the axis ends at 101 %: less than half a ring's height above 100 %
     axes.set_title(f"kept: {percent(scores[kept])} %", fontsize=9, loc="right", color=palette.int)
     axes.set_ylabel("held-out top-1 (%)")
     axes.set_xlabel("epochs")
