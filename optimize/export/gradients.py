@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from optimize.export.proxies import is_torchs, own_gradients_taken
+from optimize.export.trace import graph_as_is
 
 #: What gradients may differ by, of the largest, and be the same.
 _SAME = 1e-4
@@ -26,8 +26,8 @@ def lost_gradients(module: nn.Module, example: torch.Tensor) -> tuple[str, ...]:
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     with torch.enable_grad():
         answer = module(example.clone())
-        names = dict.fromkeys(function.__name__ for function in _functions(answer) if not is_torchs(function))
-        if not names or _alike(_gradients(answer, weights), _of_forwards(module, weights, example)):
+        names = dict.fromkeys(function.__name__ for function in _functions(answer) if not _is_torchs(function))
+        if not names or _alike(_gradients(answer, weights), _of_graph(module, weights, example)):
             return ()
     return (f"trained without the gradient of their own of {', '.join(names)}: with that of what they compute",)
 
@@ -45,11 +45,11 @@ def _functions(answer: torch.Tensor) -> Iterator[Any]:
             yield function
 
 
-def _of_forwards(module: nn.Module, weights: Sequence[torch.Tensor], example: torch.Tensor) -> torch.Tensor | None:
+def _of_graph(module: nn.Module, weights: Sequence[torch.Tensor], example: torch.Tensor) -> torch.Tensor | None:
     """As `_gradients`, of what functions compute; None where torch has none."""
+    graph = fx.GraphModule(module, graph_as_is(module, example))
     try:
-        with own_gradients_taken(lambda owner, given: not is_torchs(owner)):
-            return _gradients(module(example.clone()), weights)
+        return _gradients(graph(example.clone()), weights)
     except RuntimeError:  # such as of a leaf that it writes into
         return None
 
@@ -57,6 +57,11 @@ def _of_forwards(module: nn.Module, weights: Sequence[torch.Tensor], example: to
 def _gradients(answer: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     found = torch.autograd.grad(answer.square().sum(), weights, allow_unused=True, materialize_grads=True)
     return torch.cat([gradient.flatten() for gradient in found])
+
+
+def _is_torchs(function: type) -> bool:
+    """Whether a function is of torch's own, as that of activation checkpointing."""
+    return function.__module__.startswith("torch.")
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor | None) -> bool:

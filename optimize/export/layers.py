@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from optimize.export.constants import NotConstantError, constant_value
-from optimize.export.proxies import own_gradients_taken
+from optimize.export.proxies import SpokenFor
 
 _OWN = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -42,20 +41,16 @@ _CONVOLUTION_DEFAULTS = (None, None, None, 1, 0, 1, 1)
 OF_LAYERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
-class LayerProxy(fx.Proxy):
+class LayerProxy(SpokenFor):
     """A value in the graph, of which nothing is known."""
 
-    @property  # type: ignore[misc]  # of all objects it can be written
-    def __class__(self) -> type:
-        """What a forward asks it by ``isinstance``: torch's own code may, which knows of proxies.
+    def stands_for(self, asks: str) -> type:
+        """See `SpokenFor`: torch's own code may ask, which knows of proxies.
 
         Raises:
             TraceError: another asks: it would hear that a tensor is none, and go the other way without a word.
         """
-        asks: Any = sys._getframe(1)
-        while asks.f_globals.get("__name__") == "abc":
-            asks = asks.f_back
-        if not asks.f_globals.get("__name__", "").startswith("torch."):
+        if not asks.startswith("torch."):
             raise TraceError("it asks what a tensor is")
         return type(self)
 
@@ -103,10 +98,10 @@ class LayerTracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """See `fx.Tracer`.
 
-        Where nothing asks for a gradient: torch's activation checkpointing (2.11 to 2.14) would keep the memory of what
-        says that it is a tensor, and end the process by SIGSEGV.
+        Where nothing asks for a gradient: a function with a gradient of its own keeps proxies for the way back, which
+        C code would want to be tensors.
         """
-        with own_gradients_taken(), torch.no_grad():
+        with torch.no_grad():
             return super().trace(root, concrete_args)
 
     def create_args_for_root(
@@ -202,7 +197,7 @@ def as_plain_layers(graph_module: fx.GraphModule) -> None:
 
 
 def _traceable(layer: nn.Module) -> bool:
-    """Whether a layer of a network that is being traced can be: `LayerTracer.trace` has made ready for both."""
+    """Whether a layer of a network that is being traced can be: `optimize.export.trace` has made ready for both."""
     try:
         fx.Tracer.trace(LayerTracer(), layer)
     except Exception:  # noqa: BLE001 - a forward on proxies may raise anything

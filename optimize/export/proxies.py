@@ -2,24 +2,22 @@
 
 Torch's parser of arguments (2.11 to 2.14) takes for sizes what is in a tuple, or behind an integer, and says of
 ``torch.zeros(x.shape[0], 1, 8, 8)`` that ``zeros() takes 1 positional argument but 4 were given``. What
-`torch.jit.script` has made of a function takes tensors alone. A function with a gradient of its own takes whatever says
-that it is a tensor for one, reads its memory, and ends the process by SIGSEGV.
+`torch.jit.script` has made of a function takes tensors alone.
 """
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
-import gc
-import types
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.function import Function, FunctionCtx
-
-Kind = TypeVar("Kind")
+from torch.autograd.function import FunctionCtx
 
 #: What is given sizes one by one: by itself, and of a tensor that is no proxy, as a buffer is.
 _FUNCTIONS = ("zeros", "ones", "empty")
@@ -40,106 +38,65 @@ def taken_by_torch() -> Iterator[None]:
         yield
 
 
-def of_proxies(owner: type[Function], given: tuple[Any, ...]) -> bool:
-    """Whether a function is called while a network is traced."""
-    return any(isinstance(each, fx.Proxy) for each in given)
-
-
 @contextmanager
-def own_gradients_taken(taken: Callable[[type[Function], tuple[Any, ...]], bool] = of_proxies) -> Iterator[None]:
-    """Within the block, a `torch.autograd.Function` of proxies, or as ``taken`` says, is what its ``forward`` does.
+def taken_for_tensors() -> Iterator[None]:
+    """While a network is traced, have it hear of proxies that they are tensors, and C code that they are none.
 
-    Its gradient is not in the graph, which says how to compute and not how to train. An ``apply`` that is kept by
-    another name is an object of its own, which C code made and which cannot be told to do anything else: each is
-    replaced.
+    C code believes ``__class__``, and reads the memory of what says that it is a tensor: a function with a gradient of
+    its own does (`torch.autograd.Function`), and ends the process by SIGSEGV. So a proxy says what it stands for where
+    a program asks in Python, `SpokenFor.stands_for`. What is no tensor C code hands on to the function's ``forward``,
+    and its gradient is not in the graph, which says how to compute and not how to train.
     """
-    applied = vars(Function)["apply"]  # of a class: it is asked for whose it is to be
     with ExitStack() as undone:
-        for value, put in _kept():
-            undone.callback(put, value)
-            put(functools.partial(_apply, taken, applied, value.__self__))
-
-        def called(owner: type[Function], *args: Any, **named: Any) -> Any:
-            return _apply(taken, applied, owner, *args, **named)
-
-        _put(undone, Function, "apply", classmethod(called))
+        _put(undone, builtins, "isinstance", _is_what_it_stands_for(builtins.isinstance))
+        for name in ("mark_dirty", "mark_non_differentiable"):
+            _put(undone, FunctionCtx, name, _of_no_proxies(getattr(FunctionCtx, name)))
         yield
 
 
-def _kept() -> Iterator[tuple[Any, Callable[[Any], None]]]:
-    """Each ``apply`` of a function that is not torch's that is kept anywhere, and what puts another in its place there.
+class SpokenFor(fx.Proxy):
+    """A proxy that is told by another class than its own where a forward asks."""
 
-    The garbage collector knows where, but for what is frozen: modules' names, layers and their classes, closures,
-    `functools.partial`, defaults, tables of activations.
+    def stands_for(self, asks: str) -> type:
+        """The class that it says it has.
+
+        Args:
+            asks: the name of the module that asks.
+        """
+        raise NotImplementedError
+
+    @property  # type: ignore[misc]  # of all objects it can be written
+    def __class__(self) -> type:
+        """What it stands for where it is asked by name or matched, and what it is to who is called, which is C code."""
+        asks = sys._getframe(1)
+        if dis.opname[asks.f_code.co_code[asks.f_lasti]] in ("LOAD_ATTR", "MATCH_CLASS"):
+            return self.stands_for(asks.f_globals.get("__name__", ""))
+        return type(self)
+
+
+def _is_what_it_stands_for(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """``isinstance`` of what a proxy stands for, too; torch's functions of gradients hear what C code does.
+
+    They have their own ``apply`` (torch 2.11 to 2.13) call C code for each tensor among its arguments.
     """
-    functions = [function for function in _below(Function) if not is_torchs(function)]
-    values = [value for value in (gc.get_referrers(*functions) if functions else ()) if _is_apply(value)]
-    for holder in gc.get_referrers(*values) if values else ():
-        if holder is not values:
-            yield from _held(holder)
+
+    def called(value: Any, kinds: Any, /) -> bool:
+        if (found := original(value, kinds)) or not issubclass(type(value), SpokenFor):
+            return found
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        return not asks.startswith("torch._functorch.") and issubclass(value.stands_for(asks), kinds)
+
+    return called
 
 
-def _held(holder: Any) -> Iterator[tuple[Any, Callable[[Any], None]]]:
-    """As `_kept`, of one that refers to an ``apply``."""
-    if isinstance(holder, types.CellType):
-        yield holder.cell_contents, functools.partial(setattr, holder, "cell_contents")
-    elif isinstance(holder, functools.partial):
-        if _is_apply(holder.func):
-            yield holder.func, functools.partial(_set_function, holder)
-    elif isinstance(holder, tuple):
-        for function in _referring(holder, types.FunctionType):
-            for place, value in enumerate(holder):
-                if function.__defaults__ is holder and _is_apply(value):
-                    yield value, functools.partial(_set_default, function, place)
-    elif isinstance(holder, dict) and "__module__" in holder and (kinds := _referring(holder, type)):
-        for name in [name for name, value in holder.items() if _is_apply(value)]:  # a class remembers what it has
-            yield holder[name], functools.partial(setattr, kinds[0], name)
-    else:
-        names = holder if isinstance(holder, dict | list) else getattr(holder, "__dict__", {})
-        for name, value in [*(enumerate(names) if isinstance(names, list) else names.items())]:
-            if _is_apply(value):
-                yield value, functools.partial(names.__setitem__, name)
+def _of_no_proxies(original: Callable[..., None]) -> Callable[..., None]:
+    """What a function notes of tensors that it gives or was given; C code takes no other notes."""
 
+    @functools.wraps(original)
+    def called(context: FunctionCtx, *tensors: Any) -> None:
+        original(context, *(tensor for tensor in tensors if not issubclass(type(tensor), fx.Proxy)))
 
-def _referring(held: Any, kind: type[Kind]) -> list[Kind]:
-    return [holder for holder in gc.get_referrers(held) if isinstance(holder, kind)]
-
-
-def _set_function(called: functools.partial[Any], function: Any) -> None:
-    called.__setstate__((function, called.args, called.keywords, vars(called)))  # type: ignore[attr-defined]
-
-
-def _set_default(function: types.FunctionType, place: int, value: Any) -> None:
-    defaults = function.__defaults__ or ()
-    function.__defaults__ = (*defaults[:place], value, *defaults[place + 1 :])
-
-
-def is_torchs(function: type[Function]) -> bool:
-    """Whether a function is of torch's own, as that of activation checkpointing."""
-    return function.__module__.startswith("torch.")
-
-
-def _below(kind: type[Function]) -> Iterator[type[Function]]:
-    for below in kind.__subclasses__():
-        yield below
-        yield from _below(below)
-
-
-def _is_apply(value: Any) -> bool:
-    if not isinstance(value, types.BuiltinMethodType | types.MethodType) or value.__name__ != "apply":
-        return False
-    return isinstance(value.__self__, type) and issubclass(value.__self__, Function)
-
-
-def _apply(taken: Any, applied: Any, owner: Any, *args: Any, **named: Any) -> Any:
-    """What a class of functions makes of its arguments: where it is taken what its ``forward`` makes of them."""
-    if not taken(owner, (*args, *named.values())):
-        return applied.__get__(None, owner)(*args, **named)
-    if owner.setup_context is not Function.setup_context:
-        return owner.forward(*args, **named)
-    context: Any = FunctionCtx()
-    context.needs_input_grad = (False,) * len(args)
-    return owner.forward(context, *args, **named)
+    return called
 
 
 def _put(undone: ExitStack, owner: Any, name: str, other: Any) -> None:

@@ -20,7 +20,7 @@ from torch.fx.proxy import TraceError
 
 from optimize.export.constants import attribute
 from optimize.export.layers import LayerTracer
-from optimize.export.proxies import taken_by_torch
+from optimize.export.proxies import SpokenFor, taken_by_torch
 from optimize.export.written import in_its_memory, written
 
 #: How many images each has. A lone one is the last: some networks cannot take it, and are traced by the others.
@@ -55,15 +55,14 @@ class Shape(tuple[Any, ...]):
         return math.prod(self)
 
 
-class ShapedProxy(fx.Proxy):
+class ShapedProxy(SpokenFor):
     """A value in the graph, whose sizes are integers where they do not depend on the batch."""
 
     tracer: ShapedTracer
     _is_param = False  # which torch asks of whatever is a tensor
 
-    @property  # type: ignore[misc]  # of all objects it can be written
-    def __class__(self) -> type:
-        """What a forward, or einops, asks it by ``isinstance``; that it is a proxy holds in any case."""
+    def stands_for(self, asks: str) -> type:
+        """See `SpokenFor`: a tensor, where it gives one."""
         return torch.Tensor if self.tracer.is_tensor(self.node) else type(self)
 
     @property

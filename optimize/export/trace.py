@@ -16,6 +16,7 @@ from optimize.errors import PassError
 from optimize.export.constants import NotConstantError, constant_value
 from optimize.export.dropouts import write_as_layers
 from optimize.export.layers import OF_LAYERS, LayerTracer, as_plain_layers
+from optimize.export.proxies import taken_for_tensors
 from optimize.export.shaped import ShapedTracer
 from serve.runtime.errors import one_line
 
@@ -68,12 +69,13 @@ def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer,
     """
     # Into torch's transformers where that is possible: by a mask they may go another way.
     ways = (False, True) if any(type(layer) in OF_LAYERS for layer in module.modules()) else (False,)
-    for whole, shaped in itertools.product(ways, (False, True) if example is not None else (False,)):
-        tracer = ShapedTracer(example, whole) if shaped and example is not None else LayerTracer(whole)
-        try:
-            return tracer, tracer.trace(module)
-        except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
-            last = error
+    with taken_for_tensors():
+        for whole, shaped in itertools.product(ways, (False, True) if example is not None else (False,)):
+            tracer = ShapedTracer(example, whole) if shaped and example is not None else LayerTracer(whole)
+            try:
+                return tracer, tracer.trace(module)
+            except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
+                last = error
     raise PassError(f"torch.fx cannot trace this model: {one_line(last)}") from None
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,6 +47,18 @@ class Apart(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
 
+class Noting(torch.autograd.Function):
+    """Writes into what it is given, and says so; one of its answers has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        ctx.mark_dirty(x)
+        signs = torch.sign(x)
+        ctx.mark_non_differentiable(signs)
+        ctx.set_materialize_grads(False)
+        return x.mul_(torch.sigmoid(x)), signs
+
+
 #: Known to a forward by a name of its own.
 swish = Swish.apply
 #: What a registry of activations has.
@@ -81,6 +92,7 @@ def asked(x: torch.Tensor, *, activation: Callable[..., torch.Tensor] = Swish.ap
 WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "called": lambda x: Swish.apply(x, 2.0),
     "apart": lambda x: 2 * Apart.apply(x),
+    "noting": lambda x: sum(Noting.apply(1 * x)),
     "named": lambda x: 2 * swish(x),
     "in another module": lambda x: 2 * foreign_layers.sharp(x),
     "in a table": lambda x: 2 * ACTIVATIONS["swish"](x),
@@ -102,26 +114,18 @@ class Activated(nn.Module):
         super().__init__()
         self.first, self.second, self.head = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
         self.way, self.held = way, Swish.apply
+        self.sharpness = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = 3 * self.first(x)
-        held = {"held": self.held, "of its class": self.of_class}
+        held = {"held": self.held, "of its class": self.of_class, "learned": lambda x: self.held(x, self.sharpness)}
         x = (WAYS | held)[self.way](x)
         if x.shape[-1] > 4:
             x = self.second(x)
         return self.head(x.mean((2, 3)))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def thawed() -> Iterator[None]:
-    """Have the garbage collector know what the tests' files keep, which `tests.conftest` freezes."""
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
-
-
-ALL_WAYS = [*WAYS, "held", "of its class"]
+ALL_WAYS = [*WAYS, "held", "of its class", "learned"]
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import operator
 import pickle
@@ -375,6 +376,24 @@ def test_a_layer_with_weights_that_a_forward_makes_is_refused() -> None:
         trace(MakingWeights(), EXAMPLE)
 
 
+def matched(x: object) -> bool:
+    match x:
+        case torch.Tensor():
+            return True
+        case _:
+            return False
+
+
+@functools.singledispatch
+def dispatched(x: object) -> bool:
+    return False
+
+
+@dispatched.register
+def _(x: torch.Tensor) -> bool:
+    return True
+
+
 class Asking(nn.Module):
     """As DenseNet asks whether it is given one tensor or several, and others whether to keep a gradient."""
 
@@ -391,6 +410,9 @@ QUESTIONS: dict[str, Callable[[torch.Tensor], bool]] = {
     "by its class": lambda x: isinstance(x, torch.Tensor),
     "by torch": torch.is_tensor,
     "by several classes": lambda x: isinstance(x, list | tuple | torch.Tensor),
+    "by its name": lambda x: x.__class__ is torch.Tensor,
+    "by a pattern": matched,
+    "by dispatch": dispatched,
     "no parameter": lambda x: not isinstance(x, nn.Parameter),
     "no gradient": lambda x: not x.requires_grad,
 }
@@ -404,9 +426,10 @@ def test_a_forward_that_asks_what_it_is_given_hears_that_it_is_a_tensor(way: str
         assert torch.equal(traced(EXAMPLE), module.convolution(EXAMPLE).relu())
 
 
-def test_without_an_example_a_forward_that_asks_whether_it_is_given_a_tensor_is_refused() -> None:
+@pytest.mark.parametrize("way", ["by its class", "by torch", "by its name", "by a pattern", "by dispatch"])
+def test_without_an_example_a_forward_that_asks_whether_it_is_given_a_tensor_is_refused(way: str) -> None:
     with pytest.raises(PassError, match="it asks what a tensor is"):
-        trace(Asking(torch.is_tensor))
+        trace(Asking(QUESTIONS[way]))
 
 
 class Rearranged(nn.Module):
