@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from serve.asgi.loading import Wanted, load
+from serve.asgi.loading import load
 from serve.asgi.models import Models, Served
+from serve.asgi.plan import Wanted
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import EngineError
 from serve.runtime.heap import settle_heap

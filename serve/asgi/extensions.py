@@ -9,7 +9,7 @@ from serve.asgi.metrics import Metrics
 
 if TYPE_CHECKING:
     from serve.asgi.application import Application
-    from serve.asgi.process import Settings
+    from serve.asgi.settings import Settings
     from serve.asgi.siblings import Siblings
 
 

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from serve.asgi.call import Limits
 from serve.asgi.listening import Listening, shared
-from serve.asgi.loading import Wanted
 from serve.asgi.member import SIGNALS, Answers, Failed, HasChanged, IsReady, Member, Message, Said
 from serve.asgi.notify import notify
-from serve.asgi.process import Settings, run
+from serve.asgi.plan import Wanted
+from serve.asgi.settings import Settings
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 from serve.runtime.logs import log_to_stderr
 from serve.scratch import scratch
@@ -345,7 +345,9 @@ def _ended_by(status: int) -> str:
 
 
 def _serve(settings: Settings, wanted: Callable[[], Sequence[Wanted]], member: Member) -> None:
-    """What each process runs."""
+    """What each process runs. What computes is imported here: the one that starts them serves nothing by itself."""
+    from serve.asgi.process import run
+
     os.setpgid(0, 0)  # Ctrl-C is for the one that has started it, which tells all
     os.environ.pop("NOTIFY_SOCKET", None)
     log_to_stderr()

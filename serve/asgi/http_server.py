@@ -24,7 +24,7 @@ from serve.asgi.listening import SocketFile
 
 if TYPE_CHECKING:
     from serve.asgi.application import Application
-    from serve.asgi.process import Settings
+    from serve.asgi.settings import Settings
 
 _LOG = logging.getLogger(__name__)
 # A switch costs a few microseconds, and is made only where another thread waits. Under four times its capacity a small

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from serve.asgi.models import Served
+from serve.asgi.plan import Wanted
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError
 from serve.runtime.known import NOTHING_KNOWN, read_known
@@ -16,16 +16,6 @@ from serve.runtime.self_check import check_known
 from serve.runtime.service import open_service
 from serve.scratch import scratch
 from serve.verified import Policy, verified_copy
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """One version of a model that is to be served: its name, version and weight, and the archive it is opened from."""
-
-    name: str
-    version: str
-    archive: Path
-    weight: int = 1
 
 
 def load(wanted: Wanted, *, gpu: int | None, queue: int | None, policy: Policy) -> Served:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from serve.runtime import protocol
 from serve.runtime.errors import PipelineError, RequestError
-from serve.runtime.predictor import Outcome
+
+if TYPE_CHECKING:
+    from serve.runtime.predictor import Outcome
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -12,12 +12,21 @@ from pydantic import ConfigDict, Field, field_validator
 
 from serve import runs
 from serve.archive_file import MODEL_VERSION, check_model_name
-from serve.asgi.loading import Wanted
 from serve.config import Config
 from serve.runtime.errors import UserError
 from serve.yaml_numbers import Loader
 
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One version of a model that is to be served: its name, version and weight, and the archive it is opened from."""
+
+    name: str
+    version: str
+    archive: Path
+    weight: int = 1
 
 
 class Version(Config):

@@ -17,80 +17,29 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from serve.asgi import predictions
 from serve.asgi.application import Application
-from serve.asgi.call import Limits
 from serve.asgi.changing import Changing
 from serve.asgi.extensions import extend
 from serve.asgi.http_server import HttpServer, Loop, lock_in_turns, uvicorn_config, with_files
-from serve.asgi.listening import Listening, SocketFile
-from serve.asgi.loading import Wanted
+from serve.asgi.listening import SocketFile
 from serve.asgi.member import SIGNALS, Answers, HasChanged, IsReady, Member
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
+from serve.asgi.plan import Wanted
+from serve.asgi.settings import Settings
 from serve.asgi.siblings import Siblings
 from serve.asgi.tokens import Tokens
-from serve.runtime.errors import EngineError, PipelineError, UserError, message_of, one_line
+from serve.runtime.errors import EngineError, PipelineError, message_of, one_line
 from serve.runtime.logs import RequestLog
-from serve.verified import Policy
 
 _LOG = logging.getLogger(__name__)
 _LOOK_FOR_BROKEN_S = 1.0
 # Requests are given up at the limit; what hangs in an engine is told from what is slow a little later.
 _GRACE_S = 2.0
-# That is waited for anything: a day. Threads cannot wait for ever, nor uvicorn.
-_LONGEST_S = 86_400
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the process serves.
-
-    Attributes:
-        listening: where.
-        grpc_port: where gRPC listens, at the same host, with the same certificate; 0: any that is free; None: nowhere.
-        limits: what a client may cost.
-        token_file: see `Tokens`; None: nobody is asked for a token.
-        policy: what may be loaded.
-        gpu: index of the GPU for what runs on one; None: no GPU.
-        leave_out: whether the others are served where the engines of one model do not work here.
-        slow_s: seconds from which a request is logged as slow.
-        log_requests: whether every request is logged.
-        drain_delay_s: seconds from a signal to end until the server listens no more: time for who balances to see that
-            it is not ready.
-        drain_s: seconds for what was accepted by then.
-    """
-
-    listening: Listening = field(default_factory=Listening)
-    grpc_port: int | None = None
-    limits: Limits = field(default_factory=Limits)
-    token_file: Path | None = None
-    policy: Policy = field(default_factory=Policy)
-    gpu: int | None = None
-    leave_out: bool = False
-    slow_s: float = 1.0
-    log_requests: bool = False
-    drain_delay_s: float = 0.0
-    drain_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.grpc_port is not None and self.listening.path is not None:
-            raise UserError("--grpc-port needs an address to listen on, and --socket has none: use --host and --port")
-        if self.grpc_port is not None and not 0 <= self.grpc_port <= 65535:
-            raise UserError(f"--grpc-port must be between 0 and 65535, got {self.grpc_port}")
-        if self.grpc_port and self.grpc_port == self.listening.port:
-            raise UserError(f"--port and --grpc-port are both {self.grpc_port}: gRPC needs a port of its own")
-        for option, seconds in (
-            ("--drain-delay", self.drain_delay_s),
-            ("--drain-timeout", self.drain_s),
-            ("--body-timeout", self.limits.body_s),
-        ):
-            if not 0 <= seconds <= _LONGEST_S:  # of nan neither holds
-                raise UserError(f"{option} must be at most {_LONGEST_S} seconds, got {seconds}")
 
 
 def build(settings: Settings, models: Models, siblings: Siblings | None = None) -> Application:

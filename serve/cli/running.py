@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -118,8 +120,7 @@ def run(
         from serve.asgi.group import run_together
         from serve.asgi.listening import Listening
         from serve.asgi.plan import Plan
-        from serve.asgi.process import Settings
-        from serve.asgi.process import run as serve
+        from serve.asgi.settings import Settings
         from serve.asgi.tokens import make_token_file
         from serve.runtime.logs import log_to_stderr
         from serve.verified import policy_of
@@ -171,6 +172,8 @@ def run(
         if processes > 1:
             status = run_together(processes, settings, plan.read, _tell)
         else:
+            from serve.asgi.process import run as serve
+
             status = serve(settings, plan.read, _tell)
     raise typer.Exit(status)
 
@@ -186,9 +189,17 @@ def _tell(line: str) -> None:
         os.close(nowhere)
 
 
+def _has_driver() -> bool:
+    """Whether there may be a GPU. torch would know, but takes a second and more, which who starts others saves."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")
+        return True
+    return Path("/dev/kfd").exists()  # what torch for ROCm calls CUDA
+
+
 def _gpu(device: str, index: int) -> int | None:
     """The GPU to use: none where there is none, unless it is asked for."""
-    if device == "cpu":
+    if device == "cpu" or (device == "auto" and not _has_driver()):
         return None
     import torch
 

@@ -7,10 +7,13 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .errors import Refusal
 from .stages import Stages
-from .work import Answered
+
+if TYPE_CHECKING:  # it imports torch
+    from .work import Answered
 
 _ID = re.compile(r"[!-~]{1,128}")
 

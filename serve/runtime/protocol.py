@@ -14,10 +14,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import Refusal, RequestError
-from .predictor import Outcome
+
+if TYPE_CHECKING:  # it imports torch, and who parses and answers may compute nothing
+    from .predictor import Outcome
 
 #: Parameter names under which an image or a JSON document may come, in order of preference.
 BODY_NAMES = ("data", "body")

@@ -17,7 +17,7 @@ from serve.asgi.application import Application
 from serve.asgi.call import Limits
 from serve.asgi.listening import Listening
 from serve.asgi.models import Models, Served
-from serve.asgi.process import Settings
+from serve.asgi.settings import Settings
 from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
 

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from serve.asgi import oip_rest, oip_routes, predictions
 from serve.asgi.application import CLIENT_GONE, Application
 from serve.asgi.call import Limits
-from serve.asgi.loading import Wanted, load
+from serve.asgi.loading import load
 from serve.asgi.models import Models, Served
+from serve.asgi.plan import Wanted
 from serve.asgi.tokens import Tokens
 from serve.options import ServingOptions
 from serve.runtime.observing import Observation

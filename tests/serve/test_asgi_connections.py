@@ -28,7 +28,7 @@ from serve.asgi.call import Call, Limits
 from serve.asgi.connections import GuardedConnection
 from serve.asgi.listening import Listening
 from serve.asgi.messages import Response
-from serve.asgi.process import Settings
+from serve.asgi.settings import Settings
 from serve.runtime.observing import Observation
 from tests.serve.stuck import PING, Connect, Full, Streams, Stuck, listening, read, settings, stuck_model
 

@@ -18,9 +18,9 @@ import pytest
 
 from serve.asgi import process
 from serve.asgi.listening import Listening
-from serve.asgi.loading import Wanted
 from serve.asgi.models import Models, Served
-from serve.asgi.process import Settings
+from serve.asgi.plan import Wanted
+from serve.asgi.settings import Settings
 from serve.runtime.errors import EngineError, UserError
 from tests.serve.stuck import PING, Stuck, settings, stand_in, started, stuck_model
 

@@ -127,6 +127,14 @@ def test_connections_are_dealt_out_and_each_process_has_its_cores(server: Server
     assert {psutil.Process(pid).ppid() for pid in found} == {server.process.pid}
 
 
+def test_the_one_that_starts_them_has_nothing_loaded_to_compute_with(server: Server) -> None:
+    def computes(number: int) -> bool:
+        return any("libtorch" in each.path for each in psutil.Process(number).memory_maps())
+
+    assert all(computes(number) for number in pids(server))
+    assert not computes(server.process.pid)
+
+
 def test_whoever_is_scraped_tells_of_all(server: Server) -> None:
     before = values(server, "serve_requests_total")
     statuses = []

@@ -16,8 +16,8 @@ import pytest
 
 from serve.asgi import http_server, process
 from serve.asgi.listening import Listening
-from serve.asgi.loading import Wanted
-from serve.asgi.process import Settings
+from serve.asgi.plan import Wanted
+from serve.asgi.settings import Settings
 from serve.runtime.errors import EngineError, UserError
 from tests.serve.certificates import certify
 from tests.serve.stuck import PING, Stuck, listening, stand_in, started

@@ -24,7 +24,8 @@ from benchmarks.attacks import Kind, attack
 from benchmarks.hostile import bodies, bombs
 from benchmarks.hostile.pictures import encoded, picture
 from serve.archive_file import check_archive
-from serve.asgi.loading import Wanted, load
+from serve.asgi.loading import load
+from serve.asgi.plan import Wanted
 from serve.cli import app
 from serve.load.plan import Target
 from serve.options import ServingOptions

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from serve.asgi.changing import Changing
-from serve.asgi.loading import Wanted
 from serve.asgi.models import Models
+from serve.asgi.plan import Wanted
 from serve.runtime.heap import settle_heap
 from serve.runtime.predictor import Predictor
 from serve.torchserve.archive import build_archive

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.archive_file import check_archive, instructions_in
-from serve.asgi.loading import Wanted, load
+from serve.asgi.loading import load
+from serve.asgi.plan import Wanted
 from serve.runtime.card import read_card, write_card
 from serve.runtime.errors import CardError
 from serve.runtime.known import KNOWN_FILE, KnownAnswer, parse_known, read_known

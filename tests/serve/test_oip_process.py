@@ -26,7 +26,7 @@ from tritonclient.utils import InferenceServerException
 from benchmarks.hostile.pictures import encoded
 from serve.asgi.listening import Listening
 from serve.asgi.oip_messages import SERVICE, message
-from serve.asgi.process import Settings
+from serve.asgi.settings import Settings
 from serve.runtime.errors import UserError
 from serve.torchserve.archive import build_archive
 from tests.serve import artifacts

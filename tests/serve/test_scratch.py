@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from serve.asgi.loading import Wanted, load
+from serve.asgi.loading import load
+from serve.asgi.plan import Wanted
 from serve.scratch import scratch
 from serve.torchserve.archive import build_archive
 from serve.verified import Policy
