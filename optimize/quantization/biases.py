@@ -140,7 +140,7 @@ def repack(converted: fx.GraphModule, layers: Layers) -> int:
     """
     waiting = {digest: deque(equal) for digest, equal in layers.items()}
     count = 0
-    for owner, name, packed in _packed(converted):
+    for owner, name, packed in packed_layers(converted):
         weight, own = packed if isinstance(packed, tuple) else unpacked(packed)
         if own is None or weight.qscheme() != torch.per_channel_affine:
             continue
@@ -152,14 +152,14 @@ def repack(converted: fx.GraphModule, layers: Layers) -> int:
             zeros, axis = weight.q_per_channel_zero_points(), weight.q_per_channel_axis()
             weight = torch._make_per_channel_quantized_tensor(now.weight, now.scales, zeros, axis)
         if name:
-            setattr(owner, name, _repacked(packed, weight, now.bias))
+            setattr(owner, name, repacked(packed, weight, now.bias))
         else:
             owner.set_weight_bias(weight, now.bias)
         count += 1
     return count
 
 
-def _packed(converted: fx.GraphModule) -> Iterator[tuple[Any, str, Any]]:
+def packed_layers(converted: fx.GraphModule) -> Iterator[tuple[Any, str, Any]]:
     """Packed layers in the graph's order: modules, '' and ``(weight, bias)``; constants' owners, names and values."""
     seen: set[str] = set()
     for node in converted.graph.nodes:
@@ -177,10 +177,15 @@ def _packed(converted: fx.GraphModule) -> Iterator[tuple[Any, str, Any]]:
             yield owner, name, getattr(owner, name)
 
 
-def _repacked(packed: torch.ScriptObject, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+def repacked(
+    packed: torch.ScriptObject, weight: torch.Tensor, bias: torch.Tensor | None, *, groups: int | None = None
+) -> Any:
+    """A constant of packed weights as that of another weight and bias, and of so many groups; None: of as many."""
     kind = packed_kind(packed)
     settings = () if kind == "linear" else ("stride", "padding", "dilation", "groups")
     values = [getattr(_OPS, f"{kind}_{setting}")(packed) for setting in settings]
+    if groups is not None:
+        values[-1] = groups
     return getattr(_OPS, f"{kind}_prepack")(weight, bias, *values)
 
 

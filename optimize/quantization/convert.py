@@ -39,6 +39,7 @@ from optimize.quantization.lifting import lift_functions, write_out_padding
 from optimize.quantization.made import make_once
 from optimize.quantization.means import flatten_places, free_means
 from optimize.quantization.narrow import clamp_packed
+from optimize.quantization.narrow_groups import put_groups_together
 from optimize.quantization.norms import with_factors
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.outputs import free_outputs
@@ -249,6 +250,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
         raise NotApplicableError(_NOTHING)
     form = reference_form(prepared, example, backend_config)
     repack(converted, round_biases(form))
+    put_groups_together(converted, example)
     program = reference_program(form, example)
     _reshape_views(converted)
     clamp_packed(converted, program.graph, example)

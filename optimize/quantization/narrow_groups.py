@@ -1,0 +1,115 @@
+"""Convolutions in narrow groups, which torch's int8 kernels get wrong on CPUs with AMX: groups are put together.
+
+oneDNN (of torch 2.14) has kernels for AMX that read fewer than 32 channels of a map row by row. In groups of so few,
+with kernels of more than one place and more than 16 answers each (but for 32), they take off what an integer for zero
+that is not 0 has added from the first group's sums, and from the others' something else: the first group is right, and
+nothing of the others, for maps, batches and threads of some numbers (CPUBone's groups of 24 channels and 96 answers).
+With the groups put together that stand side by side, until they are wide enough, and zeros for weights between them,
+the sums are the same integers. Behind a ReLU zero is 0, and groups are left as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimize.export.sparsity import packed_kind, unpacked
+from optimize.quantization.biases import packed_layers, repacked
+
+#: Channels that a group is wide enough with.
+_WIDE = 32
+#: Answers that it is narrow enough with.
+_FEW = 16
+
+
+def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int:
+    """Put groups of convolutions together where kernels need it, in place; returns of how many convolutions.
+
+    Args:
+        converted: torch's packed model; these layers get their weights packed anew.
+        example: ``float32 (N, C, H, W)``.
+    """
+    found: list[tuple[Any, str, int, int]] = []
+    for owner, name, packed in packed_layers(converted):
+        groups = _groups(owner, packed)
+        together = _together(_weight_bias(packed)[0], groups)
+        if together > 1:
+            found.append((owner, name, groups, together))
+    given = _Given(converted)
+    if found:
+        given.run(example)
+    found = [each for each in found if (id(each[0]), each[1]) in given.beside_zero]
+    for owner, name, groups, together in found:
+        packed = getattr(owner, name) if name else owner._weight_bias()
+        weight, bias = _weight_bias(packed)
+        weight = _with_zeros(weight, groups, together)
+        if name:
+            setattr(owner, name, repacked(packed, weight, bias, groups=groups // together))
+        else:
+            owner.groups = groups // together
+            owner.set_weight_bias(weight, bias)
+    return len(found)
+
+
+class _Given(fx.Interpreter):
+    """Notes which packed layers are given integers of which one that is not 0 stands for zero: whose, and its name."""
+
+    def __init__(self, converted: fx.GraphModule) -> None:
+        super().__init__(converted)
+        self.beside_zero: set[tuple[int, str]] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """See `fx.Interpreter`."""
+        given = self.env.get(n.args[0]) if n.args and isinstance(n.args[0], fx.Node) else None
+        if isinstance(given, torch.Tensor) and given.is_quantized and given.q_zero_point() != 0:
+            constants = [each for each in n.all_input_nodes if each.op == "get_attr"]
+            for layer in (n, *constants):
+                path, _, name = str(layer.target).rpartition(".")
+                if layer.op == "call_module":
+                    self.beside_zero.add((id(self.fetch_attr(str(layer.target))), ""))
+                elif layer.op == "get_attr":
+                    self.beside_zero.add((id(self.module.get_submodule(path)), name))
+        return super().run_node(n)
+
+
+def _groups(owner: Any, packed: Any) -> int:
+    """Of a packed convolution; 1 of other layers."""
+    if isinstance(packed, torch.ScriptObject):
+        kind = packed_kind(packed)
+        groups: int = 1 if kind == "linear" else getattr(torch.ops.quantized, f"{kind}_groups")(packed)
+        return groups
+    return 1 if getattr(owner, "transposed", False) else getattr(owner, "groups", 1)
+
+
+def _weight_bias(packed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return unpacked(packed) if isinstance(packed, torch.ScriptObject) else packed
+
+
+def _together(weight: torch.Tensor, groups: int) -> int:
+    """How many groups are put together to one: the fewest with which all are wide enough, or all of them.
+
+    Args:
+        weight: ``(answers, channels of a group, *kernel)``.
+        groups: of the convolution.
+    """
+    answers, channels = len(weight) // groups, weight.shape[1]
+    if groups == 1 or weight[0, 0].numel() == 1 or channels >= _WIDE or answers <= _FEW or answers == _WIDE:
+        return 1
+    wide = (count for count in range(2, groups) if groups % count == 0 and count * channels >= _WIDE)
+    return next(wide, groups)
+
+
+def _with_zeros(weight: torch.Tensor, groups: int, together: int) -> torch.Tensor:
+    """A symmetric weight of so many groups put together: each answer has its own channels among those of others."""
+    integers = weight.int_repr()
+    answers, channels = len(integers) // groups, integers.shape[1]
+    wide = integers.new_zeros(len(integers), together * channels, *integers.shape[2:])
+    for group in range(groups):
+        own, first = slice(group * answers, (group + 1) * answers), group % together * channels
+        wide[own, first : first + channels] = integers[own]
+    if weight.qscheme() == torch.per_tensor_affine:
+        return torch._make_per_tensor_quantized_tensor(wide, weight.q_scale(), weight.q_zero_point())
+    zeros, axis = weight.q_per_channel_zero_points(), weight.q_per_channel_axis()
+    return torch._make_per_channel_quantized_tensor(wide, weight.q_per_channel_scales(), zeros, axis)
