@@ -59,7 +59,7 @@ class ShapedProxy(SpokenFor):
     """A value in the graph, whose sizes are integers where they do not depend on the batch."""
 
     tracer: ShapedTracer
-    _is_param = False  # which torch asks of whatever is a tensor
+    _is_param = _is_buffer = False  # which torch asks of whatever is a tensor
 
     def stands_for(self, asks: str) -> type:
         """See `SpokenFor`: a tensor, where it gives one."""

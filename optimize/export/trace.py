@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,10 +74,25 @@ def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer,
         for whole, shaped in itertools.product(ways, (False, True) if example is not None else (False,)):
             tracer = ShapedTracer(example, whole) if shaped and example is not None else LayerTracer(whole)
             try:
-                return tracer, tracer.trace(module)
+                with _without_proxies(module):
+                    return tracer, tracer.trace(module)
             except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
                 last = error
     raise PassError(f"torch.fx cannot trace this model: {one_line(last)}") from None
+
+
+@contextlib.contextmanager
+def _without_proxies(module: nn.Module) -> Iterator[None]:
+    """Put back behind the block what a forward has kept proxies in the place of, as ConViT keeps its places."""
+    kept = [(names, dict(names)) for layer in module.modules() for names in (vars(layer), layer._buffers)]
+    try:
+        yield
+    finally:
+        for names, before in kept:
+            for name in [name for name, value in names.items() if issubclass(type(value), fx.Proxy)]:
+                del names[name]
+                if name in before:
+                    names[name] = before[name]
 
 
 def graph_as_is(module: nn.Module, example: torch.Tensor | None = None, *, training: bool = False) -> fx.Graph:

@@ -364,6 +364,35 @@ def test_layers_that_a_forward_makes_are_what_they_do() -> None:
     assert {str(node.target) for node in traced.graph.nodes if node.op == "call_module"} == {"convolution", "norm"}
 
 
+class Keeping(nn.Module):
+    """Keeps what it has made for maps of one size, as timm's ConViT does."""
+
+    places: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.register_buffer("places", torch.zeros(1, 1), persistent=False)
+        self.last: torch.Tensor | None = None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(images)
+        if self.places.shape[1] != x.shape[-1]:
+            self.places = torch.arange(x.shape[-1]).to(x.dtype)[None] * x.shape[-1]
+        self.last = x
+        return x + self.places
+
+
+def test_a_forward_keeps_nothing_of_its_tracing() -> None:
+    module = Keeping().eval()
+    for _ in range(2):
+        traced = trace(module, EXAMPLE)
+        assert module.places.shape == (1, 1)
+        assert module.last is None
+        with torch.no_grad():
+            assert torch.equal(traced(EXAMPLE), copy.deepcopy(module)(EXAMPLE))
+
+
 class MakingWeights(nn.Module):
     """A layer that nobody can have trained."""
 
