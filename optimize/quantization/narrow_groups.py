@@ -1,11 +1,11 @@
-"""Convolutions in narrow groups, which torch's int8 kernels get wrong on CPUs with AMX: groups are put together.
+"""Convolutions in narrow groups, which torch and OpenVINO get wrong on CPUs with AMX: groups are put together.
 
-oneDNN (of torch 2.14) has kernels for AMX that read fewer than 32 channels of a map row by row. In groups of so few,
-with kernels of more than one place and more than 16 answers each (but for 32), they take off what an integer for zero
-that is not 0 has added from the first group's sums, and from the others' something else: the first group is right, and
-nothing of the others, for maps, batches and threads of some numbers (CPUBone's groups of 24 channels and 96 answers).
-With the groups put together that stand side by side, until they are wide enough, and zeros for weights between them,
-the sums are the same integers. Behind a ReLU zero is 0, and groups are left as they are.
+oneDNN (in torch 2.14 and OpenVINO 2026.4.1) has int8 kernels for AMX that read fewer than 32 channels of a map row by
+row. In groups of so few, with kernels of more than one place and more than 16 answers each (but for 32), they take off
+what an integer for zero that is not 0 has added from the first group's sums, and from the others' something else: the
+first group is right, and nothing of the others, for maps, batches and threads of some numbers (CPUBone's groups of 24
+channels and 96 answers). With the groups put together that stand side by side, until they are wide enough, and zeros
+for weights between them, the sums are the same integers. Behind a ReLU zero is 0, and groups are left as they are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,21 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimize.export.constants import attribute
 from optimize.export.sparsity import packed_kind, unpacked
 from optimize.quantization.biases import packed_layers, repacked
+from optimize.quantization.explicit import quantizing
+
+_ATEN = torch.ops.aten
+_CONVOLUTIONS = frozenset(
+    getattr(operator, kind)
+    for operator in (_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d)
+    for kind in ("default", "padding")
+)
+#: Groups that are one at most, in a graph.
+_MOST = 4
+#: Of a convolution in groups.
+_ARGUMENTS = 7
 
 #: Channels that a group is wide enough with.
 _WIDE = 32
@@ -51,6 +64,34 @@ def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int
             owner.groups = groups // together
             owner.set_weight_bias(weight, bias)
     return len(found)
+
+
+def put_explicit_groups_together(module: fx.GraphModule) -> int:
+    """As `put_groups_together`, of a program of ``aten`` operators with explicit quantizers that becomes a graph.
+
+    Its file is to be a quarter of the float one: where more than `_MOST` groups would be one, they are left.
+    """
+    count = 0
+    for node in list(module.graph.nodes):
+        if node.target not in _CONVOLUTIONS or len(node.args) < _ARGUMENTS:
+            continue  # the last argument is the groups
+        given, weight, *others, groups = node.args
+        if quantizing(given) != "dequantize_per_tensor" or quantizing(weight) != "dequantize_per_channel":
+            continue
+        integers, beside_zero = attribute(module, str(weight.args[0].target)), given.args[2] != 0
+        together = _together(integers, groups)
+        if together == 1 or together > _MOST or not beside_zero:
+            continue
+        name = f"{str(weight.args[0].target).replace('.', '_')}_together"
+        module.register_buffer(name, _between_zeros(integers, groups, together))
+        with module.graph.inserting_before(weight):
+            wide = module.graph.get_attr(name)
+            weight = module.graph.call_function(weight.target, (wide, *weight.args[1:]), weight.kwargs)
+        node.args = (given, weight, *others, groups // together)
+        count += 1
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return count
 
 
 class _Given(fx.Interpreter):
@@ -101,14 +142,19 @@ def _together(weight: torch.Tensor, groups: int) -> int:
     return next(wide, groups)
 
 
-def _with_zeros(weight: torch.Tensor, groups: int, together: int) -> torch.Tensor:
-    """A symmetric weight of so many groups put together: each answer has its own channels among those of others."""
-    integers = weight.int_repr()
+def _between_zeros(integers: torch.Tensor, groups: int, together: int) -> torch.Tensor:
+    """The weight of so many groups put together: each answer has its own channels among those of others."""
     answers, channels = len(integers) // groups, integers.shape[1]
     wide = integers.new_zeros(len(integers), together * channels, *integers.shape[2:])
     for group in range(groups):
         own, first = slice(group * answers, (group + 1) * answers), group % together * channels
         wide[own, first : first + channels] = integers[own]
+    return wide
+
+
+def _with_zeros(weight: torch.Tensor, groups: int, together: int) -> torch.Tensor:
+    """As `_between_zeros`, of a quantized one, which is symmetric."""
+    wide = _between_zeros(weight.int_repr(), groups, together)
     if weight.qscheme() == torch.per_tensor_affine:
         return torch._make_per_tensor_quantized_tensor(wide, weight.q_scale(), weight.q_zero_point())
     zeros, axis = weight.q_per_channel_zero_points(), weight.q_per_channel_axis()

@@ -45,6 +45,7 @@ from optimize.quantization.forgetting import forgotten
 from optimize.quantization.group_widths import border_groups
 from optimize.quantization.joined import part_joined, read_joined
 from optimize.quantization.lines import write_out_lines
+from optimize.quantization.narrow_groups import put_explicit_groups_together
 from optimize.quantization.reductions import keep_reductions
 from optimize.quantization.resizes import write_out_resizes
 from optimize.quantization.shares import keep_shares
@@ -175,6 +176,7 @@ def lower(
         keep_shares(module)
         part_joined(module)
         border_groups(module)
+        put_explicit_groups_together(module)
         if exact_sums:
             keep_sums(module)
     else:

@@ -1,4 +1,4 @@
-"""Convolutions in narrow groups are in torch's int8 kernels what their integers mean, on CPUs with AMX, too."""
+"""Convolutions in narrow groups are in torch's kernels and OpenVINO what their integers mean, with AMX, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from optimize.export.onnx import run_onnx
 from optimize.store.artifact import REFERENCE_FILE
+from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
 
@@ -68,6 +70,17 @@ def test_narrow_groups_are_put_together(groups, shape, together, as_function, tm
     assert weight.shape == (groups * answers, together * channels, kernel, kernel)
     assert int((weight != 0).sum()) <= groups * answers * channels * kernel**2
     assert found > 25
+
+
+@pytest.mark.parametrize(("groups", "shape"), [(2, (24, 96, 3)), (4, (3, 48, 5)), (6, (12, 40, 3))])
+def test_in_openvino_as_well(groups: int, shape: tuple[int, ...], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    _, path = lowered(Grouped(groups, *shape).eval(), tmp_path)
+    batch = noise_context().example(8)
+    (found,) = compile_bytes(path.read_bytes(), 1)(batch.numpy()).values()
+    meant = run_onnx(path, batch, literal=True)
+    assert decibels(meant, torch.from_numpy(found)) > 45
+    assert decibels(meant, run_onnx(path, batch)) > 45
 
 
 @pytest.mark.parametrize(
