@@ -20,6 +20,8 @@ _READING = frozenset(
     | {_ATEN.select.int, _ATEN.slice.Tensor, _ATEN.sym_size.int}
     | {_ATEN.unbind.int, operator.getitem}
 )
+#: Operators that give what they are given where it is that already, or a tensor of its own.
+_MADE_TO_BE = frozenset({_ATEN.to.device, _ATEN.to.dtype, _ATEN.to.other, _ATEN.to.dtype_layout})
 #: Operators that give a tensor in pieces along an axis, their third argument.
 _IN_PIECES = frozenset(
     {
@@ -72,7 +74,7 @@ def _computes(node: fx.Node) -> bool:
     return (
         isinstance(target, torch._ops.OpOverload)
         and not target._schema.is_mutable
-        and not _aliases(node)
+        and (not _aliases(node) or target in _MADE_TO_BE)
         and torch.Tag.nondeterministic_seeded not in target.tags
         and not _written(node)
     )

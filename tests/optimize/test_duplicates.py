@@ -49,6 +49,8 @@ def of_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ("halves", "operator", "left"),
     [
         (lambda x: (pooled(x), pooled(x)), torch.ops.aten.max_pool2d.default, 1),
+        (lambda x: (pooled(x.double()), pooled(x.double())), torch.ops.aten.max_pool2d.default, 1),
+        (lambda x: (x.double().add_(1), x.double()), torch.ops.aten.to.dtype, 2),
         (lambda x: (pooled(x).view(2, -1), pooled(x).view(2, -1)), torch.ops.aten.view.default, 1),
         (
             lambda x: (pooled(x.unflatten(1, (1, -1))[:, 0]), pooled(x.unflatten(1, (1, -1))[:, 0])),
@@ -78,6 +80,8 @@ def of_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ],
     ids=[
         "pools",
+        "of numbers of another type",
+        "numbers of another type, written into",
         "what follows them",
         "behind more dimensions",
         "another border",
