@@ -23,6 +23,8 @@ MOVES = ("Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Transpose", 
 _OF_INTEGERS = ("Clip", "Slice")
 # How many channels of bytes AMX multiplies at once.
 _AT_ONCE = 64
+#: Channels that a group is wide enough with for its kernels for AMX.
+WIDE_GROUP = 32
 
 
 class Graph:
@@ -190,6 +192,18 @@ def summed_alone(equation: str) -> list[int]:
 def misfits_amx(channels: int) -> bool:
     """Whether OpenVINO gets 1 × 1 convolutions in groups of so many channels wrong with AMX, which takes 64 at once."""
     return channels > _AT_ONCE and channels % _AT_ONCE != 0 and channels % 4 == 0
+
+
+def misfits_amx_narrow(groups: int, channels: int, answers: int, places: int) -> bool:
+    """Whether torch and OpenVINO get convolutions in such groups wrong with AMX where an integer that is not 0 is zero.
+
+    Args:
+        groups: of the convolution.
+        channels: that each reads.
+        answers: that each gives.
+        places: of the kernel.
+    """
+    return groups > 1 and places > 1 and channels < WIDE_GROUP and answers > 16 and answers != 32
 
 
 def counts_beside(epsilon: float, step: float) -> bool:

@@ -17,6 +17,7 @@ from torch import fx
 
 from optimize.export.constants import attribute
 from optimize.export.sparsity import packed_kind, unpacked
+from optimize.lint.graph import WIDE_GROUP, misfits_amx_narrow
 from optimize.quantization.biases import packed_layers, repacked
 from optimize.quantization.explicit import quantizing
 
@@ -30,11 +31,6 @@ _CONVOLUTIONS = frozenset(
 _MOST = 4
 #: Of a convolution in groups.
 _ARGUMENTS = 7
-
-#: Channels that a group is wide enough with.
-_WIDE = 32
-#: Answers that it is narrow enough with.
-_FEW = 16
 
 
 def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int:
@@ -136,9 +132,9 @@ def _together(weight: torch.Tensor, groups: int) -> int:
         groups: of the convolution.
     """
     answers, channels = len(weight) // groups, weight.shape[1]
-    if groups == 1 or weight[0, 0].numel() == 1 or channels >= _WIDE or answers <= _FEW or answers == _WIDE:
+    if not misfits_amx_narrow(groups, channels, answers, weight[0, 0].numel()):
         return 1
-    wide = (count for count in range(2, groups) if groups % count == 0 and count * channels >= _WIDE)
+    wide = (count for count in range(2, groups) if groups % count == 0 and count * channels >= WIDE_GROUP)
     return next(wide, groups)
 
 

@@ -175,6 +175,23 @@ def grouped(width: int, groups: int = 2, side: int = 1, **settings: Any) -> Call
     return edit
 
 
+def narrow(channels: int, answers: int, groups: int = 2, side: int = 3, zero: int = 3) -> Callable[[Written], None]:
+    """The first convolution has groups of so many channels and answers, and reads integers with a zero-point."""
+
+    def edit(graph: Written) -> None:
+        count = groups * answers
+        graph.tensors |= {
+            "first_w": np.ones((count, channels, side, side), np.int8),
+            "first_ws": np.full(count, 0.01, np.float32),
+            "first_wz": np.zeros(count, np.int8),
+            "first_b": np.zeros(count, np.float32),
+            "x_zero": graph.kind(zero),
+        }
+        graph.node("first").attribute.append(helper.make_attribute("group", groups))
+
+    return edit
+
+
 def float_weight(graph: Written) -> None:
     graph.tensors["first_wf"] = graph.tensors.pop("first_w").astype(np.float32)
     graph.nodes.remove(next(node for node in graph.nodes if node.output[0] == "first_wf"))
@@ -574,6 +591,10 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("integer-border", (), "Pad_wide", padded(0, 0, 1, 0, 0, 0, 1, 0, mode="reflect")),
     *[("group-width", ("cpu", "x86"), "Conv_first", grouped(width)) for width in (68, 72, 96, 120, 132)],
     *[("group-width", (), "Conv_first", grouped(width)) for width in (4, 64, 66, 70, 128, 192)],
+    *[("narrow-groups", ("cpu", "x86"), "Conv_first", narrow(*each)) for each in ((24, 96), (1, 17), (31, 31, 4, 2))],
+    *[("narrow-groups", (), "Conv_first", narrow(*each)) for each in ((32, 96), (24, 16), (24, 32), (24, 96, 1))],
+    ("narrow-groups", (), "Conv_first", narrow(24, 96, side=1)),
+    ("narrow-groups", (), "Conv_first", narrow(24, 96, zero=0)),
     ("group-width", (), "Conv_first", grouped(72, groups=1)),
     ("group-width", (), "Conv_first", grouped(72, side=3)),
     ("group-width", (), "Conv_first", grouped(72, strides=[2, 2])),

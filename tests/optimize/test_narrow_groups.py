@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from optimize.export.onnx import run_onnx
+from optimize.lint.base import lint
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -81,6 +83,13 @@ def test_in_openvino_as_well(groups: int, shape: tuple[int, ...], tmp_path: Path
     meant = run_onnx(path, batch, literal=True)
     assert decibels(meant, torch.from_numpy(found)) > 45
     assert decibels(meant, run_onnx(path, batch)) > 45
+    assert not [finding for finding in lint(onnx.load(path), "cpu") if finding.rule == "narrow-groups"]
+
+
+def test_what_would_be_too_large_a_graph_is_left_and_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    _, path = lowered(Grouped(5, 24, 24, 3).eval(), tmp_path)
+    assert [finding.rule for finding in lint(onnx.load(path), "cpu")] == ["narrow-groups"]
 
 
 @pytest.mark.parametrize(
