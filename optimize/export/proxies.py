@@ -94,7 +94,7 @@ def _of_no_proxies(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def called(context: FunctionCtx, *tensors: Any) -> None:
-        original(context, *(tensor for tensor in tensors if not issubclass(type(tensor), fx.Proxy)))
+        original(context, *(tensor for tensor in tensors if not isinstance(tensor, fx.Proxy)))
 
     return called
 

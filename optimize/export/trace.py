@@ -89,7 +89,7 @@ def _without_proxies(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for names, before in kept:
-            for name in [name for name, value in names.items() if issubclass(type(value), fx.Proxy)]:
+            for name in [name for name, value in names.items() if isinstance(value, fx.Proxy)]:
                 del names[name]
                 if name in before:
                     names[name] = before[name]

@@ -18,18 +18,12 @@ from torch import fx
 from optimize.export.constants import attribute
 from optimize.export.sparsity import packed_kind, unpacked
 from optimize.lint.graph import WIDE_GROUP, misfits_amx_narrow
-from optimize.quantization.biases import packed_layers, repacked
+from optimize.quantization.biases import WEIGHTED, packed_layers, repacked
 from optimize.quantization.explicit import quantizing
 
-_ATEN = torch.ops.aten
-_CONVOLUTIONS = frozenset(
-    getattr(operator, kind)
-    for operator in (_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d)
-    for kind in ("default", "padding")
-)
 #: Groups that are one at most, in a graph.
 _MOST = 4
-#: Of a convolution in groups.
+#: Of a convolution in groups, and of no other layer.
 _ARGUMENTS = 7
 
 
@@ -40,18 +34,19 @@ def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int
         converted: torch's packed model; these layers get their weights packed anew.
         example: ``float32 (N, C, H, W)``.
     """
-    found: list[tuple[Any, str, int, int]] = []
+    narrow: list[tuple[Any, str, Any, int, int]] = []
     for owner, name, packed in packed_layers(converted):
         groups = _groups(owner, packed)
-        together = _together(_weight_bias(packed)[0], groups)
-        if together > 1:
-            found.append((owner, name, groups, together))
+        if (together := _together(_weight_bias(packed)[0], groups)) > 1:
+            narrow.append((owner, name, packed, groups, together))
+    if not narrow:
+        return 0
     given = _Given(converted)
-    if found:
-        given.run(example)
-    found = [each for each in found if (id(each[0]), each[1]) in given.beside_zero]
-    for owner, name, groups, together in found:
-        packed = getattr(owner, name) if name else owner._weight_bias()
+    given.run(example)
+    count = 0
+    for owner, name, packed, groups, together in narrow:
+        if (id(owner), name) not in given.beside_zero:
+            continue
         weight, bias = _weight_bias(packed)
         weight = _with_zeros(weight, groups, together)
         if name:
@@ -59,7 +54,8 @@ def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int
         else:
             owner.groups = groups // together
             owner.set_weight_bias(weight, bias)
-    return len(found)
+        count += 1
+    return count
 
 
 def put_explicit_groups_together(module: fx.GraphModule) -> int:
@@ -69,7 +65,7 @@ def put_explicit_groups_together(module: fx.GraphModule) -> int:
     """
     count = 0
     for node in list(module.graph.nodes):
-        if node.target not in _CONVOLUTIONS or len(node.args) < _ARGUMENTS:
+        if node.target not in WEIGHTED or len(node.args) < _ARGUMENTS:
             continue  # the last argument is the groups
         given, weight, *others, groups = node.args
         if quantizing(given) != "dequantize_per_tensor" or quantizing(weight) != "dequantize_per_channel":
