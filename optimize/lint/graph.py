@@ -130,6 +130,23 @@ class Graph:
         dequantizes = node is not None and node.op_type == "DequantizeLinear" and self.constant(node.output[0])
         return node if dequantizes else None
 
+    def kernel(self, convolution: NodeProto) -> tuple[int, ...] | None:
+        """The sizes of a convolution's quantized weight, ``(out, in / groups, *kernel)``.
+
+        None where it is none, or is moved behind its DequantizeLinear: the file need not say what it is then.
+        """
+        scaled = self.weight(convolution)
+        moved = scaled is None or scaled is not self.producer(convolution, 1)
+        return None if moved else self.stored_shape(scaled) or None
+
+    def stored_shape(self, weight: NodeProto | None) -> tuple[int, ...]:
+        """The shape of the constant that a DequantizeLinear takes, or that is quantized before it; empty: none."""
+        while weight is not None:
+            if (tensor := self.tensor(weight, 0)) is not None:
+                return tuple(tensor.dims)
+            weight = self.producer(weight)
+        return ()
+
     def dequantizer(self, node: NodeProto, number: int = 0, *, through: tuple[str, ...] = ()) -> NodeProto | None:
         """The DequantizeLinear that an input comes from, moved or not, or ``through`` others; None: something else."""
         before = self.producer(node, number)
@@ -214,6 +231,11 @@ def counts_beside(epsilon: float, step: float) -> bool:
 def label(node: NodeProto) -> str:
     """How a finding names a node: by its name, or by what it gives."""
     return node.name or f"{node.op_type} of {next(iter(node.output), 'nothing')}"
+
+
+def shown(integers: NDArray[Any]) -> str:
+    """How a finding tells a zero-point: by its number, or by the ends of the channels'."""
+    return str(integers.item()) if integers.size == 1 else f"{integers.min()} to {integers.max()}"
 
 
 def attribute(node: NodeProto, name: str, default: Any) -> Any:

@@ -659,6 +659,39 @@ def test_each_fault_is_found_where_it_is(rule: str, targets: tuple[str, ...], no
             assert all(finding.said and finding.remedy for finding in found)
 
 
+def by_channels(graph: Written) -> None:
+    """A scale and a zero-point for each of two channels, whatever had one."""
+    for node in graph.nodes:
+        for name in node.input[1:3] if node.op_type in ("QuantizeLinear", "DequantizeLinear") else ():
+            if name in graph.tensors and np.ndim(graph.tensors[name]) == 0:
+                graph.tensors[name] = np.full(2, graph.tensors[name])
+
+
+def stored_flat(graph: Written) -> None:
+    """Weights whose integers are stored in a row, and get their shape behind the DequantizeLinear."""
+    for node in [node for node in graph.nodes if node.op_type == "DequantizeLinear" and node.input[0] in graph.tensors]:
+        name, gives = node.input[0], node.output[0]
+        graph.tensors[f"{gives}_shape"] = np.asarray(np.shape(graph.tensors[name]), np.int64)
+        graph.tensors[name] = np.ravel(graph.tensors[name])
+        node.output[0] = f"{gives}_flat"
+        made = helper.make_node("Reshape", [f"{gives}_flat", f"{gives}_shape"], [gives], name=f"Reshape_{gives}")
+        graph.nodes.insert(graph.nodes.index(node) + 1, made)
+
+
+@pytest.mark.parametrize("otherwise", [by_channels, stored_flat])
+@pytest.mark.parametrize(("rule", "targets", "node", "edit"), BROKEN, ids=[f"{e[0]}-{i}" for i, e in enumerate(BROKEN)])
+def test_a_fault_of_a_graph_that_is_written_otherwise_is_told_and_stops_nothing(
+    rule: str, targets: tuple[str, ...], node: str, edit: Edit, otherwise: Callable[[Written], None]
+) -> None:
+    for target in TARGETS:
+        graph = whole(target)
+        edit(graph)
+        otherwise(graph)
+        found = lint(graph.model(), target)
+        assert {finding.rule for finding in found} <= set(rules())
+        assert all(finding.said and finding.remedy for finding in found)
+
+
 def test_every_rule_has_a_graph_that_it_fires_on() -> None:
     assert {entry[0] for entry in BROKEN} | {"uint8-inside", "operator-limit"} == set(rules())
 

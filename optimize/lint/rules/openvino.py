@@ -16,6 +16,7 @@ from optimize.lint.graph import (
     misfits_amx,
     misfits_amx_narrow,
     of_a_map,
+    shown,
     summed_alone,
 )
 
@@ -136,7 +137,7 @@ def counted_zeros(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         if zero is not None and zero.any() and any(attribute(node, "pads", ())):
             yield Fault(
                 label(node),
-                f"it counts zeros around what is dequantized, whose zero is {zero.item()}: OpenVINO takes 0 for it",
+                f"it counts zeros around what is dequantized, whose zero is {shown(zero)}: OpenVINO takes 0 for it",
                 "put a Max with the lowest float, which changes nothing, between the DequantizeLinear and it",
             )
 
@@ -152,11 +153,10 @@ def group_widths(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     with a border (see `optimize.quantization.group_widths`).
     """
     for node in graph.of("Conv"):
-        scaled = graph.weight(node)
-        weight = None if scaled is None else graph.tensor(scaled, 0)
+        weight = graph.kernel(node)
         if weight is None or not graph.dequantized(node) or attribute(node, "group", 1) == 1:
             continue
-        _, width, *kernel = weight.dims
+        _, width, *kernel = weight
         placed = any(attribute(node, "pads", ())) or any(step > 1 for step in attribute(node, "strides", ()))
         if {*kernel} == {1} and not placed and misfits_amx(width):
             yield Fault(
@@ -174,12 +174,11 @@ def narrow_groups(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     others, where the integers that they read have a zero-point (see `optimize.quantization.narrow_groups`).
     """
     for node in graph.of("Conv"):
-        scaled, given, groups = graph.weight(node), graph.dequantizer(node), attribute(node, "group", 1)
-        weight = None if scaled is None else graph.tensor(scaled, 0)
+        weight, given, groups = graph.kernel(node), graph.dequantizer(node), attribute(node, "group", 1)
         zero = None if given is None else graph.values(given, 2)
         if weight is None or zero is None or not zero.any():
             continue
-        answers, channels, *kernel = weight.dims
+        answers, channels, *kernel = weight
         if misfits_amx_narrow(groups, channels, answers // groups, math.prod(kernel)):
             yield Fault(
                 label(node),

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from optimize.lint.base import TENSORRT, Fault, LintTarget, rule
-from optimize.lint.graph import Graph, label
+from optimize.lint.graph import Graph, label, shown
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
 
@@ -79,7 +78,7 @@ def zero_points(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         if (target == "tensorrt" or weight) and np.asarray(zero, np.float64).any():
             yield Fault(
                 label(node),
-                f"its zero-point is {_shown(zero)}, and {'a weight' if weight else target} wants 0",
+                f"its zero-point is {shown(zero)}, and {'a weight' if weight else target} wants 0",
                 "quantize symmetrically (ONNX Runtime: WeightSymmetric, ActivationSymmetric; torch: qscheme)",
             )
         elif scale is not None and zero.size != int(np.prod(scale.dims)):
@@ -104,7 +103,3 @@ def per_channel_activations(graph: Graph, target: LintTarget) -> Iterator[Fault]
 
 def _smallest_normal(dtype: np.dtype[Any]) -> float:
     return float(np.finfo(dtype).tiny) if dtype in (np.float16, np.float32, np.float64) else 0.0
-
-
-def _shown(zero: NDArray[Any]) -> str:
-    return str(zero.item()) if zero.size == 1 else f"{zero.min()} to {zero.max()}"

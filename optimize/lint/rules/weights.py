@@ -10,6 +10,9 @@ from onnx import NodeProto, TensorProto
 from optimize.lint.base import CPUS, TENSORRT, Fault, LintTarget, rule
 from optimize.lint.graph import LAYERS, MOVES, Graph, attribute, label
 
+# What a weight passes on the way to its layer, its axes as they are.
+_KEEPS_AXES = ("Identity", "Dropout", "Cast")
+
 
 @rule("unfolded-weight", "warning")
 def unfolded(graph: Graph, target: LintTarget) -> Iterator[Fault]:
@@ -59,7 +62,7 @@ def axes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """
     for layer in graph.of(*LAYERS):
         weight = graph.weight(layer)
-        shape = _shape(graph, weight)
+        shape = graph.stored_shape(weight)
         scale = graph.tensor(weight, 1) if weight is not None else None
         if weight is None or scale is None or not shape or (count := int(np.prod(scale.dims))) == 1:
             continue
@@ -67,7 +70,7 @@ def axes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             continue
         given = int(attribute(weight, "axis", 1)) % len(shape)
         wanted = _output_axis(graph, layer, len(shape))
-        if given != wanted or shape[given] != count:
+        if wanted is not None and (given != wanted or shape[given] != count):
             yield Fault(
                 label(weight),
                 f"the weight {list(shape)} of {label(layer)} has {count} scales along axis {given}, and its output "
@@ -106,23 +109,17 @@ def least_integer(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             yield Fault(label(weight), f"{count} integers are −128", "quantize weights to −127 … 127 (quant_min=-127)")
 
 
-def _shape(graph: Graph, weight: NodeProto | None) -> tuple[int, ...]:
-    """The shape of the constant that a DequantizeLinear takes, or that is quantized before it."""
-    node = weight
-    while node is not None:
-        if (tensor := graph.tensor(node, 0)) is not None:
-            return tuple(tensor.dims)
-        node = graph.producer(node)
-    return ()
-
-
-def _output_axis(graph: Graph, layer: NodeProto, rank: int) -> int:
-    """The axis of a layer's stored weight that its output channels lie along."""
-    if layer.op_type in ("Conv", "ConvTranspose"):
-        return int(layer.op_type == "ConvTranspose")
+def _output_axis(graph: Graph, layer: NodeProto, rank: int) -> int | None:
+    """The axis of a layer's stored weight that its output channels lie along; None: it is moved in a way of its own."""
+    of_a_map = layer.op_type in ("Conv", "ConvTranspose")
     last = not (layer.op_type == "Gemm" and attribute(layer, "transB", 0))
     node = graph.producer(layer, 1)
     while node is not None and node.op_type in (*MOVES, "Cast"):
-        last ^= node.op_type == "Transpose"
+        if node.op_type == "Transpose" and not of_a_map:
+            last = not last
+        elif node.op_type not in _KEEPS_AXES:
+            return None
         node = graph.producer(node)
+    if of_a_map:
+        return int(layer.op_type == "ConvTranspose")
     return rank - 1 if last else max(rank - 2, 0)
