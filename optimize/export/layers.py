@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from optimize.export.constants import NotConstantError, constant_value
-from optimize.export.proxies import SpokenFor
+from optimize.export.proxies import SpokenFor, without_proxies
 
 _OWN = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -199,7 +199,8 @@ def as_plain_layers(graph_module: fx.GraphModule) -> None:
 def _traceable(layer: nn.Module) -> bool:
     """Whether a layer of a network that is being traced can be: `optimize.export.trace` has made ready for both."""
     try:
-        fx.Tracer.trace(LayerTracer(), layer)
+        with without_proxies(layer):
+            fx.Tracer.trace(LayerTracer(), layer)
     except Exception:  # noqa: BLE001 - a forward on proxies may raise anything
         return False
     return True

@@ -11,17 +11,20 @@ import builtins
 import dis
 import functools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.autograd.function import FunctionCtx
 
 #: What is given sizes one by one: by itself, and of a tensor that is no proxy, as a buffer is.
 _FUNCTIONS = ("zeros", "ones", "empty")
 METHODS = ("expand", "new_zeros", "new_ones", "new_empty")
+# What forwards keep tensors in.
+_HOLD = (dict, list, deque, set, tuple)
 
 
 @contextmanager
@@ -52,6 +55,53 @@ def taken_for_tensors() -> Iterator[None]:
         for name in ("mark_dirty", "mark_non_differentiable"):
             _put(undone, FunctionCtx, name, _of_no_proxies(getattr(FunctionCtx, name)))
         yield
+
+
+@contextmanager
+def without_proxies(module: nn.Module) -> Iterator[None]:
+    """Put back behind the block what a forward has kept proxies in the place of, as ConViT keeps its places.
+
+    In attributes, in buffers, and in lists and dictionaries of them. What else it has changed stays: torch.fx keeps
+    tensors that it makes in the module.
+    """
+    kept = [
+        (held, dict(held) if isinstance(held, dict) else list(held))
+        for held in _containers([vars(layer) for layer in module.modules()], set())
+    ]
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            if isinstance(held, dict):
+                for name in [name for name, value in held.items() if _has_proxy(value)]:
+                    if name in before:
+                        held[name] = before[name]
+                    else:
+                        del held[name]
+            elif _has_proxy(held):
+                held.clear()
+                (held.update if isinstance(held, set) else held.extend)(before)
+
+
+def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """What can be written into, of a value that is put together: itself, and what is in it."""
+    if not issubclass(type(value), _HOLD) or id(value) in seen:  # of a proxy, `isinstance` is not to be asked
+        return
+    seen.add(id(value))
+    if not isinstance(value, tuple):
+        yield value
+    for part in list(value.values() if isinstance(value, dict) else value):
+        yield from _containers(part, seen)
+
+
+def _has_proxy(value: Any, within: tuple[int, ...] = ()) -> bool:
+    """Whether a value is a proxy, or is put together of such."""
+    if issubclass(type(value), fx.Proxy):
+        return True
+    if not issubclass(type(value), _HOLD) or id(value) in within:
+        return False
+    parts = list(value.values() if isinstance(value, dict) else value)
+    return any(_has_proxy(part, (*within, id(value))) for part in parts)
 
 
 class SpokenFor(fx.Proxy):

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from optimize.errors import PassError
 from optimize.export.constants import NotConstantError, constant_value
 from optimize.export.dropouts import write_as_layers
 from optimize.export.layers import OF_LAYERS, LayerTracer, as_plain_layers
-from optimize.export.proxies import taken_for_tensors
+from optimize.export.proxies import taken_for_tensors, without_proxies
 from optimize.export.shaped import ShapedTracer
 from serve.runtime.errors import one_line
 
@@ -74,25 +73,13 @@ def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer,
         for whole, shaped in itertools.product(ways, (False, True) if example is not None else (False,)):
             tracer = ShapedTracer(example, whole) if shaped and example is not None else LayerTracer(whole)
             try:
-                with _without_proxies(module):
-                    return tracer, tracer.trace(module)
+                with without_proxies(module):
+                    graph = tracer.trace(module)
+                graph.lint()  # what a forward keeps elsewhere, and finds there, may be another graph's
+                return tracer, graph
             except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
                 last = error
     raise PassError(f"torch.fx cannot trace this model: {one_line(last)}") from None
-
-
-@contextlib.contextmanager
-def _without_proxies(module: nn.Module) -> Iterator[None]:
-    """Put back behind the block what a forward has kept proxies in the place of, as ConViT keeps its places."""
-    kept = [(names, dict(names)) for layer in module.modules() for names in (vars(layer), layer._buffers)]
-    try:
-        yield
-    finally:
-        for names, before in kept:
-            for name in [name for name, value in names.items() if isinstance(value, fx.Proxy)]:
-                del names[name]
-                if name in before:
-                    names[name] = before[name]
 
 
 def graph_as_is(module: nn.Module, example: torch.Tensor | None = None, *, training: bool = False) -> fx.Graph:

@@ -393,6 +393,83 @@ def test_a_forward_keeps_nothing_of_its_tracing() -> None:
             assert torch.equal(traced(EXAMPLE), copy.deepcopy(module)(EXAMPLE))
 
 
+class KeepingMuch(nn.Module):
+    """Keeps its maps in a list, in a dictionary and in an attribute that it did not have, and the shape of the last."""
+
+    part: torch.Tensor
+    one: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.maps: list[torch.Tensor] = []
+        self.named: dict[str, list[torch.Tensor]] = {"first": [], "other": []}
+        self.seen: torch.Size | None = None
+        self.register_buffer("part", torch.tensor(0.5))
+        self.register_buffer("one", torch.tensor(1.0))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(images)
+        if self.seen != x.shape:
+            self.seen = x.shape
+        self.maps.append(x)
+        self.named["first"] += [x]
+        self.newest = (x, 1)
+        self.part = x.mean()
+        return x * self.part * self.one
+
+
+def test_nor_in_what_it_keeps_more_than_one_in() -> None:
+    module = KeepingMuch().eval()
+    maps, names = module.maps, list(module.state_dict())
+    for _ in range(2):
+        traced = trace(module, EXAMPLE)
+        assert module.maps is maps
+        assert (maps, module.named, module.seen) == ([], {"first": [], "other": []}, None)
+        assert not hasattr(module, "newest")
+        assert list(module.state_dict()) == names
+        assert module.part == 0.5
+        with torch.no_grad():
+            assert torch.equal(traced(EXAMPLE), copy.deepcopy(module)(EXAMPLE))
+
+
+class KeepingConvolution(nn.Conv2d):
+    """A convolution that is traced into, and keeps what it adds."""
+
+    added: torch.Tensor | None = None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = super().forward(images)
+        if self.added is None:
+            self.added = torch.ones_like(x)
+        return x + self.added
+
+
+def test_a_layer_that_was_tried_by_itself_has_nothing_of_that() -> None:
+    module = nn.Sequential(KeepingConvolution(3, 4, 3), nn.ReLU()).eval()
+    traced = trace(module, EXAMPLE)
+    with torch.no_grad():
+        assert torch.equal(traced(EXAMPLE), copy.deepcopy(module)(EXAMPLE))
+    assert module[0].added is None
+
+
+_KEPT: dict[str, torch.Tensor] = {}
+
+
+class KeepingElsewhere(nn.Module):
+    """Keeps what it has made where no network is asked for it."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images + _KEPT.setdefault("added", torch.ones_like(images))
+
+
+def test_what_another_tracing_has_left_is_a_fault_that_is_told() -> None:
+    _KEPT.clear()
+    trace(KeepingElsewhere())
+    with pytest.raises(PassError, match=r"torch\.fx cannot trace this model: .* does not belong to this Graph"):
+        trace(KeepingElsewhere())
+
+
 class MakingWeights(nn.Module):
     """A layer that nobody can have trained."""
 
