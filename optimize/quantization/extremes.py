@@ -40,10 +40,8 @@ def _extremes(reader: fx.Node) -> Collection[fx.Node]:
 
 
 def _is_extreme(node: fx.Node) -> bool:
-    """Whether a node gives the largest or smallest of floats, or of their magnitudes; not where that is."""
+    """Whether a node gives the largest or smallest of numbers, or of their magnitudes; where that is, is whole."""
     given: Any = node.args
     of_several = node.target is operator.getitem and given[0].target in _OF_SEVERAL
     of_magnitudes = node.target in _NORMS and len(given) > 1 and math.isinf(given[1])
-    value = node.meta.get("val")
-    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return floats and (node.target in _ALONE or of_several or of_magnitudes)
+    return node.target in _ALONE or of_several or of_magnitudes

@@ -42,7 +42,8 @@ def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int
     if not narrow:
         return 0
     given = _Given(converted)
-    given.run(example)
+    with torch.no_grad():
+        given.run(example.clone())  # a network may change its images in place
     count = 0
     for owner, name, packed, groups, together in narrow:
         if (id(owner), name) not in given.beside_zero:
@@ -74,7 +75,7 @@ def put_explicit_groups_together(module: fx.GraphModule) -> int:
         together = _together(integers, groups)
         if together == 1 or together > _MOST or not beside_zero:
             continue
-        name = f"{str(weight.args[0].target).replace('.', '_')}_together"
+        name = f"groups_together_{count}"
         module.register_buffer(name, _between_zeros(integers, groups, together))
         with module.graph.inserting_before(weight):
             wide = module.graph.get_attr(name)
@@ -96,7 +97,7 @@ class _Given(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """See `fx.Interpreter`."""
         given = self.env.get(n.args[0]) if n.args and isinstance(n.args[0], fx.Node) else None
-        if isinstance(given, torch.Tensor) and given.is_quantized and given.q_zero_point() != 0:
+        if isinstance(given, torch.Tensor) and given.is_quantized and _zero_of(given) != 0:
             constants = [each for each in n.all_input_nodes if each.op == "get_attr"]
             for layer in (n, *constants):
                 path, _, name = str(layer.target).rpartition(".")
@@ -105,6 +106,11 @@ class _Given(fx.Interpreter):
                 elif layer.op == "get_attr":
                     self.beside_zero.add((id(self.module.get_submodule(path)), name))
         return super().run_node(n)
+
+
+def _zero_of(given: torch.Tensor) -> int:
+    """Which integer stands for zero; 0 of weights, which have one for each channel."""
+    return given.q_zero_point() if given.qscheme() == torch.per_tensor_affine else 0
 
 
 def _groups(owner: Any, packed: Any) -> int:

@@ -1,8 +1,8 @@
 """What OpenVINO would compute from integers, and wrongly, is given floats.
 
 OpenVINO (2026.4.1) moves a dequantizer behind sums, means and borders, and computes them from the integers. Behind the
-larger of its input and the lowest float, which is the input, none is moved: the numbers are those that the graph means,
-in every engine.
+larger of its input and the lowest float, which is the input (but of minus infinity), none is moved: the numbers are
+those that the graph means, in every engine. Whole numbers that are no integers of a quantizer stay what they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def keep_floats(module: fx.GraphModule, taken: Callable[[fx.Node], Collection[fx
     """
     found = 0
     for node in list(module.graph.nodes):
-        inputs = taken(node)
+        inputs = [given for given in taken(node) if not _is_whole(given)]
         for given in dict.fromkeys(inputs):
             if not hasattr(module, _LOWEST):
                 module.register_buffer(_LOWEST, torch.tensor(torch.finfo(torch.float32).min))
@@ -38,3 +38,9 @@ def keep_floats(module: fx.GraphModule, taken: Callable[[fx.Node], Collection[fx
         found += bool(inputs)
     module.recompile()
     return found
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a node is known to give whole numbers or truths, as what is counted or compared."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()

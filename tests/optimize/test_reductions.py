@@ -86,6 +86,15 @@ def test_only_sums_and_means_over_anything_but_a_map_are_kept() -> None:
     assert kept(Network(), keep_reductions, x) == (9, 9)
 
 
+def test_what_is_counted_stays_whole_numbers() -> None:
+    class Network(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.index_select(2, (x > 0).sum(1)[0, 0].clamp(max=3)) + x.sum(1, keepdim=True)
+
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    assert kept(Network(), keep_reductions, x) == (1, 1)
+
+
 @pytest.mark.parametrize(("epsilon", "count"), [(1e-3, 3), (1e-6, 0)])
 def test_norms_of_integers_are_kept_where_what_they_add_counts_beside_a_step(epsilon: float, count: int) -> None:
     class Network(nn.Module):
