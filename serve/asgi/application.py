@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -50,6 +51,7 @@ class Application:
         on_stop: awaited in reverse order when every accepted HTTP request is answered, before the services end.
         draining: set when the server is told to end: it is ready no more, and connections are closed as they answer.
         notes: lines for the person who starts it, filled until ``on_start`` is over.
+        ends: by when what was accepted is answered, in seconds of `time.monotonic`, once it ends.
         in_flight: requests that are being received or answered, gRPC's too.
         held: bytes of their bodies.
 
@@ -68,6 +70,7 @@ class Application:
         self.on_start: list[Callable[[], Awaitable[None]]] = []
         self.on_stop: list[Callable[[], Awaitable[None]]] = []
         self.draining = False
+        self.ends = math.inf
         self.notes: list[str] = []
         self.in_flight = 0
         self.held = Held(self.limits.held_bytes)
@@ -96,6 +99,11 @@ class Application:
             self.in_flight -= 1
             observation.seconds = time.monotonic() - call.arrived
             self.observe(observation)
+
+    @property
+    def ends_in(self) -> float:
+        """Seconds that are left for what was accepted, when it ends."""
+        return max(0.0, self.ends - time.monotonic())
 
     @property
     def unready(self) -> str | None:

@@ -72,8 +72,6 @@ class Asking:
             raise queue_full(self._served.name, str(error)) from None
 
     def _settle(self, computing: Future[Answered]) -> None:
-        if not computing.cancelled():  # what was given up is no sign of life
-            self._served.progressed = time.monotonic()
         if self._outcome.done():
             return
         try:

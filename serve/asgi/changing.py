@@ -50,7 +50,13 @@ class Changing:
         self._on_loaded = on_loaded
         self._on_left_out = on_left_out
         self._changing = asyncio.Lock()
+        self._closing: list[threading.Thread] = []  # of engines that did not answer in time
         self._leaving: set[asyncio.Task[bool]] = set()
+
+    @property
+    def left_open(self) -> bool:
+        """Whether an engine that is out still runs: Python would wait for it, or a library abort."""
+        return any(thread.is_alive() for thread in self._closing)
 
     async def change(self, wanted: Sequence[Wanted], *, leave_out: bool = False) -> None:
         """Serve ``wanted`` and nothing else.
@@ -104,16 +110,17 @@ class Changing:
         """Answer what was accepted, and close everything.
 
         Args:
-            within_s: seconds for that; None: ``drain_s``.
+            within_s: seconds for that, and for what versions have accepted that are out already; None: ``drain_s``.
 
         Returns:
             Whether all of it was answered in time.
         """
+        seconds = self._drain_s if within_s is None else within_s
         async with self._changing:
-            for old in self._models.replace({}):
-                self._leaving.add(asyncio.ensure_future(self._leave(old, within_s)))
-            answered = await asyncio.gather(*self._leaving)
-        return all(answered)
+            leaving = [asyncio.ensure_future(self._leave(old, seconds)) for old in self._models.replace({})]
+            over, late = await asyncio.wait(self._leaving, timeout=seconds) if self._leaving else (set(), set())
+            answered = await asyncio.gather(*leaving)
+        return all(answered) and all(task.result() for task in over) and not late
 
     async def _same(self, wanted: Wanted) -> Served | None:
         """The version that is served already and was opened from the same bytes."""
@@ -139,7 +146,8 @@ class Changing:
         if answered:
             await asyncio.to_thread(served.service.close)
         else:  # an engine that hangs is never closed: nothing waits for it, nor does the process when it ends
-            threading.Thread(target=served.service.close, name="close", daemon=True).start()
+            self._closing.append(threading.Thread(target=served.service.close, name="close", daemon=True))
+            self._closing[-1].start()
         _LOG.info(
             "closed",
             extra={"fields": {"model": served.name, "version": served.version, "all_answered": answered}},

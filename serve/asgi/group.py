@@ -24,7 +24,7 @@ from pathlib import Path
 
 from serve.asgi.call import Limits
 from serve.asgi.listening import Listening, shared
-from serve.asgi.member import SIGNALS, Answers, Failed, HasChanged, IsReady, Member, Message, Said
+from serve.asgi.member import SIGNALS, Answers, Change, Failed, HasChanged, IsReady, Member, Message, Said
 from serve.asgi.notify import notify
 from serve.asgi.plan import Wanted
 from serve.asgi.settings import Settings
@@ -115,6 +115,8 @@ class _Started:
     pipe: Connection
     ready: bool = False
     failed: Failed | None = None
+    killed: str = ""  # by this one, and why
+    change: int = 0  # the number of the newest that it has not told the end of; 0: none
     asked: bool = False  # whether it has yet to answer
     unanswered: int = 0  # times since then that it would have been asked again
 
@@ -135,7 +137,8 @@ class _Group:
         self._ending = False
         self._over = asyncio.Event()
         self._was_ready = False
-        self._changing: set[int] = set()
+        self._reloading = False
+        self._changes = 0
         self._failure: PipelineError | None = None
         self._status = 0
 
@@ -205,18 +208,20 @@ class _Group:
                 self._pauses[number] = _FIRST_PAUSE_S
                 self._is_ready(number)
             elif isinstance(message, HasChanged):
-                self._has_changed(number)
+                if started.change == message.number:
+                    started.change = 0
+                self._look_at_changes()
 
     async def _watch(self) -> None:
         """Kill a process that does not answer, whatever stops it; another takes its place.
 
-        Until it is ready, and while it changes models, it may be silent: a library that opens one may keep Python's
-        lock.
+        Until it is ready, and while it changes models, it may be silent, but where all end: a library that opens one
+        may keep Python's lock.
         """
         while True:
             await asyncio.sleep(_ASK_AGAIN_S)
             for number, started in self._members.items():
-                opens = not started.ready or number in self._changing
+                opens = not started.ready or started.change
                 if not started.asked:
                     started.asked = True
                     with contextlib.suppress(OSError):  # it ends
@@ -227,11 +232,9 @@ class _Group:
                         self._kill(number, started)
 
     def _kill(self, number: int, started: _Started) -> None:
-        why = f"did not answer for {_MOST_UNANSWERED * _ASK_AGAIN_S:g} s and was killed"
-        if self._ending:
-            _LOG.error("process %d: %s", number, why)
-        else:  # it is told when another is started
-            started.failed = Failed(why, users=False)
+        started.killed = f"did not answer for {_MOST_UNANSWERED * _ASK_AGAIN_S:g} s and was killed"
+        if self._ending:  # else it is told when another is started
+            _LOG.error("process %d: %s", number, started.killed)
         started.process.kill()
 
     def _is_ready(self, number: int) -> None:
@@ -254,9 +257,9 @@ class _Group:
         status = started.process.exitcode or 0
         started.process.close()
         del self._members[number]
-        self._has_changed(number)
+        self._look_at_changes()
         if not self._ending:
-            self._is_missing(number, _ended_by(status), started.failed)
+            self._is_missing(number, started.killed or _ended_by(status), started.failed)
         else:
             if status and not self._status:
                 self._status = status if status > 0 else 128 - status
@@ -279,16 +282,22 @@ class _Group:
 
     def _change(self) -> None:
         """Have all look again at what is to be served."""
-        if self._was_ready and not self._ending:  # before, the end of a change is not that all are ready
+        if self._ending:
+            return
+        if self._was_ready:  # before, the end of a change is not that all are ready
             notify(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
-            self._changing |= set(self._members)
-        self._signal(signal.SIGHUP)
+            self._reloading = True
+        self._changes += 1
+        for started in self._members.values():
+            with contextlib.suppress(OSError):  # it ends
+                started.pipe.send(Change(self._changes))
+                started.change = self._changes
 
-    def _has_changed(self, number: int) -> None:
-        if number in self._changing:
-            self._changing.remove(number)
-            if not self._changing and not self._ending:
-                notify("READY=1")
+    def _look_at_changes(self) -> None:
+        """Where all have changed, say so."""
+        if self._reloading and not self._ending and not any(started.change for started in self._members.values()):
+            self._reloading = False
+            notify("READY=1")
 
     def _end(self, number: int) -> None:
         """Obey a signal to end; the second ends all at once, one that is stopped or hangs as well."""

@@ -41,7 +41,7 @@ class GrpcServer:
         application: who answers; everybody who reaches the address may ask, with a token if the application has any.
         listening: at whose host, and with whose certificate.
         port: 0 takes a free one, and ``port`` says which.
-        grace_s: seconds for requests that are under way when it stops.
+        grace_s: seconds for requests that are under way when it stops; fewer where the application ends sooner.
         shared: whether other processes of this user may listen at the port, too.
     """
 
@@ -129,7 +129,7 @@ class GrpcServer:
     async def stop(self) -> None:
         """Take no more requests, and wait for those that are under way."""
         if self._server is not None:
-            await self._server.stop(self._grace_s)
+            await self._server.stop(min(self._grace_s, self.application.ends_in))
             self._server = None
 
     def _behaviour(

@@ -25,8 +25,17 @@ class IsReady:
 
 
 @dataclass(frozen=True)
+class Change:
+    """It is to look again at what is to be served, for this time: one signal may stand for several, and no message."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class HasChanged:
-    """What SIGHUP asks for is over, whether something was changed or not."""
+    """What it was to look at is over, and all before that, whether something was changed or not."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -57,8 +66,8 @@ class Member:
         count: of all.
         port: where they listen.
         opened: a socket that listens there already; None: others do, and this one joins them when it is ready.
-        parent: a pipe to the process that has started it, which asks there now and then whether this one answers; at
-            its end that one has gone.
+        parent: a pipe to the process that has started it, which asks there now and then whether this one answers
+            (None), and says that it is to look again (`Change`); at its end that one has gone.
         folder: for what they tell each other.
     """
 

@@ -6,7 +6,6 @@ Changed and read in the event loop only.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ class Served:
         checked: what was seen of it before it was called ready, a line each.
         unchecked: why it is ready without having been asked for a known answer; empty: it gave it.
         digest: SHA-256 of that archive.
-        progressed: when it last answered a request or had none, in seconds of `time.monotonic`.
     """
 
     name: str
@@ -46,7 +44,6 @@ class Served:
     checked: tuple[str, ...] = ()
     unchecked: str = ""
     digest: str = ""
-    progressed: float = field(default_factory=time.monotonic)
     _holders: int = field(default=0, repr=False)
     _credit: int = field(default=0, repr=False)
     _free: asyncio.Event | None = field(default=None, repr=False)

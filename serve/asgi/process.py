@@ -26,14 +26,14 @@ from serve.asgi.changing import Changing
 from serve.asgi.extensions import extend
 from serve.asgi.http_server import HttpServer, Loop, lock_in_turns, uvicorn_config, with_files
 from serve.asgi.listening import SocketFile
-from serve.asgi.member import SIGNALS, Answers, HasChanged, IsReady, Member
+from serve.asgi.member import SIGNALS, Answers, Change, Failed, HasChanged, IsReady, Member
 from serve.asgi.models import Models, Served
 from serve.asgi.notify import notify
 from serve.asgi.plan import Wanted
 from serve.asgi.settings import Settings
 from serve.asgi.siblings import Siblings
 from serve.asgi.tokens import Tokens
-from serve.runtime.errors import EngineError, PipelineError, message_of, one_line
+from serve.runtime.errors import EngineError, PipelineError, UserError, message_of, one_line
 from serve.runtime.logs import RequestLog
 
 _LOG = logging.getLogger(__name__)
@@ -120,7 +120,6 @@ class _Process:
         self._failure: PipelineError | None = None
         self._hangs = False
         self.stopped = False  # whether it listens no more
-        self._ends = 0.0  # by when what was accepted is answered
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()
 
@@ -148,17 +147,18 @@ class _Process:
         watching.cancel()
         ending.cancel()
         # A thread that opens a model cannot be stopped: what it opens is closed when it has done so.
-        await asyncio.wait({loading, *self._tasks}, timeout=self._settings.drain_s)
+        await asyncio.wait({loading, *self._tasks}, timeout=self._application.ends_in)
         await asyncio.gather(watching, ending, return_exceptions=True)
         for stop in reversed(self._application.on_stop):
             await stop()
         if not loading.done() or self._tasks:
             _LOG.warning("ended while a model was being opened")
             self._exit(0 if self._failure is None else 1)
-        answered = await self._changing.end(max(0.0, self._ends - time.monotonic()))
-        if not answered:
+        if not await self._changing.end(self._application.ends_in):
             _LOG.error("not all that was accepted was answered in time")
             self._exit(1)
+        if self._changing.left_open:
+            self._exit(0 if self._failure is None else 1)
         if self._failure is not None:
             raise self._failure
         return 0
@@ -183,7 +183,7 @@ class _Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, number)
-        loop.add_signal_handler(signal.SIGHUP, self._change)
+        loop.add_signal_handler(signal.SIGHUP, self._change, None)
         if (member := self._member) is not None:
             loop.add_reader(member.parent.fileno(), self._is_asked, member)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -216,7 +216,7 @@ class _Process:
         notify("STOPPING=1")
         if self._failure is None:
             await asyncio.sleep(self._settings.drain_delay_s)
-        self._ends = time.monotonic() + self._settings.drain_s
+        self._application.ends = time.monotonic() + self._settings.drain_s
         if self._server.started and self._opened is not None:
             self.stopped = True
             await self._server.stop(self._opened, file)
@@ -228,7 +228,9 @@ class _Process:
 
     def _exit(self, status: int) -> NoReturn:
         """End beside a thread that cannot be ended: Python would wait for it, or a library abort."""
-        if self._failure is not None:
+        if self._failure is not None and self._member is not None:
+            self._member.tell(Failed(str(self._failure), isinstance(self._failure, UserError)))
+        elif self._failure is not None:
             _LOG.error("%s", self._failure)
         logging.shutdown()
         os._exit(status)
@@ -262,12 +264,12 @@ class _Process:
         for entry in served.predictor.passed_over:
             self._say(f"  passed over {entry.execution}: {entry.reason}")
 
-    def _change(self) -> None:
-        task = asyncio.ensure_future(self._look_again())
+    def _change(self, asked: Change | None) -> None:
+        task = asyncio.ensure_future(self._look_again(asked))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _look_again(self) -> None:
+    async def _look_again(self, asked: Change | None = None) -> None:
         await self._begun.wait()  # systemd would be told that it is ready, whatever was found
         if self._ending.is_set():
             return
@@ -287,27 +289,28 @@ class _Process:
             shares = ", ".join(f"{served.name} {served.version} (weight {served.weight})" for served in self._models)
             _LOG.info("changed: serving %s", shares)
         notify("READY=1")
-        if self._member is not None:
-            self._member.tell(HasChanged())
+        if self._member is not None and asked is not None:
+            self._member.tell(HasChanged(asked.number))
 
     async def _watch(self) -> None:
         """End the process when a device is lost to it, or an engine hangs: a new process may do better.
 
-        Seconds in which this did not run are not an engine's: the process was stopped, or its machine was.
+        It hangs where it is at one job for longer than anybody waits for an answer. That is counted in looks: seconds
+        in which this did not run are not the engine's, for the process was stopped, or its machine was.
         """
-        now = time.monotonic()
+        held: dict[int, tuple[int, float]] = {}  # by the service: its job, and for how long
         while True:
-            due = now + _LOOK_FOR_BROKEN_S
             await asyncio.sleep(_LOOK_FOR_BROKEN_S)
-            now = time.monotonic()
+            before, held = held, {}
             for served in self._models:
-                served.progressed = min(now, served.progressed + max(0.0, now - due))
-                reason = served.service.broken
-                if served.service.waiting == 0:
-                    served.progressed = now
-                elif reason is None and now - served.progressed > served.serving.response_timeout_s + _GRACE_S:
-                    reason = f"nothing was answered for {now - served.progressed:.0f} s, and requests wait"
-                    self._hangs = True
+                reason, job = served.service.broken, served.service.holding
+                if reason is None and job is not None:
+                    known, seconds = before.get(id(served), (None, 0.0))
+                    seconds = seconds + _LOOK_FOR_BROKEN_S if known == job else 0.0
+                    held[id(served)] = job, seconds
+                    if seconds > served.serving.response_timeout_s + _GRACE_S:
+                        reason = f"it is at the same images for {seconds:.0f} s, and others wait"
+                        self._hangs = True
                 if reason is not None:
                     served.ready = False
                     self._fail(EngineError(f"{served.name}: {reason}: the server ends, to be restarted"))
@@ -328,10 +331,13 @@ class _Process:
             self._say(f"{signal.Signals(number).name}: answering what was accepted; once more ends at once")
 
     def _is_asked(self, member: Member) -> None:
-        """Answer the process that has started this one; where it has gone, end."""
+        """Do what the process that has started this one asks for; where it has gone, end."""
         with contextlib.suppress(EOFError, OSError):
-            member.parent.recv()
-            member.tell(Answers())
+            asked = member.parent.recv()
+            if isinstance(asked, Change):
+                self._change(asked)
+            else:
+                member.tell(Answers())
             return
         asyncio.get_running_loop().remove_reader(member.parent.fileno())
         _LOG.error("the server's first process has gone: this one ends")

@@ -6,6 +6,7 @@ outcomes, and no server.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -83,6 +84,8 @@ class Service:
         self._emptied = threading.Condition(self._lock)
         self._accepted: dict[int, Work] = {}  # and not answered, by their futures
         self._refusing = False
+        self._jobs: dict[int, int] = {}  # what each thread is at, by its identity: a number that is given once
+        self._numbers = itertools.count()
         self._broken: BrokenError | None = None
         self._owner = owner or EngineThread()
         threads = self._owner.run(torch.get_num_threads).result() if owner else torch.get_num_threads()
@@ -116,6 +119,19 @@ class Service:
     def broken(self) -> str | None:
         """Why no request will be answered any more: the process must end. None: they will be."""
         return None if self._broken is None else str(self._broken)
+
+    @property
+    def holding(self) -> int | None:
+        """The number of the job that all others wait for: for as long as it is the same, nothing goes on.
+
+        It is what the engine is at; where that has nothing, and every decode thread something, the oldest of those.
+        None: there is none.
+        """
+        jobs = dict(self._jobs)
+        engine = jobs.pop(self._engine, None)
+        if engine is not None:
+            return engine
+        return min(jobs.values()) if len(jobs) == self.decode_threads else None
 
     def submit(self, request: Request, *, deadline: float | None = None) -> Future[Answered]:
         """Have a request answered.
@@ -213,6 +229,8 @@ class Service:
             works: the requests.
             most: pixels of an image beyond which all is left to the decode threads.
         """
+        thread = threading.get_ident()
+        self._jobs[thread] = next(self._numbers)
         try:
             for work in works:
                 if work.todo is None:
@@ -228,6 +246,7 @@ class Service:
             _LOG.exception("requests failed: %s", one_line(error))
             self._refuse(works, FAILED)
         finally:
+            del self._jobs[thread]
             self._waiting.done()
 
     def _open(self, work: Work) -> None:
@@ -254,6 +273,7 @@ class Service:
 
     def _own(self, threads: int) -> None:
         """Begin in the thread that owns the engine: give it torch's threads, and see that it is warm there."""
+        self._engine = threading.get_ident()
         torch.set_num_threads(threads)
         missing = set(warm_sizes(self.predictor.execution.buckets, self._most)) - self.predictor.seconds.keys()
         self.predictor.warm_up(missing, repeats=2)
@@ -262,6 +282,7 @@ class Service:
 
     def _infer_for_ever(self) -> None:
         while batch := self._next_batch():
+            self._jobs[self._engine] = next(self._numbers)
             try:
                 self._infer(batch)
             except BrokenError as error:
@@ -271,6 +292,8 @@ class Service:
             except Exception as error:  # noqa: BLE001 - as above
                 _LOG.exception("a batch failed: %s", one_line(error))
                 self._refuse([ready.work for ready in batch], FAILED)
+            finally:
+                del self._jobs[self._engine]
             del batch
 
     def _next_batch(self) -> list[Ready]:

@@ -45,6 +45,10 @@ class Stuck:
     def waiting(self) -> int:
         return sum(not future.done() for future in self.futures)
 
+    @property
+    def holding(self) -> int | None:
+        return next((number for number, future in enumerate(self.futures) if not future.done()), None)
+
     def drain(self, timeout_s: float) -> bool:
         return True
 

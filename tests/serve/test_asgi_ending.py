@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import socket
@@ -17,11 +18,14 @@ import httpx
 import pytest
 
 from serve.asgi import process
+from serve.asgi.changing import Changing
 from serve.asgi.listening import Listening
+from serve.asgi.member import Failed, Member
 from serve.asgi.models import Models, Served
 from serve.asgi.plan import Wanted
 from serve.asgi.settings import Settings
 from serve.runtime.errors import EngineError, UserError
+from serve.verified import Policy
 from tests.serve.stuck import PING, Stuck, settings, stand_in, started, stuck_model
 
 
@@ -143,6 +147,92 @@ def test_a_pause_of_the_process_is_not_an_engine_that_hangs(monkeypatch: pytest.
     assert asyncio.run(run())
 
 
+class Hung(Stuck):
+    """A service whose engine hangs: closed, its thread does not end before it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
+        future = super().submit(request, deadline=deadline)
+        future.set_running_or_notify_cancel()
+        return future
+
+    def drain(self, timeout_s: float) -> bool:
+        return not self.waiting
+
+    def close(self) -> None:
+        if self.waiting:
+            self.released.wait(30)
+
+
+def changing(*served: Served, drain_s: float) -> Changing:
+    models = Models()
+    models.replace({entry.name: [entry] for entry in served})
+    return Changing(
+        models,
+        gpu=None,
+        queue=None,
+        policy=Policy(),
+        drain_s=drain_s,
+        on_loaded=lambda *_: None,
+        on_left_out=lambda *_: None,
+    )
+
+
+def test_the_end_waits_no_longer_for_a_version_that_was_replaced_and_hangs() -> None:
+    service: Any = Hung()
+    service.submit(None)
+    old = stuck_model(service)
+
+    async def run() -> tuple[float, bool, bool]:
+        ending = changing(old, drain_s=20)
+        with old.held():  # a request of it is open
+            await ending.change([])
+            begun = time.monotonic()
+            answered = await ending.end(0.3)
+            took = time.monotonic() - begun
+            for task in ending._leaving:
+                task.cancel()
+        return took, answered, ending.left_open
+
+    took, answered, left_open = asyncio.run(run())
+    assert (took < 10, answered, left_open) == (True, False, False)
+
+
+def test_an_engine_that_hangs_in_a_version_that_is_gone_is_known_to_be_left_open() -> None:
+    service: Any = Hung()
+    service.submit(None)
+
+    async def run() -> tuple[bool, bool]:
+        ending = changing(stuck_model(service), drain_s=0.1)
+        await ending.change([])
+        while not ending.left_open:
+            await asyncio.sleep(0.01)
+        return await ending.end(5), ending.left_open
+
+    assert asyncio.run(run()) == (True, True)
+    service.released.set()
+
+
+def test_a_process_of_several_tells_why_it_leaves_beside_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ExitedError(Exception):
+        pass
+
+    def leave(status: int) -> None:
+        raise ExitedError(status)
+
+    monkeypatch.setattr("serve.asgi.process.os._exit", leave)
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        leaving = process._Process(settings(), list, lambda _: None, Member(0, 2, 1, None, theirs, Path()))
+        leaving._failure = EngineError("m: it hangs")
+        with pytest.raises(ExitedError, match="1"):
+            leaving._exit(1)
+        assert ours.recv() == Failed("m: it hangs", users=False)
+
+
 def test_told_to_end_while_it_opens_a_model_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class ExitedError(Exception):
         pass
@@ -208,13 +298,13 @@ def test_told_twice_to_look_again_it_serves_what_was_said_last() -> None:
             time.sleep(0.5)
         return [Wanted("m", mine, Path())]
 
-    class Changing:
+    class Noting:
         async def change(self, told: list[Wanted], *, leave_out: bool) -> None:
             changed.append(told[0].version)
 
     async def run() -> None:
         looking = process._Process(settings(), wanted, lambda _: None)
-        looking._changing = Changing()  # type: ignore[assignment]
+        looking._changing = Noting()  # type: ignore[assignment]
         looking._models = Models()
         looking._begun.set()
         await asyncio.gather(looking._look_again(), looking._look_again())

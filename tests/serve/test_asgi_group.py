@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -22,6 +24,10 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve.asgi import group
+from serve.asgi.listening import Listening
+from serve.asgi.member import Change, HasChanged
+from serve.asgi.settings import Settings
 from tests.serve.certificates import certify
 from tests.serve.own_process import IMAGE, Server, assert_ends_in_order, make_archives, running, write_models
 
@@ -335,6 +341,31 @@ def test_as_systemd_ends_a_service_each_is_told_to_and_all_is_answered(service: 
             states.append(told.recv(1000).decode().partition("\n")[0])
     assert states[0] == "RELOADING=1"
     assert states[-1] == "STOPPING=1"
+
+
+def test_told_twice_to_change_it_is_ready_when_all_have_for_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[str] = []
+    monkeypatch.setattr(group, "notify", lambda state: states.append(state.partition("\n")[0]))
+    together = group._Group(Settings(listening=Listening(port=0)), list, lambda _: None, [[0], [1]], tmp_path)
+    process: Any = None
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    together._members = {number: group._Started(process, ours) for number, (ours, _) in enumerate(pipes)}
+    together._was_ready = True
+    together._change()
+    together._change()
+    for number, (_, theirs) in enumerate(pipes):
+        assert [theirs.recv() for _ in range(2)] == [Change(1), Change(2)]
+        theirs.send(HasChanged(1))
+        together._hear(number, together._members[number])
+    assert states == ["RELOADING=1", "RELOADING=1"]
+    for number, (ours, theirs) in enumerate(pipes):
+        theirs.send(HasChanged(2))
+        together._hear(number, together._members[number])
+        theirs.close()
+        ours.close()
+    assert states == ["RELOADING=1", "RELOADING=1", "READY=1"]
 
 
 def test_ctrl_c_while_it_starts_ends_it_in_order(archives: Path, tmp_path: Path) -> None:

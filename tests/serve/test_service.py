@@ -515,6 +515,52 @@ def test_a_lost_device_is_told_to_all_who_wait_and_to_all_who_come(gate: tuple[S
     assert engine.sizes == [1]
 
 
+def test_what_an_engine_is_at_holds_the_others_whatever_is_refused_beside_it(gate: tuple[Service, Gate]) -> None:
+    service, engine = gate
+    until(lambda: service.holding is None)
+    first = shut(service, engine)
+    held = service.holding
+    assert held is not None
+    for image in (b"no image", b"none either"):
+        assert statuses(service.submit(one(image)).result(30).outcomes) == [415]
+        assert service.holding == held
+    second = service.submit(one(jpeg(1)))
+    engine.open.set()
+    assert engine.entered.acquire(timeout=20)
+    assert statuses(first.result(30).outcomes + second.result(30).outcomes) == [200, 200]
+    until(lambda: service.holding is None)
+
+
+def test_images_that_are_decoded_hold_the_others_where_every_thread_has_one(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other they are not the same job, however late they are answered."""
+    tickets, entered = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slow(*arguments: Any) -> list[Loaded]:
+        entered.release()
+        assert tickets.acquire(timeout=30)
+        return load(*arguments)
+
+    monkeypatch.setattr("serve.runtime.service.load", slow)
+    large = encoded(Image.new("RGB", (1200, 1000)), "JPEG")
+    with service_of(artifact) as service:
+        futures = [service.submit(one(large))]
+        assert entered.acquire(timeout=20)
+        until(lambda: service.holding is None)  # the other thread would take the next
+        futures += [service.submit(one(large)) for _ in range(4)]
+        assert entered.acquire(timeout=20)
+        seen: list[int | None] = []
+        for _ in range(3):
+            until(lambda: service.holding not in (None, *seen))
+            seen.append(service.holding)
+            tickets.release()
+            assert entered.acquire(timeout=20)
+        tickets.release(len(futures))
+        assert [statuses(future.result(30).outcomes) for future in futures] == [[200]] * 5
+        until(lambda: service.holding is None)
+
+
 def test_draining_answers_what_was_accepted_and_takes_no_more(gate: tuple[Service, Gate]) -> None:
     service, engine = gate
     futures = [shut(service, engine), *(service.submit(one(jpeg(seed))) for seed in range(10))]
