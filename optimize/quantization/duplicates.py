@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,7 +48,10 @@ def merge_alike(module: fx.GraphModule) -> None:
             key = (node.target, repr((node.args, sorted(node.kwargs.items()))))  # to which 1, 1.0 and True differ
         else:
             continue
-        if (first := known.setdefault(key, node)) is not node:
+        first = known.get(key)
+        if first is None or any(_changes(given, first, node) for given in node.all_input_nodes):
+            known[key] = node
+        else:
             node.replace_all_uses_with(first)
             module.graph.erase_node(node)
     for node in reversed(module.graph.nodes):
@@ -117,11 +121,24 @@ def _views(node: fx.Node) -> bool:
 
 def _written(node: fx.Node) -> bool:
     """Whether somebody changes a tensor where it lies, or by a view of it (a program has its ``relu_`` still)."""
-    return any(
-        user.target._schema.is_mutable or (_aliases(user) and _written(user))
-        for user in node.users
-        if isinstance(user.target, torch._ops.OpOverload)
-    )
+    return any(_writers(node))
+
+
+def _writers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who changes a tensor where it lies, or by a view of it."""
+    for user in node.users:
+        if isinstance(user.target, torch._ops.OpOverload):
+            if user.target._schema.is_mutable:
+                yield user
+            if _aliases(user):
+                yield from _writers(user)
+
+
+def _changes(node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
+    """Whether somebody changes what a node gives, or what that is a view of, between two who read it."""
+    while isinstance(node.target, torch._ops.OpOverload) and _aliases(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return any(first < writer < last for writer in _writers(node))
 
 
 def _aliases(node: fx.Node) -> bool:

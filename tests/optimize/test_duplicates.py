@@ -41,6 +41,27 @@ def in_place_by_a_view(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return left, right
 
 
+def changed_between(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = x * 2
+    part = y[:, :1]
+    left = part.sigmoid()
+    y.mul_(3)
+    return left, part.sigmoid()
+
+
+def copied_between(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = x * 2
+    left = y.repeat(1, 2, 1, 1)
+    y.mul_(3)
+    return left, y.repeat(1, 2, 1, 1)
+
+
+def changed_before(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = x * 2
+    y[:, :1].mul_(3)
+    return y.sigmoid(), y.sigmoid()
+
+
 def of_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.int() * 2 / 4, x.int() * 2.0 / 4
 
@@ -64,6 +85,9 @@ def of_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ),
         (in_place, torch.ops.aten.max_pool2d.default, 2),
         (in_place_by_a_view, torch.ops.aten.max_pool2d.default, 2),
+        (changed_between, torch.ops.aten.sigmoid.default, 2),
+        (copied_between, torch.ops.aten.repeat.default, 2),
+        (changed_before, torch.ops.aten.sigmoid.default, 1),
         (lambda x: (torch.rand_like(x), torch.rand_like(x)), torch.ops.aten.rand_like.default, 2),
         (of_integers, torch.ops.aten.mul.Tensor, 3),
         (lambda x: (pooled(x.chunk(2, 3)[1]), pooled(x.split(2, -1)[1])), torch.ops.aten.max_pool2d.default, 1),
@@ -87,6 +111,9 @@ def of_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         "another border",
         "written into",
         "by a view",
+        "of what is changed between them",
+        "copies of what is changed between them",
+        "of what was changed before",
         "drawn",
         "of another type",
         "equal pieces",
