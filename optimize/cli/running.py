@@ -112,7 +112,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         Optional[Path],  # noqa: UP045
         typer.Option(help="Write the curves of what trains for TensorBoard into this folder.", metavar="DIR"),
     ] = None,
-    remeasure: Annotated[bool, typer.Option("--remeasure", help="Time everything anew.")] = False,
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure the speed of everything anew.")] = False,
     objective: Objective = None,
     max_drop: MaxDrop = None,
     confidence: Confidence = None,

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from optimize.data.folders import cache_folder
 from optimize.data.pixels import native_size
@@ -177,11 +177,17 @@ def _pairs_of_loader(data: DataLoader[Any], title: str) -> tuple[Iterator[Any], 
     dataset: Any = data.dataset
     if isinstance(dataset, IterableDataset):
         return _pairs(dataset, title)
-    sampler = data.sampler if data.batch_sampler is not None else range(len(dataset))
-    if isinstance(sampler, SequentialSampler | RandomSampler) and not getattr(sampler, "replacement", False):
+    # With a batch sampler of the user's, torch has a sampler of its own beside that, which nobody asks.
+    batches: Any = data.batch_sampler
+    sampler: Any = data.sampler
+    plain = batches is None or (type(batches) is BatchSampler and batches.sampler is sampler)
+    whole = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == len(dataset)
+    if plain and whole and not getattr(sampler, "replacement", False):
         return _pairs(dataset, title)
-    rows = sorted({int(row) for row in sampler})
-    return (dataset[row] for row in rows), len(rows)
+    rows: set[int] = set()
+    for row in sampler if plain else batches:
+        rows.update(map(int, row if isinstance(row, list | tuple) else [row]))
+    return (dataset[row] for row in sorted(rows)), len(rows)
 
 
 def _pair(pair: Any, place: str) -> tuple[Any, Any]:

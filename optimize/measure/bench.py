@@ -35,7 +35,7 @@ from optimize.store.files import write_json
 from optimize.store.keys import AnswersKey, FootprintKey, Key, ProbeKey, SpeedKey, opening, paired
 from optimize.store.objects import Store
 from serve.runtime.engines.base import execution_id, find_engine, pair_id
-from serve.runtime.errors import EngineError, PipelineError, one_line
+from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 
@@ -44,6 +44,8 @@ _T = TypeVar("_T")
 _SPEED_FILE = "speed.json"
 _FOOTPRINT_FILE = "footprint.json"
 _PROBE_FILE = "probe.json"
+# Images beyond those that a turn needs, where none of these can be read.
+_SPARE = 64
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,15 @@ class Bench:
         )
         if self.remeasure:
             self.store.forget(key.digest)
-        return self._obtain(key, build, lambda folder: _speed_table(folder, candidates, references), first)
+
+        def obtain() -> Kept[SpeedTable]:
+            return self._obtain(key, build, lambda folder: _speed_table(folder, candidates, references), first)
+
+        found = obtain()
+        if found.cached and found.value.skipped.keys() - references:  # memory may have been short then
+            self.store.forget(key.digest)
+            found = obtain()
+        return found
 
     def release(self, candidate: Candidate) -> None:
         """End the pair's process, if it has one: of many pairs that are measured one after another, few may live."""
@@ -349,16 +359,23 @@ class Bench:
         """``size`` validation images, repeated if there are fewer, ``uint8 (size, C, H, W)``."""
         split = self.context.data.val
         count = min(size, len(split))
-        # Only so many are decoded: a large split would be read by worker processes.
-        batches = loader(
-            split,
-            self.context.preprocessing,
-            batch_size=count,
-            device=torch.device("cpu"),
-            limit=count,
-            skip_unreadable=1.0,  # accuracy is where they are refused
-        )
-        images, _ = next(iter(batches))
+        # Only so many are decoded: a large split would be read by worker processes. More where none of them can be.
+        for limit in sorted({count, min(len(split), count + _SPARE), len(split)}):
+            batches = loader(
+                split,
+                self.context.preprocessing,
+                batch_size=count,
+                device=torch.device("cpu"),
+                limit=limit,
+                skip_unreadable=1.0,  # accuracy is where they are refused
+            )
+            try:
+                images, _ = next(iter(batches))
+            except UserError:
+                if limit == len(split):
+                    raise
+            else:
+                break
         return images.repeat(-(-size // len(images)), 1, 1, 1)[:size].contiguous()
 
     def _makers(self, candidate: Candidate) -> tuple[Callable[..., Any], ...]:

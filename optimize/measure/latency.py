@@ -148,9 +148,9 @@ def compare(parent: Speed, child: Speed) -> Ratio:
 
 
 def level(parent: Sequence[float], child: Sequence[float]) -> Ratio:
-    """The same of any cost that is lower the better, one number for each round."""
+    """The same of any cost that is lower the better, one number for each round; of one number there is no interval."""
     ratio = ratio_interval(parent, child)
-    slower = ratio.median < LEVEL or ratio.high < 1
+    slower = ratio.median < LEVEL or (len(parent) > 1 and ratio.high < 1)
     return Ratio(value=ratio.median, low=ratio.low, high=ratio.high, coverage=ratio.coverage, slower=slower)
 
 

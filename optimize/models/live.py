@@ -40,8 +40,12 @@ def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 def module_digest(module: nn.Module) -> str:
     """SHA-256 over a module's code, structure and plain attributes, without its parameters and persistent buffers."""
     walk = _Walk()
-    for name, part in module.named_modules():
+    names: dict[nn.Module, str] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
         walk.say(f"module {name}")
+        if names.setdefault(part, name) != name:
+            walk.say(f"is {names[part]}")
+            continue
         walk.code_of(type(part))
         if isinstance(part, torch.fx.GraphModule):
             walk.say(part.code)
@@ -66,7 +70,8 @@ class _Walk:
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256(f"python {sys.version_info[:2]}".encode())
-        self.met: dict[int, Any] = {}  # holds the objects, so that no id is given twice
+        # As which it was met; holds the objects, so that no id is given twice.
+        self.met: dict[int, tuple[int, Any]] = {}
         self.modules: set[str] = set()
 
     def say(self, text: str) -> None:
@@ -77,14 +82,17 @@ class _Walk:
         if isinstance(value, _PLAIN):
             self.say(f"{type(value).__name__} {value!r}")
         elif id(value) in self.met:
-            self.say("met")
+            self.say(f"met {self.met[id(value)][0]}")
         elif isinstance(value, torch.Tensor):
             self.say(tensors_digest({"": value}))
         elif isinstance(value, np.ndarray):
             self.say(f"{value.dtype}{value.shape}{hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()}")
         else:
-            self.met[id(value)] = value
+            self._meet(value)
             self._composed(value)
+
+    def _meet(self, value: Any) -> None:
+        self.met[id(value)] = len(self.met), value
 
     def _composed(self, value: Any) -> None:
         if isinstance(value, list | tuple | set | frozenset):
@@ -118,9 +126,12 @@ class _Walk:
         """A class, its bases, and what their methods refer to; of installed ones the version."""
         for base in kind.__mro__:
             self.say(f"class {base.__qualname__}")
-            if self._installed(base.__module__) or id(base) in self.met:
+            if self._installed(base.__module__):
                 continue
-            self.met[id(base)] = base
+            if id(base) in self.met:
+                self.say(f"met {self.met[id(base)][0]}")
+                continue
+            self._meet(base)
             self._module(base.__module__)
             for name, member in sorted(vars(base).items()):
                 if name not in ("__module__", "__doc__", "__dict__", "__weakref__", "__firstlineno__"):

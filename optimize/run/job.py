@@ -94,7 +94,7 @@ class Job(Config):
     tensorboard: Path | None = Field(
         default=None, description="a folder for TensorBoard's events of what is trained; None writes none"
     )
-    remeasure: bool = Field(default=False, description="time everything anew, even if the same set was timed before")
+    remeasure: bool = Field(default=False, description="measure speed anew, even if the same set was timed before")
     recommend: Mapping[str, object] = Field(
         default_factory=dict, description="what differs from the recipe's rule of the recommendation"
     )

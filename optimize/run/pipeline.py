@@ -128,7 +128,7 @@ def run(job: Job, listener: Listener) -> Outcome:
 def _refuse_idle(job: Job, recipe: Recipe, path: Path) -> None:
     """Refuse what is said of trainings where there will be none."""
     trained = not job.brings_weights or any(trains(stage.config) for stage in recipe.stages)
-    said = {"--processes": job.processes, "--tensorboard": job.tensorboard}
+    said = {"--processes": job.processes, "--tensorboard": job.tensorboard, "--augment": job.augment}
     if not trained and (idle := [f"{option} {value}" for option, value in said.items() if value not in (None, 1)]):
         raise UserError(
             f"{' and '.join(idle)}: nothing is trained, for the model brings its weights and no pass of {path} trains"

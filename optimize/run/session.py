@@ -240,6 +240,7 @@ class Session(Described):
             ancestors=tuple(content(artifact.card) for artifact in parent.line()),
             target=x86_target().name,
             device=self.context.device.type if step.reads_device else None,
+            architecture=(self.source.fingerprint, self.source.name) if trains(config) else None,
             processes=self.context.processes if trains(config) else 1,
             zeros=code_of(sparsity) if zeros else None,
             timed=timing_here(*timed) if (timed := step.timed(config)) else None,

@@ -110,6 +110,8 @@ class StageKey(Making):
         ancestors: `content` of each ancestor, the baseline first: a pass may read more than its parent.
         target: which integers the machine's kernels speak.
         device: the run's, for a pass whose result depends on it; None for others.
+        architecture: see `BaselineKey`, for a pass that trains: what a model's code does in training alone is in no
+            file. None for others.
         processes: see `BaselineKey`.
         teacher: see `BaselineKey`.
         zeros: digest of the sources that count the zeros of what it makes, where zeros are meant in its lineage: these
@@ -123,6 +125,7 @@ class StageKey(Making):
     ancestors: tuple[str, ...]
     target: str
     device: str | None
+    architecture: tuple[str, str] | None
     processes: int
     teacher: str | None
     zeros: str | None

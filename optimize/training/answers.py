@@ -17,6 +17,7 @@ from optimize.store.keys import TeacherKey
 from optimize.store.objects import Store
 from optimize.store.sources import code_of
 from optimize.training.config import TrainingConfig
+from optimize.training.precision import Precision
 from serve.runtime.images import normalise
 
 _FILE = "answers.npy"
@@ -61,7 +62,7 @@ def kept_answers(
         preprocessing=context.preprocessing,
         precision=config.precision,
         libraries={"torch": torch.__version__},
-        code=code_of(kept_answers),
+        code=code_of(kept_answers, answer, Precision),
     ).digest
 
     def make(folder: Path) -> None:

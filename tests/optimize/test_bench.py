@@ -403,6 +403,23 @@ def test_the_death_of_one_process_is_one_skip(
     assert living.measured is not None
     assert found.rows[1].best == living
     assert found.rows[0].measured is not None
+    # A failure of the moment is not kept.
+    monkeypatch.setattr(Bench, "speed", real)
+    again = rows_of(store, digits_context, baseline, graph)
+    assert [pair.skip for pair in again.rows[1].pairs] == [None, None]
+    assert not again.measurement.cached
+    assert rows_of(store, digits_context, baseline, graph).measurement.cached
+
+
+@pytest.mark.parametrize("readable", range(5))
+def test_speed_is_of_images_that_can_be_read(readable: int, store: Store, digits_context: Context) -> None:
+    sources = [encoded(digits_context.data.val.sources[row]) if row == readable else b"no image" for row in range(5)]
+    val = Split(sources, digits_context.data.val.labels[:5])
+    context = dataclasses.replace(digits_context, data=dataclasses.replace(digits_context.data, val=val))
+    with Bench(store, context, QUICK) as bench:
+        one, three = bench._batch(1), bench._batch(3)
+    assert one.shape[0] == 1
+    assert all(torch.equal(image, one[0]) for image in three)
 
 
 def test_nothing_is_started_where_everything_is_stored(

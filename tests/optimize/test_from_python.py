@@ -9,10 +9,12 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -105,6 +107,25 @@ def test_a_loader_of_some_images_gives_those_in_the_order_of_their_data_set():
     loader = DataLoader(Pictures(), sampler=SubsetRandomSampler([9, 3, 17, 4]), batch_size=2)
     data = image_data(loader, FORMS["tensors"])
     assert data.train.labels.tolist() == LABELS[[3, 4, 9, 17]].tolist()
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(Pictures(), batch_sampler=BatchSampler(SubsetRandomSampler([9, 3, 17, 4]), 3, drop_last=False)),
+        DataLoader(Pictures(), batch_sampler=[[17, 4], [9], [3]]),
+        DataLoader(Pictures(), sampler=[17, 4, 9, 3], batch_size=None),
+        DataLoader(Pictures(), sampler=BatchSampler([17, 4, 9, 3], 2, drop_last=False), batch_size=None),
+    ],
+    ids=["batch sampler", "batches", "one by one", "batches, one by one"],
+)
+def test_however_a_loader_says_which_images_it_gives_it_is_those(loader):
+    assert image_data(loader, FORMS["tensors"]).train.labels.tolist() == LABELS[[3, 4, 9, 17]].tolist()
+
+
+def test_a_loader_that_draws_some_images_gives_no_more():
+    drawn = RandomSampler(Pictures(), num_samples=9, generator=torch.Generator().manual_seed(0))
+    assert len(image_data(DataLoader(Pictures(), sampler=drawn), FORMS["tensors"]).train) == 9
 
 
 def test_grey_pixels_stay_grey():

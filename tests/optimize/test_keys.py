@@ -38,6 +38,7 @@ INPUTS: dict[type[Key], dict[str, tuple[Any, Any]]] = {
         "ancestors": (("a", "b"), ("c", "b")),
         "target": ("x86", "x86-vnni"),
         "device": (None, "cuda"),
+        "architecture": (None, ("a" * 64, "resnet18")),
         "processes": (1, 2),
         "zeros": (None, "f" * 64),
         "timed": (None, {"machine": {"cores": 2}}),

@@ -158,7 +158,7 @@ def test_words_that_mean_nothing_are_refused_at_once(words: tuple[object, ...], 
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("words", [("--processes", "2"), ("--tensorboard", "curves")])
+@pytest.mark.parametrize("words", [("--processes", "2"), ("--tensorboard", "curves"), ("--augment", "none")])
 def test_what_is_said_of_trainings_is_refused_where_nothing_is_trained(words: tuple[str, str], tmp_path: Path) -> None:
     torch.save(Tiny(10).state_dict(), tmp_path / "net.pt")
     recipe = tmp_path / "recipe.yaml"

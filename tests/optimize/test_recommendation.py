@@ -179,6 +179,12 @@ def test_each_objective_has_its_own_winner() -> None:
     assert choose(*cases, objective="throughput").rejected["spread@e"] == "3.00 times the time per image of batched@e"
 
 
+def test_of_files_of_nearly_one_size_the_more_accurate_is_chosen() -> None:
+    cases = (row("baseline", 10, 100_000), row("ptq", 2, 10_000), row("qat", 2, 10_001, gained=60))
+    assert choose(*cases, objective="size").name == "qat"
+    assert choose(cases[0], cases[1], row("qat", 2, 10_400, gained=60), objective="size").name == "ptq"
+
+
 def test_a_long_tail_of_the_chosen_one_is_said_and_who_has_none() -> None:
     steady, spread = Case("steady", [[2.0] * 20] * 7, 90), Case("spread", [[0.52] * 18 + [4.64] * 2] * 7, 80)
     chosen = choose(row("baseline", 10, 100), steady, spread)
