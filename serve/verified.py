@@ -18,7 +18,7 @@ from serve.archive_file import OpenArchive, open_archive
 from serve.config import Config
 from serve.copying import copy_file, private_copy, remove_copy
 from serve.runtime.card import Card, load_card
-from serve.runtime.errors import CardError, UserError
+from serve.runtime.errors import CardError, UserError, did_you_mean
 from serve.runtime.known import NOTHING_KNOWN
 from serve.signing import SignatureError, check_signature, signature_path
 
@@ -80,6 +80,10 @@ class KnownSettings(Config):
     )
 
 
+# What a store's ``serve.toml`` may have.
+_TABLES = ("signing", "known")
+
+
 def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool = False, known: bool = False) -> Policy:
     """What may be loaded from a store: as its ``serve.toml`` says, and as a command line says.
 
@@ -100,7 +104,11 @@ def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool 
         pass
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
-    for name in ("signing", "known"):
+    for name in tables:
+        if name not in _TABLES:
+            hint = did_you_mean(name, _TABLES)
+            raise UserError(f"{path}: there is nothing called {name!r}{hint}; there are [{'] and ['.join(_TABLES)}]")
+    for name in _TABLES:
         if not isinstance(tables.get(name, {}), dict):
             raise UserError(f"{path}: {name} must be a table, found {tables[name]!r}")
     try:

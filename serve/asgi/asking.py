@@ -50,8 +50,8 @@ class Asking:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise self._late()
-        timer = self._loop.call_later(left, self._give_up)
         computing = self._submit()
+        timer = self._loop.call_later(left, self._give_up)
         computing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._settle, done))
         try:
             return await self._outcome

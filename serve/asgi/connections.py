@@ -124,11 +124,12 @@ class GuardedConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         while data:
             try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as stopped:
-                data = data[stopped.args[0] :]
-                self._read_on()
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as stopped:
+                    data = data[stopped.args[0] :]
+                    self._read_on()
             except httptools.HttpParserError as error:
                 if isinstance(error.__context__, MemoryError):  # of a callback: ours, and not the client's
                     self._end(no_memory())
@@ -204,15 +205,16 @@ class GuardedConnection(HttpToolsProtocol):
         self._head_is_there()
         if len(self.pipeline) >= _MOST_WAITING:
             self._read_no_further()
-        self._in_body = True
         self._chunks = self._chunked_bytes = self._trailer_bytes = 0
         found = self._early(self.parser.get_method(), self.url, self.headers) if self._is_plain() else None
         self._answered_early, self._dropped = found is not None, 0
         if found is None:
-            super().on_headers_complete()
+            super().on_headers_complete()  # raises where a path is none that there can be: there is no cycle for it
+            self._in_body = True
             whole = functools.partial(self._answer, self.cycle)
             self.scope["extensions"] = cast("Any", {WHOLE: whole, GONE: self._when_gone})
             return
+        self._in_body = True
         self._write(*found)
         super().on_response_complete()
 

@@ -130,6 +130,8 @@ class Listening:
             opened = socket.socket(family, kind, protocol)
         except OSError as error:
             raise UserError(f"--host {self.host}: {error.strerror}") from None
+        except UnicodeError:  # a label of it is empty, or has more than 63 characters
+            raise UserError(f"--host {self.host}: it is no name of a host") from None
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if beside:

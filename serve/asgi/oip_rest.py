@@ -92,7 +92,7 @@ def packed(output: Output) -> bytes:
     return np.asarray(output.data, dtype=_NUMPY[output.datatype]).tobytes()
 
 
-def unpacked(data: bytes, limit: int) -> tuple[bytes, ...]:
+def unpacked(data: bytes | memoryview, limit: int) -> tuple[bytes, ...]:
     """The elements of ``BYTES`` in binary data, each behind its length in 4 bytes.
 
     Args:
@@ -113,7 +113,7 @@ def unpacked(data: bytes, limit: int) -> tuple[bytes, ...]:
         place += 4
         if place + length > len(data):
             raise RequestError(f"an element of {length} bytes is said to come, and {len(data) - place} bytes do")
-        elements.append(data[place : place + length])
+        elements.append(bytes(data[place : place + length]))
         place += length
     return tuple(elements)
 
@@ -129,15 +129,16 @@ def document_length(body: bytes, json_length: str | None) -> int:
     return int(json_length)
 
 
-def _split(body: bytes, json_length: str | None) -> tuple[Mapping[str, Any], bytes]:
+def _split(body: bytes, json_length: str | None) -> tuple[Mapping[str, Any], memoryview]:
+    """The document, and what is behind it: not copied, for each input cuts its own off."""
     length = document_length(body, json_length)
     document = read_json(body[:length])
     if not isinstance(document, dict):
         raise RequestError('the JSON body must be {"inputs": [{"name", "datatype", "shape", "data"}]}')
-    return document, body[length:]
+    return document, memoryview(body)[length:]
 
 
-def _tensor(entry: Mapping[str, Any], binary: bytes, limit: int) -> tuple[Tensor, bytes]:
+def _tensor(entry: Mapping[str, Any], binary: memoryview, limit: int) -> tuple[Tensor, memoryview]:
     """One input, and the binary data that is left for those behind it."""
     name, datatype, shape = entry.get("name"), entry.get("datatype"), entry.get("shape")
     if not isinstance(name, str) or not isinstance(datatype, str):
@@ -156,7 +157,7 @@ def _tensor(entry: Mapping[str, Any], binary: bytes, limit: int) -> tuple[Tensor
                 f"the JSON by the header {LENGTH_HEADER}, found {shown(size)}"
             )
         mine, binary = binary[:size], binary[size:]
-        data: Sequence[bytes] | bytes = unpacked(mine, limit) if datatype == "BYTES" else mine
+        data: Sequence[bytes] | bytes = unpacked(mine, limit) if datatype == "BYTES" else bytes(mine)
     else:
         data = _listed(name, datatype, entry.get("data"), parameters)
     return Tensor(name, datatype, tuple(shape), data), binary

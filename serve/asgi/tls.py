@@ -66,6 +66,10 @@ class Tls:
                 right = "it must hold certificates in PEM"
                 context.load_verify_locations(self._authorities)
                 context.verify_mode = ssl.CERT_REQUIRED
+                # A session that is resumed asks for no certificate, and is the first context's for ever: who is let in
+                # no more would be. TLS 1.2 also resumes without a ticket, which Python (3.11) cannot forbid.
+                context.minimum_version = ssl.TLSVersion.TLSv1_3
+                context.num_tickets = 0
         except OSError as error:
             reason = getattr(error, "reason", None) or error.strerror or error
             raise UserError(f"{told} cannot be used for TLS ({reason}): {right}") from None

@@ -39,7 +39,9 @@ def tune(
     photos: Annotated[
         Path | None, typer.Option(help="A folder of the images to send. Default: pictures of 0.1 to 0.3 megapixels.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.2, help="Seconds of one measurement.")] = 4.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.2, help="Seconds of one measurement.", show_default="4")
+    ] = None,
     short: Annotated[bool, typer.Option("--short", help="One second each and no curve: to see that it works.")] = False,
 ) -> None:
     """Find by measurement how RUN is best served on this machine, and write that beside its card.
@@ -62,6 +64,10 @@ def tune(
             raise UserError(f"--server must be own or torchserve, got {server!r}")
         if rate is not None and rate <= 0:
             raise UserError(f"--rate must be above 0 requests a second, got {rate:g}")
+        if rate is not None and objective == "throughput":
+            raise UserError(f"--rate {rate:g} is of --objective latency; throughput looks for the rate")
+        if seconds is not None and short:
+            raise UserError(f"--seconds {seconds:g} with --short: that measures for one second each")
         goal = Goal(
             cast(Objective, objective),
             _read("--p99", p99, _TIMES, "20ms"),
@@ -74,7 +80,7 @@ def tune(
         folder = layout.artifact_folder(store, target.run, target.artifact or runs.recommended(store, target.run))
         settings = Settings(
             server,
-            seconds=1.0 if short else seconds,
+            seconds=1.0 if short else 4.0 if seconds is None else seconds,
             warm_s=0.3 if short else 1.0,
             photos=photos,
             curve=not short,

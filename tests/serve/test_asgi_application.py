@@ -21,14 +21,17 @@ from hypothesis import strategies as st
 
 from serve.asgi import oip_rest, oip_routes, predictions
 from serve.asgi.application import CLIENT_GONE, Application
+from serve.asgi.asking import Asking
 from serve.asgi.call import Limits
 from serve.asgi.loading import load
+from serve.asgi.messages import RefusedError
 from serve.asgi.models import Models, Served
 from serve.asgi.plan import Wanted
 from serve.asgi.tokens import Tokens
 from serve.options import ServingOptions
 from serve.runtime.observing import Observation
 from serve.runtime.predictor import Predictor
+from serve.runtime.protocol import Request
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
 from serve.verified import Policy
@@ -293,6 +296,14 @@ def test_a_full_queue_is_told_at_once(served: Served, artifact: Path) -> None:
     answer = ask(application(full), "POST", "/predictions/tiny", artifacts.jpeg(1))
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert "try again" in answer.json()["error"]
+
+    async def refused() -> list[Any]:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(RefusedError):
+            await Asking(full, Request((artifacts.jpeg(1),), 5, listed=False)).answered()
+        return [timer for timer in loop._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+
+    assert asyncio.run(refused()) == [], "a timer keeps its images for as long as it has to answer"
 
 
 def test_an_engine_that_fails_is_a_500_and_the_next_request_is_answered(served: Served) -> None:

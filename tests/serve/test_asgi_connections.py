@@ -284,6 +284,9 @@ def test_who_does_not_finish_its_headers_is_cut_off(sent: bytes, told: bytes) ->
 
 
 CHUNKED = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+OF_ANOTHER = b"Host: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+# Which llhttp takes, and uvicorn's reading of paths does not.
+NO_PATHS = (b"CONNECT x:1", b"CONNECT x", b"GET http://a:99999/", b"GET http://[x/")
 
 
 @pytest.mark.parametrize(
@@ -294,6 +297,8 @@ CHUNKED = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n
         (CHUNKED + b"3\r\nabc\r\nno number\r\n", 400, "/echo"),
         (CHUNKED + b"no number\r\n", 400, "/echo"),
         (b"GET /ping HTTP/1.1\r\nX: " + b"x" * 1001, 431, ""),
+        *((line + b" HTTP/1.1\r\nHost: x\r\n\r\n", 400, "") for line in NO_PATHS),
+        (b"POST /echo HTTP/1.1\r\n" + OF_ANOTHER + b"Transfer-Encoding: gzip\r\n\r\n", 400, "/echo"),
     ],
 )
 def test_what_is_no_http_is_told_as_json_and_counted_once(sent: bytes, status: int, route: str) -> None:
@@ -313,6 +318,21 @@ def test_what_is_no_http_is_told_as_json_and_counted_once(sent: bytes, status: i
     assert b"connection: close" in head
     assert list(json.loads(body)) == ["error"]
     assert [(told.status, told.route) for told in seen] == [(status, route)]
+
+
+@pytest.mark.parametrize("behind", NO_PATHS)
+def test_a_request_is_answered_though_nothing_that_there_can_be_is_behind_it(behind: bytes) -> None:
+    async def run() -> bytes:
+        async with listening(settings()) as (connect, application):
+            add_echo(application)
+            async with connection(connect) as (reader, writer):
+                head = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n"
+                writer.write(head + b"12345" + behind + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+                return await read(reader)
+
+    answer = asyncio.run(run())
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b"12345")
 
 
 @pytest.mark.parametrize("behind", [b"no HTTP\r\n\r\n", PING[:20], b"GET / HTTP/1.1\r\nX: " + b"x" * 2000])

@@ -246,6 +246,12 @@ def test_a_token_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
     assert accepted(Tokens(path), f"Bearer {made.splitlines()[-1]}")
 
 
+@pytest.mark.parametrize("host", ["a..b", ".", "a" * 64])
+def test_what_no_host_can_be_called_is_told_in_one_line(host: str) -> None:
+    with pytest.raises(UserError, match=f"^--host {re.escape(host)}: "):
+        Listening(host, port=0, expose=True).open()
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
 def test_others_are_let_in_only_where_that_is_said(host: str) -> None:
     with pytest.raises(UserError, match="--expose"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import socket
 import ssl
@@ -18,6 +19,7 @@ from serve.asgi import http_server, process
 from serve.asgi.listening import Listening
 from serve.asgi.plan import Wanted
 from serve.asgi.settings import Settings
+from serve.asgi.tls import Tls
 from serve.runtime.errors import EngineError, UserError
 from tests.serve.certificates import certify
 from tests.serve.stuck import PING, Stuck, listening, stand_in, started
@@ -59,6 +61,43 @@ def test_files_that_make_no_tls_are_named_before_anything_is_opened(secure: List
         Listening(certificate=certificate)
     with pytest.raises(UserError, match=f"^--tls-client-authorities {nothing} cannot be used"):
         Listening(certificate=certificate, key=key, client_authorities=nothing)
+
+
+def test_a_client_whose_authority_is_let_in_no_more_cannot_come_back_by_its_session(
+    secure: Listening, tmp_path: Path
+) -> None:
+    assert secure.certificate is not None
+    (own := tmp_path / "own").mkdir()
+    certificate, key = certify(own)
+    authorities = tmp_path / "authorities.pem"
+    authorities.write_bytes(certificate.read_bytes())
+    tls = Tls(secure.certificate, secure.key, authorities)
+    client = ssl.create_default_context(cafile=secure.certificate)
+    client.load_cert_chain(certificate, key)
+
+    def ask(session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+        """Shake hands and read a byte; the session to come back by."""
+        near, far = socket.socketpair()
+
+        def serve() -> None:
+            with contextlib.suppress(ssl.SSLError, OSError), tls.context.wrap_socket(far, server_side=True) as end:
+                end.sendall(b"x")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with client.wrap_socket(near, server_hostname="localhost", session=session) as end:
+                assert end.recv(1) == b"x"
+                return end.session
+        finally:
+            thread.join()
+
+    session = ask(None)
+    authorities.write_bytes(secure.certificate.read_bytes())
+    tls.newest = tls.read()
+    for again in (None, session):
+        with pytest.raises((ssl.SSLError, OSError)):
+            ask(again)
 
 
 def test_a_tls_client_that_nobody_reads_for_does_not_hold_up_the_end(

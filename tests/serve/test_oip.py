@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import struct
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,20 @@ def test_tritons_client_sends_images_as_binary_data() -> None:
     assert (inference.id, inference.timeout_s) == ("seven", 0.25)
     assert [output.name for output in inference.wanted] == list(oip.OUTPUTS)
     assert inference.request.k == len(CLASSES)  # the probabilities of all are among the outputs
+
+
+def test_many_inputs_with_binary_data_do_not_copy_what_is_behind_them() -> None:
+    """A body of so many bytes would be copied once for each, in the event loop."""
+    one = {"name": oip.INPUT, "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 4}}
+    head = json.dumps({"inputs": [one] * 16}).encode()
+    body = head + bytes(16 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError):
+            oip_rest.read(SIGNATURE, body, str(len(head)))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_tritons_client_reads_every_output_binary_or_not() -> None:

@@ -377,6 +377,8 @@ def test_the_stores_settings_say_whose_signature_is_required(tmp_path: Path, key
         "[known]\nrequired = true\n": "unknown .did you mean require",
         '[known]\nrequire = "maybe"\n': "require",
         "[signing\n": "cannot be read",
+        '[Signing]\nrequire = ["release.pub"]\n': r"nothing called 'Signing'.*there are \[signing\] and \[known\]",
+        'require = ["release.pub"]\n': "nothing called 'require'",
     }.items():
         settings.write_text(text)
         with pytest.raises(UserError, match=message):

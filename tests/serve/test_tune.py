@@ -115,6 +115,8 @@ def test_torchserve_is_started_as_each_way_says_and_asked(tmp_path: Path) -> Non
         (["--objective", "fast"], "--objective must be throughput or latency, got 'fast'"),
         (["--server", "nginx"], "--server must be own or torchserve, got 'nginx'"),
         (["--rate", "-1"], "--rate must be above 0"),
+        (["--rate", "50"], "--rate 50 is of --objective latency"),
+        (["--short", "--seconds", "8"], "--seconds 8 with --short"),
         ([], "there is no run 'none'"),
     ],
 )
