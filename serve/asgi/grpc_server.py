@@ -18,7 +18,7 @@ from serve.asgi import oip, oip_grpc
 from serve.asgi.application import CLIENT_GONE, server_timing
 from serve.asgi.asking import Asking, ClientGoneError
 from serve.asgi.listening import Listening
-from serve.asgi.messages import RefusedError, bad_request, no_memory
+from serve.asgi.messages import RefusedError, bad_request, no_memory, written
 from serve.asgi.oip_messages import SERVICE, message, read_message
 from serve.asgi.oip_routes import project_version, refusal, signature
 from serve.asgi.reading import Reading
@@ -243,11 +243,15 @@ class GrpcServer:
             observation.images = len(inference.request.images)
             answered = await Asking(served, inference.request, asked.deadline(inference.timeout_s)).answered()
             observation.tell(answered)
-            try:
+
+            def write() -> Any:
                 outputs = oip.write_outputs(told, inference, answered.outcomes)
+                return oip_grpc.write(told, served.version, inference, outputs)
+
+            try:
+                return await written(inference.request, write)
             except RequestError as error:
                 raise refusal(error) from None
-            return oip_grpc.write(told, served.version, inference, outputs)
 
 
 def _credentials(tls: Tls | None) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from serve.asgi import kserve_v1
-from serve.asgi.messages import LONG_BODY, RefusedError, Response, answer_response, bad_request, json_response
+from serve.asgi.messages import LONG_BODY, RefusedError, Response, answer_response, bad_request, json_response, written
 from serve.runtime import protocol
 from serve.runtime.errors import RequestError
 
@@ -59,4 +59,4 @@ async def predict(call: Call) -> Response:
     except RequestError as error:
         raise bad_request(error) from None
     answered = await call.ask(served, request)
-    return answer_response(request, answered.outcomes)
+    return await written(request, lambda: answer_response(request, answered.outcomes))

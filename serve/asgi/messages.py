@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from serve.runtime import protocol
 from serve.runtime.errors import PipelineError, RequestError
@@ -34,6 +35,10 @@ RETRY: Final = (("retry-after", str(RETRY_AFTER_S)),)
 #: Bytes of a body above which parsing it (JSON, base64, a form) may take longer than changing to a thread. It is left
 #: to one then, so that the event loop answers others meanwhile.
 LONG_BODY: Final = 32 * 1024
+# Classes in an answer above which the same holds of writing it: about 5 ms.
+_LONG_ANSWER = 4096
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,11 @@ def answer_response(request: protocol.Request, outcomes: Sequence[Outcome]) -> R
     """What became of a request's images, as TorchServe's handler and KServe v1 write it."""
     status, body = protocol.answer(request, outcomes)
     return Response(status, body, headers=RETRY if status == 503 else ())
+
+
+async def written(request: protocol.Request, write: Callable[[], _T]) -> _T:
+    """What ``write`` makes of a request's outcomes; of many, in a thread: the event loop answers others meanwhile."""
+    return await asyncio.to_thread(write) if len(request.images) * request.k > _LONG_ANSWER else write()
 
 
 def headers_of(response: Response) -> Headers:

@@ -15,6 +15,7 @@ from serve.asgi.messages import (
     json_response,
     refusal_response,
     try_again,
+    written,
 )
 from serve.runtime.errors import RequestError
 
@@ -102,11 +103,15 @@ async def infer(call: Call) -> Response:
         until = call.arrived + inference.timeout_s
         call.deadline = until if call.deadline is None else min(call.deadline, until)
     answered = await call.ask(served, inference.request)
-    try:
+
+    def write() -> oip_rest.Answer:
         outputs = oip.write_outputs(told, inference, answered.outcomes)
+        return oip_rest.write(told, served.version, inference, outputs)
+
+    try:
+        answer = await written(inference.request, write)
     except RequestError as error:  # an image was refused, and counted as that
         return refusal_response(refusal(error))
-    answer = oip_rest.write(told, served.version, inference, outputs)
     if answer.json_length is None:
         return Response(200, answer.body)
     return Response(200, answer.body, _BINARY, ((oip_rest.LENGTH_HEADER, str(answer.json_length)),))

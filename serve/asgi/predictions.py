@@ -9,7 +9,7 @@ from typing import Any
 from serve.asgi.application import Application
 from serve.asgi.call import Call
 from serve.asgi.forms import parts_of
-from serve.asgi.messages import LONG_BODY, Response, answer_response, bad_request, json_response
+from serve.asgi.messages import LONG_BODY, Response, answer_response, bad_request, json_response, written
 from serve.asgi.models import Models
 from serve.runtime import protocol
 from serve.runtime.errors import RequestError
@@ -60,7 +60,7 @@ async def predict(call: Call) -> Response:
     except RequestError as error:
         raise bad_request(error) from None
     answered = await call.ask(served, request)
-    return answer_response(request, answered.outcomes)
+    return await written(request, lambda: answer_response(request, answered.outcomes))
 
 
 def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Request:

@@ -64,7 +64,7 @@ class Reading:
             except TimeoutError:
                 if loop.time() >= ends:
                     raise try_again("others send as many messages as may be read at once", "memory") from None
-            longest = next(iter(self._readers.items()), None)
+            longest = next(((limit, since) for limit, since in self._readers.items() if not limit.expired()), None)
             if longest is not None and loop.time() - longest[1] >= _PATIENCE_S:
                 del self._readers[longest[0]]
                 longest[0].reschedule(loop.time())

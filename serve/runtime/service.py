@@ -156,8 +156,6 @@ class Service:
                 raise QueueFull(_CLOSED.message)
             if (full := self.full) is not None:
                 raise QueueFull(full)
-            if len(self._waiting.works) > self.queue_limit:  # while all threads decode large images
-                self._waiting.drop_cancelled()
             self._accepted[id(work.future)] = work
             if work.left:
                 self._waiting.add(work)
@@ -366,6 +364,8 @@ class Service:
     def _answered(self, future: Future[Answered]) -> None:
         with self._lock:
             del self._accepted[id(future)]
+            if future.cancelled():  # its images are counted no more where they were received
+                self._waiting.drop_cancelled()
             if not self._accepted:
                 self._emptied.notify_all()
 

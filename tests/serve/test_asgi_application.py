@@ -24,7 +24,7 @@ from serve.asgi.application import CLIENT_GONE, Application
 from serve.asgi.asking import Asking
 from serve.asgi.call import Limits
 from serve.asgi.loading import load
-from serve.asgi.messages import RefusedError
+from serve.asgi.messages import RefusedError, Response, answer_response
 from serve.asgi.models import Models, Served
 from serve.asgi.plan import Wanted
 from serve.asgi.tokens import Tokens
@@ -304,6 +304,22 @@ def test_a_full_queue_is_told_at_once(served: Served, artifact: Path) -> None:
         return [timer for timer in loop._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
 
     assert asyncio.run(refused()) == [], "a timer keeps its images for as long as it has to answer"
+
+
+@pytest.mark.parametrize(("count", "k", "apart"), [(1, 5, False), (2, 5000, True)])
+def test_a_long_answer_is_written_beside_the_event_loop(
+    count: int, k: int, apart: bool, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+
+    def noted(*given: Any) -> Response:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return answer_response(*given)
+
+    monkeypatch.setattr("serve.asgi.predictions.answer_response", noted)
+    body = instances(*[artifacts.jpeg(1)] * count)
+    assert ask(application(served), "POST", f"/predictions/tiny?k={k}", body, JSON).status == 200
+    assert threads == [not apart]
 
 
 def test_an_engine_that_fails_is_a_500_and_the_next_request_is_answered(served: Served) -> None:

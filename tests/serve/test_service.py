@@ -342,6 +342,26 @@ def test_a_cancelled_request_is_not_computed_and_leaves_its_place_at_once(gate: 
         dropped.result(1)
 
 
+def test_what_waits_to_be_decoded_and_is_cancelled_is_not_kept(gate: tuple[Service, Gate]) -> None:
+    """Its bytes are counted no more where they were received."""
+    service, engine = gate
+    first = shut(service, engine)
+    others = [service.submit(one(jpeg(1))) for _ in range(service._waiting._room + 5)]
+    until(lambda: len(service._waiting.works) == 5 and service._waiting.decoding == 0)
+    waiting = [work.future for work in service._waiting.works]
+    for future in waiting:
+        assert future.cancel()
+    assert not service._waiting.works
+    engine.open.set()
+    assert {
+        status
+        for future in (first, *others)
+        if future not in waiting
+        for status in statuses(future.result(30).outcomes)
+    } == {200}
+    assert (service._waiting.backlog._pixels, service._waiting.backlog._requests) == (0, 0)
+
+
 def test_a_request_whose_deadline_passed_is_not_computed(gate: tuple[Service, Gate]) -> None:
     service, engine = gate
     first = shut(service, engine)
