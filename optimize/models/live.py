@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-import importlib.metadata
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from optimize.models.neighbours import is_installed, of_file
+from optimize.models.neighbours import is_installed, of_file, version_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 #: What `nn.Module` keeps beside what a class of the user's sets; hooks are told apart by their names.
@@ -176,7 +175,7 @@ class _Walk:
         file = getattr(sys.modules.get(top), "__file__", None)
         if top == "__main__" or not file or not is_installed(Path(file).resolve()):
             return False
-        self.say(f"{top} {_version(top)}")
+        self.say(f"{top} {version_of(top)}")
         return True
 
 
@@ -192,9 +191,3 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-
-
-@functools.cache
-def _version(top: str) -> str:
-    owners = importlib.metadata.packages_distributions().get(top, ())
-    return " ".join(importlib.metadata.version(owner) for owner in sorted(set(owners)))

@@ -7,9 +7,11 @@ by a neighbour of the same name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -54,13 +56,26 @@ class Neighbourhood:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the code, comments apart, and the names that it is imported by, wherever it lies."""
+        """SHA-256 over the code, comments apart, and the names that it is imported by, wherever it lies.
+
+        And over the versions of what it imports that is installed.
+        """
         digest = hashlib.sha256()
+        for top in self._foreign():
+            digest.update(f"{top} {version_of(top)}\0".encode())
         private = self.alias[0] if self.alias else ""  # holds the path
         for name, path in sorted(self.files.items()):
             public = "" if name == self.name else name.removeprefix(private)
             digest.update(f"{public}\0{_code_digest(path)}\0".encode())
         return digest.hexdigest()
+
+    def _foreign(self) -> list[str]:
+        """First names of what it imports that is installed, and neither Python's nor this project's."""
+        found: set[str] = set()
+        for name, path in self.files.items():
+            with contextlib.suppress(ImportError):  # importing it will say so
+                found |= {entry.partition(".")[0] for entry in _imports(name, path)}
+        return sorted(top for top in found - self.tops - sys.stdlib_module_names - {*PROJECT} if version_of(top))
 
     @property
     def tops(self) -> set[str]:
@@ -250,13 +265,7 @@ def _followed(
     found, folders, waiting = dict(files), list[Path](), list(files)
     while waiting:
         name = waiting.pop()
-        path = found[name]
-        package = name if path.stem == "__init__" else name.rpartition(".")[0]
-        try:
-            imported = imported_names(path.read_bytes(), package) if path.suffix == ".py" else []
-        except (SyntaxError, ValueError):  # importing it will say so
-            continue
-        for entry in imported:
+        for entry in _imports(name, found[name]):
             top = entry.partition(".")[0]
             if top in sys.stdlib_module_names or top in PROJECT:
                 continue
@@ -270,6 +279,32 @@ def _followed(
             waiting += [module for module in new if module not in found]
             found = new | found
     return found, folders
+
+
+def _imports(name: str, path: Path) -> list[str]:
+    """What a module imports.
+
+    Raises:
+        ImportError: a relative import leads out of the outermost package.
+    """
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    try:
+        return imported_names(path.read_bytes(), package) if path.suffix == ".py" else []
+    except (SyntaxError, ValueError):  # importing it will say so
+        return []
+
+
+@functools.cache
+def version_of(top: str) -> str:
+    """The version of what is installed that a module's first name is of; of several, each; empty: nothing is."""
+    try:
+        return importlib.metadata.version(top)
+    except importlib.metadata.PackageNotFoundError:
+        owners = _distributions().get(top, ())
+        return " ".join(importlib.metadata.version(owner) for owner in sorted(set(owners)))
+
+
+_distributions = functools.cache(importlib.metadata.packages_distributions)  # which reads the files of all
 
 
 def _places(top: str) -> list[Path]:

@@ -11,6 +11,8 @@ import torch
 import torchvision
 from torch import nn
 
+from optimize.models import neighbours
+from optimize.models.neighbours import version_of
 from optimize.models.resolve import resolve_model
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import UserError
@@ -153,6 +155,15 @@ def test_a_changed_file_is_executed_again_and_has_another_fingerprint(write):
     second = resolve_model(write(LINEAR.replace("Linear(4", "Linear(5")) + ":net")
     assert first.fingerprint != second.fingerprint
     assert second.build(1).in_features == 5
+
+
+def test_another_version_of_what_it_imports_is_another_fingerprint(write, monkeypatch):
+    plain, imaging = write(LINEAR) + ":net", "import PIL.Image\n" + LINEAR
+    before = resolve_model(plain).fingerprint
+    again = resolve_model(write(imaging) + ":net").fingerprint
+    monkeypatch.setattr(neighbours, "version_of", lambda top: {"PIL": "99.0"}.get(top, version_of(top)))
+    assert resolve_model(write(LINEAR) + ":net").fingerprint == before
+    assert resolve_model(write(imaging) + ":net").fingerprint != again
 
 
 def test_a_file_can_import_its_neighbour_and_the_path_is_left_as_it_was(write):
