@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -391,4 +392,4 @@ def _ends(node: fx.Node, bound: float) -> bool:
     assert isinstance(scale, float)
     assert isinstance(zero_point, int)
     assert isinstance(high, int)
-    return round(bound / scale) + zero_point >= high
+    return bound == math.inf or round(bound / scale) + zero_point >= high

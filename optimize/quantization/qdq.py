@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 from torch import fx, nn
@@ -279,8 +280,10 @@ def _clamped(
     values = [constants.get(name) for name in (*quantizer.input[1:3], *clip.input[1:3])]
     if any(value is None for value in values):
         return False
-    scale, zero_point, low, high = (float(onnx.numpy_helper.to_array(value)) for value in values if value is not None)
-    integers = [bound if in_integers else round(bound / scale) + zero_point for bound in (low, high)]
+    scale, zero_point, *bounds = (float(onnx.numpy_helper.to_array(value)) for value in values if value is not None)
+    integers = np.asarray(bounds) if in_integers else np.rint(np.asarray(bounds) / scale) + zero_point
+    ends = np.iinfo(onnx.helper.tensor_dtype_to_np_dtype(constants[quantizer.input[2]].data_type))
+    integers = integers.clip(ends.min, ends.max)  # where a bound is infinite, its type's ends are left
     return any(
         range_.zero_point == zero_point
         and math.isclose(range_.scale, scale, rel_tol=1e-6)

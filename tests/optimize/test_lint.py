@@ -731,6 +731,42 @@ def test_a_clamp_of_the_integers_themselves_is_one_too(high: int, fires: bool) -
     assert found == [("lost-clamp", "QuantizeLinear_y_q")] * fires
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "reach"),
+    [(0.0, np.inf, 255), (-np.inf, 12.6, 126), (-np.inf, np.inf, 255), (None, 12.6, 126), (0.0, None, 255)],
+)
+def test_a_clip_without_a_bound_on_one_side_keeps_to_the_other(low: Any, high: Any, reach: int) -> None:
+    graph = Written(signed=False)
+    graph.tensors |= {f"{name}_w": np.full((4, 4, 1, 1), 127, np.int8) for name in ("first", "second")}
+    clamped(graph, "x")
+    clamped(graph, "y")
+    clip = graph.node("y_clipped")
+    for number, (name, bound) in enumerate((("y_low", low), ("y_high", high)), 1):
+        if bound is None:
+            clip.input[number] = ""
+        else:
+            graph.tensors[name] = np.float32(bound)
+    found = {finding.rule: (finding.node, finding.said) for finding in lint(graph.model(), "x86")}
+    if reach <= 127:
+        assert found == {}
+    else:
+        said = f"its input reaches {reach} and its weight 127: two such products do not fit into 16 bits"
+        assert found["saturating-sums"] == ("Conv_second", said)
+        said = f"a layer's input reaches {reach}, where 7 bits end at 127"
+        assert found["lost-clamp"] == ("QuantizeLinear_y_q", said)
+
+
+def test_a_clamp_of_integers_needs_no_lower_end() -> None:
+    graph = Written(signed=False)
+    for gives in ("x", "y"):
+        graph.tensors |= {f"{gives}_high": np.uint8(127)}
+        graph.before(gives, "Clip", [f"{gives}_q", "", f"{gives}_high"], f"{gives}_kept")
+        graph.node(gives).input[0] = f"{gives}_kept"
+    assert lint(graph.model(), "x86") == ()
+    graph.tensors["y_high"] = np.uint8(200)
+    assert "lost-clamp" in [finding.rule for finding in lint(graph.model(), "x86")]
+
+
 def test_pixels_are_cast_before_anything_else_for_tensorrt() -> None:
     graph = Written(signed=True)
     graph.before("x_q", "Cast", ["input"], "floats", to=TensorProto.FLOAT)

@@ -21,7 +21,8 @@ from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq, check
 from optimize.quantization.biases import WEIGHTED
 from optimize.quantization.explicit import quantizing
-from optimize.quantization.qdq import lower
+from optimize.quantization.pt2e import _drop_bounds
+from optimize.quantization.qdq import explicit_form, lower
 from optimize.quantization.targets import target_named
 from optimize.run.certificates import reference_origin
 from optimize.run.results import measure
@@ -33,6 +34,7 @@ from serve.runtime.execution import Execution
 from serve.runtime.program_file import load_program
 
 from .conftest import SHORT
+from .explicit_nets import Int8Linear
 from .families import FAMILIES
 from .tiny_net import tiny
 from .workbench import CPU, image_data, noise, packed_weights, parent_of, quantizers, with_running_statistics
@@ -277,6 +279,23 @@ def test_a_relu6_behind_a_layer_is_a_relu_whose_range_ends_there(torchao: None, 
     assert any(scale * (high - zero) == pytest.approx(6, rel=1e-3) for scale, zero, _, high in quantizers(pt2e))
     called = [str(node.target) for node in load_program(pt2e / REFERENCE_FILE).graph.nodes]
     assert not [name for name in called if name.startswith(("aten.hardtanh", "aten.relu6"))]
+
+
+def test_what_cuts_off_at_zero_and_has_no_upper_end_is_a_relu() -> None:
+    class Endless(Int8Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            answer: torch.Tensor = super().forward(x.clamp(0, float("inf")))
+            return answer
+
+    torch.manual_seed(0)
+    batch = torch.randn(2, 16)
+    form = explicit_form(Endless(16, 4, 0.02, 128), batch)
+    expected = form(batch)
+    _drop_bounds(form)
+    called = [str(node.target) for node in form.graph.nodes]
+    assert "aten.relu.default" in called
+    assert "aten.clamp.default" not in called
+    assert torch.equal(form(batch), expected)
 
 
 @pytest.mark.peers

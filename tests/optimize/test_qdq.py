@@ -153,6 +153,19 @@ def test_a_clip_that_does_not_keep_to_the_quantizers_range_is_no_clamp(bounds, n
 
 
 @pytest.mark.parametrize(
+    ("bounds", "narrow"),
+    [
+        ((float("-inf"), -6.4), NarrowRange(0.1, 128, 0, 64)),
+        ((6.3, float("inf")), NarrowRange(0.1, 128, 191, 255)),
+    ],
+)
+def test_where_a_bound_is_infinite_the_integers_own_end_is_one_and_the_other_bound_counts(bounds, narrow):
+    assert verify(graph(clip=bounds), "cpu", activations=1, weights=1, clamps=[narrow]).activations == 1
+    with pytest.raises(PassError, match="1 activation ranges need a clamp, only 0 have one"):
+        verify(graph(clip=bounds), "cpu", activations=1, weights=1, clamps=[NARROW])
+
+
+@pytest.mark.parametrize(
     ("model", "expected", "complaint"),
     [
         (graph(quantized=False, weight="float"), (1, 1, []), "nothing is quantized, this is a float graph"),

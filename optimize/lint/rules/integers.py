@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,8 +16,8 @@ _PAIR = ("QuantizeLinear", "DequantizeLinear")
 _WHOLE = ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "QLinearAdd", "QGemm")
 #: What DequantizeLinear takes, and QuantizeLinear makes, in TensorRT 10.15 (onnx-tensorrt, docs/operators.md).
 _OF_TENSORRT = {"INT8", "INT4", "FLOAT8E4M3FN", "FLOAT4E2M1"}
-#: The largest activation of 7 bits.
-_SEVEN_BITS = 127
+#: The largest activations of 7 bits and of 8.
+_SEVEN_BITS, _EIGHT_BITS = 127, 255
 _MOST_OF_16_BITS = 32_767
 
 
@@ -96,7 +97,7 @@ def clamps(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     for node in unsigned:
         bounds = _bounds(graph, node)
         if bounds is None or bounds[1] > _SEVEN_BITS:
-            largest = "255" if bounds is None else str(bounds[1])
+            largest = _EIGHT_BITS if bounds is None else bounds[1]
             yield Fault(
                 label(node),
                 f"a layer's input reaches {largest}, where 7 bits end at {_SEVEN_BITS}",
@@ -117,24 +118,32 @@ def _reach(graph: Graph, dequantizer: NodeProto) -> int:
     """The largest integer that a DequantizeLinear of uint8 is given."""
     quantizer = graph.quantizer(dequantizer)
     bounds = None if quantizer is None else _bounds(graph, quantizer)
-    return 255 if bounds is None else min(bounds[1], 255)
+    return _EIGHT_BITS if bounds is None else min(bounds[1], _EIGHT_BITS)
 
 
 def _bounds(graph: Graph, quantizer: NodeProto) -> tuple[int, int] | None:
-    """The integers that the Clip of a quantizer cuts off at, behind it or before it; None if there is no such Clip."""
-    if (behind := graph.kept_to(quantizer)) is not None:
-        ends = [graph.values(behind, number) for number in (1, 2)]
-        if any(end is None or end.size != 1 for end in ends):
+    """The integers that the Clip of a quantizer cuts off at, behind it or before it; None if there is no such Clip.
+
+    It is of uint8, whose ends they are where the Clip has no bound, which an infinite one is as well.
+    """
+    behind, before = graph.kept_to(quantizer), graph.producer(quantizer)
+    clip = before if behind is None else behind
+    if clip is None or clip.op_type != "Clip":
+        return None
+    low, high = _end(graph, clip, 1, -math.inf), _end(graph, clip, 2, math.inf)
+    if low is None or high is None:
+        return None
+    if behind is None:
+        scale, zero = (graph.values(quantizer, number) for number in (1, 2))
+        if scale is None or zero is None or scale.size != 1 or zero.size != 1 or not scale.item() > 0:
             return None
-        least, most = (int(end.item()) for end in ends if end is not None)
-        return least, most
-    before = graph.producer(quantizer)
-    if before is None or before.op_type != "Clip":
-        return None
-    values = [graph.values(before, 1), graph.values(before, 2), graph.values(quantizer, 1), graph.values(quantizer, 2)]
-    if any(value is None or value.size != 1 for value in values):
-        return None
-    low, high, scale, zero = (float(value.item()) for value in values if value is not None)
-    if not scale > 0:
-        return None
-    return round(low / scale + zero), round(high / scale + zero)
+        low, high = (end / float(scale.item()) + float(zero.item()) for end in (low, high))
+    return round(low) if math.isfinite(low) else 0, round(high) if math.isfinite(high) else _EIGHT_BITS
+
+
+def _end(graph: Graph, clip: NodeProto, number: int, without: float) -> float | None:
+    """A bound of a Clip, or ``without`` where it is left out; None: it is computed."""
+    if not any(clip.input[number : number + 1]):
+        return without
+    end = graph.values(clip, number)
+    return None if end is None or end.size != 1 else float(end.item())
