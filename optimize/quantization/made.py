@@ -82,7 +82,8 @@ def _known(module: fx.GraphModule, example: torch.Tensor) -> dict[fx.Node, Any]:
 
 def _asks(node: fx.Node) -> bool:
     """Whether a node asks a tensor for what may be the same for all images."""
-    asked = node.args[1] if node.target is getattr else node.target
+    method = node.target if node.op == "call_method" else None  # layers, tensors and inputs may have such names, too
+    asked: Any = node.args[1] if node.target is getattr else method
     return asked in _ASKED and isinstance(given := node.args[0], fx.Node) and shape_of(given) is not None
 
 

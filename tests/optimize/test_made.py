@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from optimize.export.trace import note_shapes, trace
 from optimize.quantization.made import make_once
@@ -67,3 +67,28 @@ def test_what_is_drawn_is_drawn_for_each_image():
     images = noise_context().example(2)
     assert count == 1  # what it is drawn by
     assert not torch.equal(traced(images), traced(images))
+
+
+class Named(nn.Module):
+    """Its input, a layer and a tensor are called as what a tensor is asked for."""
+
+    shape: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.numel = nn.Conv2d(1, 8, 3), nn.Linear(8, 4)
+        self.register_buffer("shape", torch.ones(8, 1, 1))
+
+    def forward(self, dim: torch.Tensor) -> torch.Tensor:
+        found = self.size(dim) * self.shape
+        return self.numel((found + torch.linspace(0, 1, found.shape[-1])).mean((2, 3)))
+
+
+def test_a_layer_may_be_called_as_what_a_tensor_is_asked_for():
+    torch.manual_seed(0)
+    module, example = Named().eval(), noise_context().example(4)
+    traced = trace(module, example)
+    note_shapes(traced, example)
+    assert make_once(traced, example) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(traced(example), module(example))
