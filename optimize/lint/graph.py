@@ -94,13 +94,17 @@ class Graph:
 
     def integers(self, node: NodeProto) -> int:
         """The element type (of ``TensorProto``) that a QuantizeLinear makes, or a DequantizeLinear takes."""
-        if node.op_type == "DequantizeLinear":
+        takes = node.op_type == "DequantizeLinear"
+        if takes:
             if (data := self.tensor(node, 0)) is not None:
                 return data.data_type
             if (quantizer := self.quantizer(node)) is not None:
                 return self.integers(quantizer)
         if (zero := self.tensor(node, 2)) is not None:
             return zero.data_type
+        if takes:  # its own ``output_dtype`` is of the floats that it gives
+            given = self._types.get(node.input[0])
+            return (given.elem_type if given is not None else 0) or TensorProto.UINT8
         return int(attribute(node, "output_dtype", 0)) or TensorProto.UINT8
 
     def kept_to(self, quantizer: NodeProto) -> NodeProto | None:

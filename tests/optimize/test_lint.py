@@ -767,6 +767,35 @@ def test_a_clamp_of_integers_needs_no_lower_end() -> None:
     assert "lost-clamp" in [finding.rule for finding in lint(graph.model(), "x86")]
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_integers_without_a_zero_point_are_what_the_graph_says_that_they_are(inside: bool) -> None:
+    graph = Written(signed=False)
+    graph.opset = 23
+    graph.nodes.remove(graph.node("x_q"))
+    taken = "input"
+    if inside:
+        graph.before("x", "Cast", ["input"], taken := "cast", to=TensorProto.INT8)
+    graph.nodes[graph.nodes.index(graph.node("x"))] = helper.make_node(
+        "DequantizeLinear", [taken, "x_scale"], ["x"], output_dtype=TensorProto.FLOAT
+    )
+    model = graph.model(TensorProto.INT32 if inside else TensorProto.INT8)
+    if inside:
+        model.graph.value_info.append(helper.make_tensor_value_info(taken, TensorProto.INT8, None))
+    found = [(finding.node, finding.said) for finding in lint(model, "cpu") if finding.rule == "slow-integers"]
+    assert found == [("Conv_first", "its input is INT8")]
+
+
+def test_a_quantizer_without_a_zero_point_gives_what_it_says_that_it_gives() -> None:
+    graph = Written(signed=False)
+    graph.opset = 23
+    for gives in ("x_q", "x"):
+        del graph.node(gives).input[2]
+    graph.node("x_q").attribute.append(helper.make_attribute("output_dtype", int(TensorProto.INT8)))
+    graph.node("x").attribute.append(helper.make_attribute("output_dtype", int(TensorProto.FLOAT)))
+    found = [(finding.node, finding.said) for finding in lint(graph.model(), "cpu") if finding.rule == "slow-integers"]
+    assert found == [("Conv_first", "its input is INT8")]
+
+
 def test_pixels_are_cast_before_anything_else_for_tensorrt() -> None:
     graph = Written(signed=True)
     graph.before("x_q", "Cast", ["input"], "floats", to=TensorProto.FLOAT)
