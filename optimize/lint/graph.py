@@ -41,7 +41,7 @@ class Graph:
         self._producers = {output: node for node in graph.node for output in node.output if output}
         self._takers: defaultdict[str, list[NodeProto]] = defaultdict(list)
         for node in graph.node:
-            for name in dict.fromkeys(node.input):
+            for name in dict.fromkeys(filter(None, node.input)):
                 self._takers[name].append(node)
             if node.op_type == "Constant" and (value := _constant_of(node)) is not None:
                 self._tensors[node.output[0]] = value
@@ -56,7 +56,7 @@ class Graph:
         self._varying = self.inputs.keys() - self._tensors.keys()
         for node in graph.node:  # a valid graph's nodes are in order
             if self._varying & set(node.input) or (not node.input and node.op_type != "Constant"):
-                self._varying |= set(node.output)
+                self._varying |= set(node.output) - {""}  # an output that is left out is no input that is left out
 
     def of(self, *operators: str) -> Iterator[NodeProto]:
         """The nodes of some operators."""

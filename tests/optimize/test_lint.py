@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from optimize.cli import app
 from optimize.lint.base import TARGETS, LintTarget, lint, read_graph, rules
+from optimize.lint.graph import Graph
 from serve.runtime.errors import UserError
 
 
@@ -794,6 +795,23 @@ def test_a_quantizer_without_a_zero_point_gives_what_it_says_that_it_gives() -> 
     graph.node("x").attribute.append(helper.make_attribute("output_dtype", int(TensorProto.FLOAT)))
     found = [(finding.node, finding.said) for finding in lint(graph.model(), "cpu") if finding.rule == "slow-integers"]
     assert found == [("Conv_first", "its input is INT8")]
+
+
+def test_what_is_left_out_depends_on_no_image_and_is_taken_by_nothing() -> None:
+    written = whole("cpu")
+    written.tensors |= {
+        "gru_w": np.zeros((1, 12, 8), np.float32),
+        "gru_r": np.zeros((1, 12, 4), np.float32),
+        "most": np.float32(1),
+    }
+    gru = helper.make_node("GRU", ["input_rows", "gru_w", "gru_r"], ["", "Y_h"], hidden_size=4)
+    written.before("x_q", "Squeeze", ["input"], "input_rows")
+    written.nodes.insert(1, gru)
+    written.before("second_wf", "Clip", ["second_ws", "", "most"], "kept")
+    graph = Graph(written.model())
+    assert graph.constant("kept")
+    assert not graph.constant("Y_h")
+    assert graph.takers(gru) == []
 
 
 def test_pixels_are_cast_before_anything_else_for_tensorrt() -> None:
