@@ -27,10 +27,12 @@ def drop_whole_slices(module: fx.GraphModule) -> int:
     for node in [node for node in module.graph.nodes if node.target is operator.getitem]:
         given, which = node.args
         parts: Any = which if isinstance(which, tuple) else (which,)
-        # As many images as there are is not as many as the example has.
-        whole = parts[0] is Ellipsis or parts[0] == slice(None)
-        plain = all(part is Ellipsis or (isinstance(part, slice) and part.step in (None, 1)) for part in parts)
-        if whole and plain and shape_of(given) is not None and shape_of(given) == shape_of(node):
+        axes, shape = [part for part in parts if part is not Ellipsis], shape_of(given)
+        if shape is None or shape != shape_of(node):
+            continue
+        # As many images as there are is not as many as the example has. An Ellipsis may stand for no axis.
+        whole = not axes or axes[0] == slice(None) or (parts[0] is Ellipsis and len(axes) < len(shape))
+        if whole and all(isinstance(part, slice) and part.step in (None, 1) for part in axes):
             replace(node, given)
             dropped += 1
     module.recompile()

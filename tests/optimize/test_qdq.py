@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import subprocess
 import sys
 from collections.abc import Callable
@@ -517,15 +518,17 @@ def test_no_constant_and_no_slice_of_everything_keeps_a_quantizer_of_its_own(kin
 def test_only_a_slice_that_takes_everything_of_any_batch_is_left_out():
     class Sliced(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            whole = x[:, :3] + x[..., 0:4] + x[:] + x[:, :, :, :9]
-            return whole + x[:2] + x[:, :, ::1][:, :1] + x[:, [0, 1, 2]]
+            whole = x[:, :3] + x[..., 0:4] + x[:] + x[:, :, :, :9] + x[()] + x[...] + x[..., :, :, :, 0:4]
+            return whole + x[:2] + x[:, :, ::1][:, :1] + x[:, [0, 1, 2]] + x[..., :2, :, :, :]
 
     module = fx.symbolic_trace(Sliced())
     batch = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     note_shapes(module, batch)
     expected = module(batch)
-    assert drop_whole_slices(module) == 5  # and not the first images, a part, or a list
+    assert drop_whole_slices(module) == 8  # and not the first images, a part, or a list
     assert torch.equal(module(batch), expected)
+    left = [node.args[1] for node in module.graph.nodes if node.target is operator.getitem]
+    assert (..., slice(None, 2), *[slice(None)] * 3) in left
 
 
 @NEEDS_VNNI
