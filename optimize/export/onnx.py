@@ -21,6 +21,7 @@ from optimize.export.decomposing import decomposed_where_needed
 from optimize.export.deviations import write_out_deviations
 from optimize.export.plain import (
     write_out_attention,
+    write_out_bounds,
     write_out_circles,
     write_out_copies,
     write_out_norms,
@@ -73,6 +74,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         write_out_attention(exported.graph_module)
         write_out_norms(exported.graph_module)
         write_out_slopes(exported.graph_module)
+        write_out_bounds(exported.graph_module)
         write_out_deviations(exported.graph_module)
         write_out_untranslated(exported.graph_module)
         write_out_copies(exported)

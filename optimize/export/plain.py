@@ -20,6 +20,7 @@ _FILLED, _NEW, _EXPANDED, _REPEATED = (
     for names in ("full zeros ones", "new_full new_zeros new_ones", "expand expand_as broadcast_to", "repeat tile")
 )
 _COPIES = (*_FILLED, *_NEW, *_EXPANDED, *_REPEATED, torch.ops.aten.repeat_interleave.self_int)
+_CLAMPS = tuple(getattr(torch.ops.aten, name).default for name in ("clamp", "clamp_", "clip", "clip_"))
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
@@ -112,6 +113,20 @@ def write_out_slopes(module: fx.GraphModule) -> None:
             given, lower, upper, training = (*node.args, *(1 / 8, 1 / 3, False)[len(node.args) - 1 :])[:4]
             if not training:
                 node.target, node.args = aten.leaky_relu.default, (given, (lower + upper) / 2)
+    module.recompile()
+
+
+def write_out_bounds(module: fx.GraphModule) -> None:
+    """Write both bounds of what is cut off as floats where one is a float and the answers are, in place.
+
+    The exporter (torch 2.14) finds no operator for an integer and a float: ``x.clamp(0, 6.0)``.
+    """
+    for node in module.graph.nodes:
+        if node.target not in _CLAMPS or not node.meta["val"].is_floating_point():
+            continue
+        given, *bounds = node.args
+        if any(isinstance(bound, float) for bound in bounds):
+            node.args = (given, *(float(bound) if isinstance(bound, int) else bound for bound in bounds))
     module.recompile()
 
 

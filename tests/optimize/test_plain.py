@@ -26,6 +26,7 @@ from serve.runtime.card import Preprocessing
 from serve.runtime.program_file import load_program
 from tests.processor import WIDEST
 
+from .network_blocks import Called
 from .workbench import noise_context, through_int8
 
 #: Where engines round ties to different sides, they differ by a step. As many averages of integers are ties whatever
@@ -224,6 +225,23 @@ def test_a_slope_that_was_drawn_in_training_is_its_mean(tmp_path):
     export_onnx(module, batch[:2], tmp_path / "model.onnx")
     with torch.no_grad():
         torch.testing.assert_close(run_onnx(tmp_path / "model.onnx", batch), module(batch), rtol=1e-5, atol=1e-6)
+
+
+CUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "an integer and a float": lambda x: x.clamp(0, 0.5),
+    "a float and an integer": lambda x: torch.clip(x, -0.5, 1),
+    "in place": lambda x: (3 * x).clamp_(0, 0.5),
+    "without an end": lambda x: x.clamp(0, math.inf),
+    "integers": lambda x: (9 * x).int().clamp(-1, 6.5),
+    "below alone": lambda x: x.clamp(max=0.5),
+}
+
+
+@pytest.mark.parametrize("way", CUT)
+def test_what_is_cut_off_may_be_so_at_an_integer_and_a_float(way, tmp_path):
+    module, batch = Called(CUT[way]).eval(), torch.randn(5, 3, 7, 8)
+    export_onnx(module, batch[:2], tmp_path / "model.onnx")
+    assert torch.equal(run_onnx(tmp_path / "model.onnx", batch), module(batch))
 
 
 DEVIATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
