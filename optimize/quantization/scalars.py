@@ -55,8 +55,11 @@ def free_scalars(module: fx.GraphModule) -> int:
             continue  # of sizes
         grows = shape_of(node) is not None and shape_of(node) not in map(shape_of, operands)
         if not all(is_float(operand) for operand in operands) or settings or grows:
-            # With a setting the tensor comes first: only numbers alone stand in front of one.
-            operands.sort(key=lambda operand: (not is_float(operand), shape_of(operand) is None))
+            if "alpha" not in settings:
+                operands.sort(key=lambda operand: (not is_float(operand), shape_of(operand) is None))
+            elif shape_of(operands[0]) is None:  # only a tensor has methods, and it is the second that is multiplied
+                with module.graph.inserting_before(node):
+                    operands = [module.graph.call_method("mul", (operands[1], settings.pop("alpha"))), operands[0]]
             node.op, node.target = "call_method", _METHODS[node.target]
             written += 1
         elif shape_of(operands[0]) != shape_of(node):

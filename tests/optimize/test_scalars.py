@@ -69,6 +69,25 @@ def test_torchs_kernels_compute_a_sum_with_a_number_as_the_integers_mean_it(way:
     assert sum(quantizing(node) == "quantize_per_tensor" for node in form.graph.nodes) == 4
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda y: torch.add((y[:, :1] > 0.3).long(), y, alpha=0.5),
+        lambda y: torch.add(torch.arange(10), y, alpha=3),
+        lambda y: torch.add(2, y, alpha=3),
+        lambda y: torch.add(input=y.size(1), other=y, alpha=3),
+        lambda y: torch.add(y, 2, alpha=3),
+        lambda y: torch.sub(torch.arange(10), y, alpha=3),
+        lambda y: torch.rsub(y, 2, alpha=3),
+    ],
+)
+def test_what_is_multiplied_in_a_sum_stays_the_second_operand(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    module, images = Between(way).eval(), torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    traced = trace_calls(module, images)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(images), module(images))
+
+
 def test_to_be_traced_a_network_is_run_once_and_the_images_stay_as_they_were() -> None:
     class Centred(Between):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
