@@ -8,12 +8,13 @@ gradient, which autograd refuses.
 from __future__ import annotations
 
 import inspect
-import itertools
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
+
+from optimize.export.naming import free_name
 
 #: The layers, and the functions that do the same, by what they are called with.
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -58,7 +59,7 @@ def write_as_layers(graph_module: fx.GraphModule, example: torch.Tensor) -> None
         asked = call.arguments
         if asked["training"] is not False or not isinstance(asked["p"], int | float):
             continue  # it is on for ever, or goes by what is computed
-        name = next(name for number in itertools.count() if not hasattr(graph_module, name := f"{node.name}_{number}"))
+        name = free_name(graph_module, f"{node.name}_0")
         graph_module.add_submodule(name, _LAYERS[node.target](asked["p"], asked["inplace"]).eval())
         with graph_module.graph.inserting_before(node):
             layer = graph_module.graph.call_module(name, (asked["input"],))

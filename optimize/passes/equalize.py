@@ -36,8 +36,7 @@ class Equalize(Config):
 def _bounded(module: nn.Module, example: torch.Tensor | None = None) -> tuple[fx.GraphModule, list[Pair]]:
     """The module traced, its pairs, and their ReLU6 with bounds of their own."""
     traced = trace(module, example)
-    found = pairs(traced)
-    bound_channels(traced, found)
+    found = bound_channels(traced, pairs(traced))
     return traced.eval(), found
 
 

@@ -19,6 +19,7 @@ from optimize.context import Context
 from optimize.errors import NotApplicableError
 from optimize.export.alike import require_alike
 from optimize.export.branches import blocks
+from optimize.export.naming import free_name
 from optimize.export.program import write_program, write_weights
 from optimize.export.trace import calls, trace
 from optimize.passes.base import Pass, gradients_lost, register, zeros_are_meant
@@ -55,8 +56,8 @@ def expand_module(module: nn.Module, branches: Kind, example: torch.Tensor | Non
     """The module traced, with branches beside its 3x3 convolutions; and how many convolutions have some.
 
     New layers are called as the convolution is, with ``_1x1``, ``_1x3`` or ``_3x1`` behind, their norms with ``_norm``
-    behind that, and the norm alone ``_identity``. Convolutions that have branches already get none, nor do those that
-    are called twice.
+    behind that, and the norm alone ``_identity``; with a number where the network has such a layer. Convolutions that
+    have branches already get none, nor do those that are called twice.
     """
     traced = trace(module, example)
     parallel = {branch.convolution for block in blocks(traced) for branch in block.branches}
@@ -82,8 +83,8 @@ def _put_beside(
     shapes = ((1, 1),) if branches == "repvgg" else ((1, 3), (3, 1))
     keeps_shape = layer.in_channels == layer.out_channels and set(layer.stride) == {1}
     for shape in (*shapes, None) if branches == "repvgg" and keeps_shape else shapes:
-        own = f"{name}_identity" if shape is None else f"{name}_{shape[0]}x{shape[1]}"
-        norm = own if shape is None else f"{own}_norm"
+        own = free_name(module, f"{name}_identity" if shape is None else f"{name}_{shape[0]}x{shape[1]}")
+        norm = own if shape is None else free_name(module, f"{own}_norm")
         read, after = given, total
         if shape is not None:
             module.add_submodule(own, _beside(layer, shape))

@@ -16,6 +16,7 @@ from torch.ao.quantization import FakeQuantizeBase, QConfigMapping
 from torch.ao.quantization.observer import ObserverBase
 from torch.nn import functional
 
+from optimize.export.naming import free_name
 from optimize.quantization.watchers import called_module
 
 #: Layers whose kernels take a ReLU along.
@@ -67,7 +68,7 @@ def bound_relus(module: fx.GraphModule, mapping: QConfigMapping, but_not: Collec
         layer = _layer_before(module, given) if most is not None and given is not None else None
         if most is None or layer is None or layer in but_not or not _quantized(module, layer, mapping):
             continue
-        name = f"{layer.replace('.', '_')}_relu"
+        name = free_name(module, f"{layer.replace('.', '_')}_relu")
         module.add_submodule(name, nn.ReLU().train(module.training))
         with module.graph.inserting_before(node):
             relu = module.graph.call_module(name, (given,))

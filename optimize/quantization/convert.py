@@ -19,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from optimize.errors import NotApplicableError
 from optimize.export.constants import attribute
 from optimize.export.layers import left_whole
+from optimize.export.naming import free_name
 from optimize.export.program import write_script
 from optimize.export.trace import note_shapes, trace
 from optimize.quantization.answer import free_answer
@@ -132,7 +133,7 @@ def _part(module: fx.GraphModule) -> None:
         if node.op != "get_attr" or not owner or id(module.get_submodule(owner)) not in called:
             continue
         value: torch.Tensor = attribute(module, str(node.target))
-        node.target = f"{node.name}_beside"
+        node.target = free_name(module, f"{node.name}_beside")
         if isinstance(value, nn.Parameter):
             module.register_parameter(node.target, nn.Parameter(value.detach().clone(), value.requires_grad))
         else:

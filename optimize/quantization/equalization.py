@@ -9,6 +9,7 @@ network is quantized the bounds of the channels become one, the largest (see `bo
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from optimize.export.constants import attribute
+from optimize.export.naming import free_name
 from optimize.store.effects import Effect
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -40,7 +42,10 @@ FIGURE = "weight range, largest channel to median"
 
 @dataclass(frozen=True)
 class Pair:
-    """Two layers of which the second alone sees what the first gives; ``bound`` is the ReLU6 between them, if any."""
+    """Two layers of which the second alone sees what the first gives; ``bound`` is the ReLU6 between them, if any.
+
+    Of one with a bound for each channel it is the node that reads those.
+    """
 
     first: str
     second: str
@@ -69,13 +74,19 @@ def pairs(module: fx.GraphModule) -> list[Pair]:
     return found
 
 
-def bound_channels(module: fx.GraphModule, found: Sequence[Pair]) -> None:
-    """Replace the ReLU6 of each pair by a ReLU and a minimum with one bound a channel, in place; the answers stay."""
+def bound_channels(module: fx.GraphModule, found: Sequence[Pair]) -> list[Pair]:
+    """Replace the ReLU6 of each pair by a ReLU and a minimum with one bound a channel, in place; the answers stay.
+
+    Returns:
+        The pairs with these bounds.
+    """
+    bounded = []
     for pair in found:
         if pair.bound is None:
+            bounded.append(pair)
             continue
         layer = module.get_submodule(pair.first)
-        name = f"{pair.first.replace('.', '_')}_bound"
+        name = free_name(module, f"{pair.first.replace('.', '_')}_bound")
         module.register_buffer(name, torch.full((_channels(layer), *[1] * (_ndim(layer) - 2)), 6.0))
         with module.graph.inserting_before(pair.bound):
             relu = module.graph.call_function(torch.relu, (pair.bound.args[0],))
@@ -83,9 +94,11 @@ def bound_channels(module: fx.GraphModule, found: Sequence[Pair]) -> None:
             least = module.graph.call_function(torch.minimum, (relu, bounds))
         pair.bound.replace_all_uses_with(least)
         module.graph.erase_node(pair.bound)
+        bounded.append(dataclasses.replace(pair, bound=bounds))
     module.delete_all_unused_submodules()
     module.graph.lint()
     module.recompile()
+    return bounded
 
 
 def equalize(module: fx.GraphModule, found: Sequence[Pair]) -> list[Effect]:
@@ -93,7 +106,7 @@ def equalize(module: fx.GraphModule, found: Sequence[Pair]) -> list[Effect]:
 
     Args:
         module: after `bound_channels`.
-        found: its pairs.
+        found: the pairs that it gave.
 
     Returns:
         Of each layer, how much larger the range of its largest output channel is than that of the median.
@@ -124,7 +137,7 @@ def _scale(module: fx.GraphModule, pair: Pair) -> float:
     scale = torch.where(alive, ratio, 1.0).clamp(1 / _LARGEST, _LARGEST)
     _multiply_rows(first, 1 / scale)
     if pair.bound is not None:
-        bounds: torch.Tensor = getattr(module, f"{pair.first.replace('.', '_')}_bound")
+        bounds: torch.Tensor = module.get_buffer(str(pair.bound.target))
         bounds.div_(scale.view_as(bounds).to(bounds.dtype))
     _multiply_inputs(second, scale)
     return float((scale.log()).abs().max())

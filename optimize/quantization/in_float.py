@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from optimize.export.naming import free_name
 from optimize.quantization.watchers import SUMS, TOGETHER, called_function, called_module
 from optimize.quantization.writing import is_float, replace, shape_of
 
@@ -35,7 +36,7 @@ class InFloat(nn.Module):
 
 def call_in_float(module: fx.GraphModule, node: fx.Node) -> None:
     """Let a call of a function, or of a tensor's method, stay in float, in place."""
-    name = f"{node.name}_in_float"
+    name = free_name(module, f"{node.name}_in_float")
     function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
     module.add_submodule(name, InFloat(function))
     with module.graph.inserting_before(node):

@@ -15,6 +15,7 @@ from torch.ao.quantization.fake_quantize import FixedQParamsFakeQuantize
 from torch.ao.quantization.observer import FixedQParamsObserver
 from torch.nn import functional
 
+from optimize.export.naming import free_name
 from optimize.quantization.between import has_weights
 from optimize.quantization.in_place import writes
 from optimize.quantization.watchers import (
@@ -73,7 +74,7 @@ def free_known(module: fx.GraphModule) -> int:
         in_place = isinstance(node.target, str) and node.target.endswith("_")
         if known is None or not (in_place or _put_together(module, node)):
             continue
-        name = f"{node.name}_in_float"
+        name = free_name(module, f"{node.name}_in_float")
         module.add_submodule(name, known)
         with module.graph.inserting_before(node):
             node.replace_all_uses_with(module.graph.call_module(name, (node.all_input_nodes[0],)))

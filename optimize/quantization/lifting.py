@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from optimize.errors import NotApplicableError
 from optimize.export.constants import constant_value
+from optimize.export.naming import free_name
 from optimize.quantization.between import before_layers, learned
 from optimize.quantization.in_float import call_in_float
 from optimize.quantization.watchers import called_module
@@ -76,7 +77,7 @@ def lift_functions(module: fx.GraphModule) -> int:
         read = given.pop("input")
         with torch.no_grad():
             values = {name: constant_value(module, value) for name, value in given.items()}
-        name = f"{node.name}_layer"
+        name = free_name(module, f"{node.name}_layer")
         # In the module's mode: torch.ao folds no norm in eval mode into a layer in training mode.
         module.add_submodule(name, _layer(node.target, values).train(module.training))
         with module.graph.inserting_before(node):

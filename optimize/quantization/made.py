@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from optimize.export.naming import free_name
 from optimize.export.proxies import METHODS
 from optimize.quantization.in_place import writes
 from optimize.quantization.writing import replace, shape_of
@@ -40,7 +41,7 @@ def make_once(module: fx.GraphModule, example: torch.Tensor) -> int:
         readers = [reader for reader in node.users if reader not in known]
         if not isinstance(value, torch.Tensor) or not readers or any(writes(module, reader) for reader in readers):
             continue
-        name = f"{node.name}_once"
+        name = free_name(module, f"{node.name}_once")
         module.register_buffer(name, value.detach().clone())
         with module.graph.inserting_before(node):
             replace(node, module.graph.get_attr(name))

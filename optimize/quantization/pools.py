@@ -20,6 +20,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from optimize.export.naming import free_name
+
 _MODULES = (nn.AdaptiveAvgPool2d, nn.AvgPool2d)
 _FUNCTIONS = (functional.adaptive_avg_pool2d, functional.avg_pool2d, torch.mean)
 
@@ -60,7 +62,7 @@ def free_last_pool(module: fx.GraphModule, example: torch.Tensor) -> int:
         node for node in module.graph.nodes if node.name in seen.pools and _is_passed(module.graph, node, seen.tensors)
     ]
     for node in pools:
-        name = f"{node.name}_in_float"
+        name = free_name(module, f"{node.name}_in_float")
         module.add_submodule(name, GlobalPool(flat=seen.pools[node.name]))
         with module.graph.inserting_before(node):
             node.replace_all_uses_with(module.graph.call_module(name, (node.args[0],)))

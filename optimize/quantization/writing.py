@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from optimize.export.constants import constant_value
+from optimize.export.naming import free_name
 
 
 class Writer:
@@ -113,7 +114,7 @@ def fold_constants(module: fx.GraphModule) -> int:
             value = constant_value(module, node)
         if not isinstance(value, torch.Tensor):
             continue
-        name = f"constant_{node.name}"
+        name = free_name(module, f"constant_{node.name}")
         if value.is_floating_point():
             module.register_parameter(name, nn.Parameter(value.detach().clone()))
         else:

@@ -12,6 +12,7 @@ from torch import nn
 from optimize.context import Context
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
+from optimize.quantization.bounds import bound_relus
 from optimize.quantization.convert import prepare, trace_calls
 from optimize.quantization.targets import TargetName, target_named
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -87,6 +88,24 @@ def test_a_bound_is_the_end_of_the_integers_and_the_answers_stay(name: str, targ
     kinds = [node.kind().partition("::")[2] for node in program.inlined_graph.nodes()]
     narrow = any(high < 255 for *_, high in quantizers(folder))  # torch's kernels need a clamp for each such range
     assert [kind for kind in kinds if kind in ("hardtanh", "relu6", "clamp")[: 2 if narrow else 3]] == ["relu6"]
+
+
+def test_a_layer_of_the_networks_own_is_not_lost_to_a_relu_in_the_place_of_a_relu6() -> None:
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.first_relu = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.first_relu(nn.functional.relu6(self.first(batch)))
+            return found
+
+    torch.manual_seed(0)
+    module, images, target = Alike().eval(), torch.randn(2, 1, 8, 8), target_named("auto")
+    traced = trace_calls(module, images)
+    assert bound_relus(traced, target.post_training("minmax")) == {"first": 6.0}
+    with torch.no_grad():  # nothing here is beyond the bound
+        torch.testing.assert_close(traced(images), module(images))
 
 
 class Pooled(nn.Module):

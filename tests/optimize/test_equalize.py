@@ -121,6 +121,25 @@ def test_answers_stay_and_ranges_become_alike() -> None:
     assert torch.equal(weight_of(equal.get_submodule("inner")), module.inner.weight)
 
 
+def test_layers_of_the_networks_own_may_have_the_names_of_bounds() -> None:
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.one_bound, self.two = (nn.Conv2d(1, 1, 1) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(functional.relu6(self.one(torch.sigmoid(self.one_bound(x)))))
+
+    module, images = Alike().eval(), 20 * torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        module.one.weight.fill_(10.0)
+        module.two.weight.fill_(0.1)
+        equal, found = _bounded(copy.deepcopy(module))
+        equalize(equal, found)
+        assert float(weight_of(equal.get_submodule("one"))) == pytest.approx(1.0)
+        torch.testing.assert_close(equal(images), module(images))
+
+
 def test_a_dead_channel_changes_nothing_and_breaks_nothing() -> None:
     module = chain()
     with torch.no_grad():

@@ -85,6 +85,27 @@ def test_what_has_branches_already_gets_no_more() -> None:
     assert expand_module(once, "acnet")[1] == 0
 
 
+@pytest.mark.parametrize(("branches", "own"), [("repvgg", "1x1"), ("repvgg", "1x1_norm"), ("acnet", "3x1")])
+def test_layers_of_the_networks_own_may_have_the_names_of_branches(branches, own: str) -> None:
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 3, padding=1)
+            self.add_module(f"conv_{own}", nn.Conv2d(2, 2, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.get_submodule(f"conv_{own}")(torch.relu(self.conv(x)))
+
+    torch.manual_seed(0)
+    module = Alike().eval()
+    expanded, count = expand_module(copy.deepcopy(module), branches)
+    assert count == 1
+    assert same_answers(expanded, module, 3, 2, 8, 8)
+    again, _ = expand_module(copy.deepcopy(module), branches)
+    again.load_state_dict(expanded.state_dict())  # the names are the same each time
+    assert same_answers(merge_module(expanded, torch.randn(2, 2, 8, 8)), module, 3, 2, 8, 8)
+
+
 def test_a_residual_network_is_expanded_and_merged_and_its_shortcuts_stay() -> None:
     module = with_running_statistics(Tiny(4))
     expanded, count = expand_module(copy.deepcopy(module), "repvgg")

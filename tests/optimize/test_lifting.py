@@ -200,6 +200,22 @@ def test_a_function_of_constants_becomes_a_layer_and_one_of_the_image_does_not()
         torch.testing.assert_close(traced(batch), module(batch), rtol=1e-6, atol=1e-6)
 
 
+def test_a_layer_of_the_networks_own_is_not_lost_to_one_that_is_lifted():
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear_layer, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear_layer(torch.relu(functional.linear(x, self.weight)))
+
+    torch.manual_seed(0)
+    module, batch = Alike(), torch.randn(2, 8)
+    traced = trace(module)
+    assert lift_functions(traced) == 1
+    torch.testing.assert_close(traced(batch), module(batch))
+
+
 def test_what_is_lifted_can_be_trained():
     torch.manual_seed(0)
     traced = trace_calls(Called().eval(), torch.randn(2, 1, 16, 16))

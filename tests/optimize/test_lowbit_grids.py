@@ -7,10 +7,10 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
-from optimize.quantization.lowbit.inputs import DorefaInput, Grid, InputQuantizer, LsqInput, PactInput
+from optimize.quantization.lowbit.inputs import DorefaInput, Grid, InputQuantizer, LsqInput, PactInput, put_before
 from optimize.quantization.lowbit.weights import (
     WEIGHT_QUANTIZERS,
     BalancedWeight,
@@ -251,3 +251,20 @@ def test_an_optimizer_that_steps_too_far_leaves_a_positive_step() -> None:
     lsq.learned.data.fill_(-1.0)
     assert lsq(given).isfinite().all()
     assert lsq.step() > 0
+
+
+def test_what_rounds_a_layers_input_takes_no_name_of_another_layer() -> None:
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.conv_input = nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.conv(self.conv_input(x))
+            return found
+
+    module, images = Alike(), torch.randn(2, 1, 4, 4)
+    traced = fx.symbolic_trace(module)
+    (placed,) = put_before(traced, {"conv": None}, lambda _: nn.Identity())
+    assert isinstance(traced.get_submodule(placed), nn.Identity)
+    torch.testing.assert_close(traced(images), module(images))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +11,11 @@ import torch
 from torch import nn
 
 from optimize.export.onnx import run_onnx
+from optimize.quantization.convert import trace_calls
+from optimize.quantization.known import free_known
+from optimize.quantization.pools import free_last_pool
 from optimize.quantization.targets import TargetName
+from optimize.quantization.writing import fold_constants
 
 from .workbench import lowered, noise_context
 
@@ -72,3 +77,40 @@ def test_names_of_methods_are_names_like_others(
         _, path = lowered(kind(names).eval(), folder, target)
         answers.append(run_onnx(path, batch, literal=target == "tensorrt"))
     torch.testing.assert_close(*answers, rtol=0, atol=0)
+
+
+class Alike(nn.Module):
+    """Something between two convolutions, the second of which has a name that a module for it would have."""
+
+    def __init__(self, name: str, between: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.name, self.between = name, between
+        self.first = nn.Conv2d(1, 8, 3)
+        self.add_module(name, nn.Conv2d(8, 8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.first.bias is not None
+        return cast("torch.Tensor", self.get_submodule(self.name)(self.between(self.first(x), self.first.bias)))
+
+
+@pytest.mark.parametrize(
+    ("name", "between"),
+    [
+        ("conv_transpose2d_in_float", lambda x, bias: nn.functional.conv_transpose2d(x, torch.ones(8, 8, 1, 1))),
+        ("tanh_in_float", lambda x, bias: torch.cat([x, torch.tanh(x)], 1)[:, 4:12]),
+        ("mean_in_float", lambda x, bias: x.mean((2, 3), keepdim=True)),
+        ("new_ones_once", lambda x, bias: x + x.new_ones(x.shape[1:])),
+        ("first_bias_beside", lambda x, bias: x + bias.view(8, 1, 1)),
+        ("constant_mul", lambda x, bias: x + bias.view(8, 1, 1) * 2),
+    ],
+)
+def test_a_network_keeps_a_layer_that_is_called_as_one_that_is_put_in(
+    name: str, between: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    torch.manual_seed(0)
+    module, images = Alike(name, between).eval(), torch.randn(2, 1, 8, 8)
+    traced = trace_calls(module, images)
+    free_known(traced)
+    free_last_pool(traced, images)
+    fold_constants(traced)
+    torch.testing.assert_close(traced(images), module(images))

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from optimize.export.naming import free_name
 from optimize.quantization.lowbit.straight import Integers, stepped
 from optimize.quantization.lowbit.weights import LEAST_SCALE
 from optimize.quantization.watchers import is_watcher
@@ -184,7 +185,7 @@ def put_before(module: fx.GraphModule, wanted: Mapping[str, Key], make: Callable
             module.set_submodule(str(given.target), made)
             placed[str(given.target)] = key
             continue
-        name = f"{nodes[0].target}_input"
+        name = free_name(module, f"{nodes[0].target}_input")
         module.add_submodule(name, made)
         with module.graph.inserting_before(nodes[0]):
             between = module.graph.call_module(name, (given,))
