@@ -7,8 +7,10 @@ zero it gives what rounding these leaves, some 100,000ths of a step, and 1e-12 l
 in a direction that is nobody's. So did the keys of Swin's second version where a window reaches beyond the image: those
 of padded tokens are zeros.
 
-The norm of integers' values is 0 or a step at least (no entry but zero is smaller). A floor of half a step therefore
-gives every quotient that a smaller one gave, and no residue reaches it.
+The norm of integers' values is 0 or a step at least (no entry but zero is smaller). Where these values are what is
+divided, a floor of half a step therefore gives every quotient that a smaller one gave (of a norm of 0 they are zeros),
+and no residue reaches it. What is made of a norm otherwise, its logarithm or a quotient of another tensor, has the
+floor that it was given.
 """
 
 from __future__ import annotations
@@ -18,14 +20,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.quantization.explicit import moved, quantizing
+from optimize.quantization.explicit import MOVES, moved, quantizing
 
 _ATEN = torch.ops.aten
 _CLAMPS = (_ATEN.clamp_min.default, _ATEN.clamp.default)
+#: What gives each number of a tensor, at one place or at several.
+_COPIES = (*MOVES, _ATEN.expand.default, _ATEN.expand_as.default, _ATEN.broadcast_to.default)
+_QUOTIENTS = (_ATEN.div.Tensor, _ATEN.div_.Tensor)
 
 
 def raise_floors(module: fx.GraphModule) -> int:
-    """Raise what keeps a norm of dequantized integers from zero to half a step, where it is less, in place.
+    """Raise what keeps a norm that its dequantized integers are divided by from zero to half a step, in place.
+
+    One that is half a step or more stays, as does one of a norm that anything else reads.
 
     Args:
         module: with explicit quantizers (see `optimize.quantization.explicit`).
@@ -35,8 +42,12 @@ def raise_floors(module: fx.GraphModule) -> int:
     """
     raised = 0
     for node in module.graph.nodes:
-        step = _step_of_norm(node.args[0]) if node.target in _CLAMPS and _only_below(node) else None
-        if step is not None and 0 < node.args[1] < step / 2:
+        given = _normed(node.args[0]) if node.target in _CLAMPS and _only_below(node) else None
+        if given is None or not _only_divides(node, given):
+            continue
+        step = given.args[1]
+        assert isinstance(step, float)
+        if 0 < node.args[1] < step / 2:
             node.args = (node.args[0], step / 2)
             raised += 1
     module.recompile()
@@ -49,8 +60,8 @@ def _only_below(clamp: fx.Node) -> bool:
     return isinstance(lower, int | float) and not any(end is not None for end in (*upper, clamp.kwargs.get("max")))
 
 
-def _step_of_norm(norm: Any) -> float | None:
-    """The scale of the integers that a node is a norm of; None where it is none, or of anything else."""
+def _normed(norm: Any) -> fx.Node | None:
+    """The dequantized integers that a node is a norm of; None where it is none, or of anything else."""
     if not isinstance(norm, fx.Node) or norm.target is not _ATEN.linalg_vector_norm.default:
         return None
     order = norm.args[1] if len(norm.args) > 1 else 2
@@ -58,6 +69,23 @@ def _step_of_norm(norm: Any) -> float | None:
     # Of an order above 0 it is as large as its largest entry.
     if not isinstance(order, int | float) or order <= 0 or quantizing(given) != "dequantize_per_tensor":
         return None
-    scale = given.args[1]
-    assert isinstance(scale, float)
-    return scale
+    assert isinstance(given, fx.Node)
+    return given
+
+
+def _only_divides(floored: fx.Node, given: fx.Node) -> bool:
+    """Whether all who read a node divide by it what some integers are dequantized to."""
+    waiting = [floored]
+    while waiting:
+        node = waiting.pop()
+        for reader in node.users:
+            if reader.target in _COPIES and reader.args[0] is node:
+                waiting.append(reader)
+            elif reader.target not in _QUOTIENTS or not _are_alike(moved(reader.args[0]), given):
+                return False
+    return True
+
+
+def _are_alike(node: Any, given: fx.Node) -> bool:
+    """Whether a node dequantizes the integers that another does: each reader may have a dequantizer of its own."""
+    return isinstance(node, fx.Node) and (node.target, node.args) == (given.target, given.args)

@@ -67,6 +67,7 @@ def floors_of(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[int, se
         lambda x: functional.normalize(rounded(x, STEP, ZERO).transpose(1, 2).flatten(1), p=1.0, dim=1),
         lambda x: (y := rounded(x, STEP, ZERO)) / y.norm(dim=-1, keepdim=True).clamp(min=1e-6),
         lambda x: (y := rounded(x, STEP, ZERO)) / torch.linalg.vector_norm(y, float("inf")).clamp_min(1e-9),
+        lambda x: (y := rounded(x, STEP, ZERO)).flatten(1) / y.norm(dim=(1, 2)).clamp_min(1e-9)[:, None].expand(-1, 6),
     ],
 )
 def test_a_floor_below_half_a_step_becomes_half_a_step(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -82,6 +83,14 @@ def test_a_floor_below_half_a_step_becomes_half_a_step(function: Callable[[torch
         (lambda x: rounded(x, STEP, ZERO).norm(dim=-1).clamp(1e-6, 0.004), 1e-6),
         (lambda x: rounded(x, STEP, ZERO).clamp_min(1e-6), 1e-6),  # no norm
         (lambda x: rounded(x, STEP, ZERO).norm(-1.0, -1).clamp_min(1e-12), 1e-12),  # smaller than its least entry
+        (lambda x: rounded(x, STEP, ZERO).norm(dim=-1).clamp_min(1e-6).log(), 1e-6),
+        (lambda x: (x + 1) / rounded(x, STEP, ZERO).norm(dim=-1, keepdim=True).clamp_min(1e-3), 1e-3),
+        (lambda x: rounded(x, STEP, ZERO).norm(dim=-1).clamp_min(1e-6), 1e-6),  # the network's answer
+        (
+            lambda x: (y := rounded(x, STEP, ZERO)) / (n := y.norm(dim=-1, keepdim=True).clamp_min(1e-6)) + n.log(),
+            1e-6,
+        ),
+        (lambda x: (n := rounded(x, STEP, ZERO).norm(dim=-1).clamp_min(1e-6)) / n, 1e-6),
     ],
 )
 def test_other_floors_stay(function: Callable[[torch.Tensor], torch.Tensor], floor: float) -> None:

@@ -370,6 +370,32 @@ def half_a_step(graph: Written) -> None:
     graph.tensors["floor"] = np.float32(0.05)
 
 
+def copied_floor(graph: Written) -> None:
+    """The numerator has a dequantizer of its own, and the norm as many numbers as that."""
+    low_floor(graph)
+    graph.tensors["sizes"] = np.asarray([1, 4, 8, 8], np.int64)
+    graph.before("direction", "DequantizeLinear", ["y_q", "y_scale", "y_zero"], "again")
+    graph.before("direction", "Transpose", ["kept"], "raised")
+    graph.before("direction", "Expand", ["raised", "sizes"], "copies")
+    graph.node("direction").input[:] = ["again", "copies"]
+
+
+def floor_of_a_logarithm(graph: Written) -> None:
+    low_floor(graph)
+    graph.node("direction").op_type = "Log"
+    graph.node("direction").input[:] = ["kept"]
+
+
+def floor_of_another(graph: Written) -> None:
+    low_floor(graph)
+    graph.node("direction").input[0] = "x"
+
+
+def floor_that_is_divided(graph: Written) -> None:
+    low_floor(graph)
+    graph.node("direction").input[:] = ["kept", "y"]
+
+
 def reduced(operator: str, *axes: int, kept: bool = False, rank: int | None = None) -> Edit:
     """Sums or means over axes of what is dequantized, of a rank that the file tells or not, or of its maximum with the
     lowest float."""
@@ -537,7 +563,11 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("norm-floor", ("cpu", "x86"), "Clip_kept", low_floor),
     ("norm-floor", ("cpu", "x86"), "Clip_kept", low_maximum),
     ("norm-floor", ("cpu", "x86"), "Clip_kept", low_maximum_swapped),
+    ("norm-floor", ("cpu", "x86"), "Clip_kept", copied_floor),
     ("norm-floor", (), "Clip_kept", half_a_step),
+    ("norm-floor", (), "Clip_kept", floor_of_a_logarithm),
+    ("norm-floor", (), "Clip_kept", floor_of_another),
+    ("norm-floor", (), "Clip_kept", floor_that_is_divided),
     *[
         ("integer-reduction", ("cpu", "x86"), "ReduceSum_reduced", reduced("ReduceSum", *axes))
         for axes in [(1,), (2, 3)]

@@ -9,6 +9,7 @@ from onnx import NodeProto
 
 from optimize.lint.base import CPUS, Fault, LintTarget, rule
 from optimize.lint.graph import (
+    MOVES,
     Graph,
     attribute,
     counts_beside,
@@ -29,18 +30,19 @@ _SIZES_PASS = ("Concat", "Unsqueeze", "Squeeze", "Reshape", "Cast", "Identity", 
 
 @rule("norm-floor", "warning", CPUS)
 def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
-    """A norm of integers' values is kept from zero by half a step at least: engines leave a residue of zeros.
+    """A norm that divides its integers' values is kept from zero by half a step: engines leave a residue of zeros.
 
     OpenVINO (2026.4.1) gives of a zero the rounding errors of its zero-point, where quantizer and dequantizer become
     one FakeQuantize. Behind a floor of 1e-12 a vector of them is divided by its own length, and has length 1 then. No
-    other norm is below a step, so that half of one changes no quotient (see `optimize.quantization.floors`).
+    other norm is below a step, so that half of one changes no quotient (see `optimize.quantization.floors`). What is
+    made of a norm otherwise, its logarithm or a quotient of another tensor, is no direction, and such a floor is seen.
     """
     for node in graph.of("Clip", "Max"):
         number, norm = _norm(graph, node)
         if norm is None or len(node.input) < 2:
             continue
         given, floor = graph.dequantizer(norm), graph.values(node, 1 - number)
-        if given is None or floor is None or floor.size != 1:
+        if given is None or floor is None or floor.size != 1 or not _divides(graph, node, given):
             continue
         scale, zero = graph.values(given, 1), graph.values(given, 2)
         if scale is None or scale.size != 1 or zero is None or not zero.any():
@@ -286,6 +288,21 @@ def _counts(graph: Graph, node: NodeProto, number: int) -> bool:
             shape, first = graph.producer(before), graph.values(before, 1)
             if shape is not None and shape.op_type == "Shape" and first is not None and not first.any():
                 return True
+    return False
+
+
+def _divides(graph: Graph, floored: NodeProto, given: NodeProto) -> bool:
+    """Whether what a DequantizeLinear gives is divided by what a node gives, each moved or not, or copied."""
+    waiting = [floored]
+    while waiting:
+        node = waiting.pop()
+        for taker in graph.takers(node):
+            if taker.op_type in (*MOVES, "Cast", "Expand") and taker.input[0] == node.output[0]:
+                waiting.append(taker)
+            elif taker.op_type == "Div" and taker.input[1] == node.output[0]:
+                divided = graph.dequantizer(taker)  # each reader may have a dequantizer of its own
+                if divided is not None and divided.input[:] == given.input[:]:
+                    return True
     return False
 
 
