@@ -61,7 +61,10 @@ def _write_out_shares(module: fx.GraphModule) -> None:
             node.args = (images, kernel, stride, padding, ceil, False)  # there are no zeros to count
             continue
         with module.graph.inserting_before(node):
-            ones = module.graph.call_function(_ATEN.full.default, ([1, 1, *images.meta["val"].shape[2:]], 1.0))
+            value = images.meta["val"]  # of half floats shares are such, too, or the product would be none
+            ones = module.graph.call_function(
+                _ATEN.full.default, ([1, 1, *value.shape[2:]], 1.0), {"dtype": value.dtype}
+            )
             if divisor is None:
                 share = module.graph.call_function(node.target, (ones, *node.args[1:]))
             else:

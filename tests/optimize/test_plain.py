@@ -128,6 +128,18 @@ def test_openvino_counts_zeros_around_a_quantized_image_as_zeros(ceil, tmp_path)
     assert sqnr(meant, in_openvino(path, pixels)) > 30 - COARSER_DB
 
 
+@pytest.mark.parametrize("settings", [{"ceil_mode": True}, {"divisor_override": 7}])
+def test_an_average_that_is_written_out_stays_half(settings, tmp_path):
+    torch.manual_seed(0)
+    pool = nn.AvgPool2d(3, 2, 1, **settings)
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), pool, nn.Conv2d(4, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    batch = torch.randn(3, 3, 16, 16)
+    export_onnx(copy.deepcopy(module).half(), batch.half(), tmp_path / "half.onnx")
+    found = run_onnx(tmp_path / "half.onnx", batch, half=True)
+    with torch.no_grad():
+        torch.testing.assert_close(found, module(batch), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(("border", "places"), [(0, 8), (1, 9)])
 @pytest.mark.parametrize("rectified", [False, True])
 def test_engines_average_what_is_there_where_a_kernel_reaches_over_the_end(rectified, border, places, tmp_path):
