@@ -62,7 +62,8 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         The graph; weights that lie beside the file are not in it.
 
     Raises:
-        PassError: torch's exporter fails, or the graph has another input or output than those, or a fixed batch.
+        PassError: torch's exporter fails, or the graph has another input or output than those, or a fixed batch, or is
+            none that ``onnx.checker`` passes.
     """
     with _nothing_learned(module), unplaced(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         # The exporter reports progress on stdout and warns of its own internals.
@@ -104,7 +105,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
     _drop_metadata(model)
     _cast_first(model.graph)
     onnx.save(model, str(path))
-    onnx.checker.check_model(str(path) if beside else model, full_check=True)
+    _check(str(path) if beside else model)
     return model
 
 
@@ -149,6 +150,14 @@ def _name_batch(model: onnx.ModelProto) -> None:
     del graph.value_info[:]
 
 
+def _check(model: onnx.ModelProto | str) -> None:
+    """Have a graph, or its file, pass ``onnx.checker`` with full shape inference."""
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise PassError(f"ONNX graph: it is not valid: {one_line(error)}") from error
+
+
 def _drop_metadata(model: onnx.ModelProto) -> None:
     """Remove what the exporter notes about its own work: stack traces would name the builder's paths."""
     graph = model.graph
@@ -160,12 +169,16 @@ def _drop_metadata(model: onnx.ModelProto) -> None:
 
 
 def save_changed(model: onnx.ModelProto, path: Path) -> None:
-    """Write a graph whose nodes were changed: without the constants that nothing reads any more, and checked."""
+    """Write a graph whose nodes were changed: without the constants that nothing reads any more, and checked.
+
+    Raises:
+        PassError: it is none that ``onnx.checker`` passes.
+    """
     graph = model.graph
     used = {name for node in graph.node for name in node.input}
     for tensor in [tensor for tensor in graph.initializer if tensor.name not in used]:
         graph.initializer.remove(tensor)
-    onnx.checker.check_model(model, full_check=True)
+    _check(model)
     onnx.save(model, str(path))
 
 
