@@ -27,7 +27,8 @@ _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 def write_out_circles(module: fx.GraphModule) -> None:
     """Write a border of what lies on the other side as slices that are put together, in place.
 
-    Of ONNX's ``Pad`` OpenVINO 2026.4.1 does not know the mode ``wrap``.
+    Of ONNX's ``Pad`` OpenVINO 2026.4.1 does not know the mode ``wrap``. A border below zero cuts off, and what is left
+    then has the other side.
     """
     aten = torch.ops.aten
     for node in module.graph.nodes:
@@ -38,10 +39,13 @@ def write_out_circles(module: fx.GraphModule) -> None:
         sizes = given.meta["val"].shape
         with module.graph.inserting_before(node):
             for axis, (before, behind) in enumerate(zip(borders[::2], borders[1::2], strict=True), 1):
-                parts, size = [given], sizes[-axis]
-                if before:
+                low, high = max(-before, 0), sizes[-axis] - max(-behind, 0)
+                if high - low < sizes[-axis]:
+                    given = module.graph.call_function(aten.slice.Tensor, (given, -axis, low, high))
+                parts, size = [given], high - low
+                if before > 0:
                     parts.insert(0, module.graph.call_function(aten.slice.Tensor, (given, -axis, size - before, size)))
-                if behind:
+                if behind > 0:
                     parts.append(module.graph.call_function(aten.slice.Tensor, (given, -axis, 0, behind)))
                 if len(parts) > 1:
                     given = module.graph.call_function(aten.cat.default, (parts, -axis))

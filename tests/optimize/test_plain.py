@@ -319,6 +319,18 @@ def test_openvino_takes_borders_of_what_lies_on_the_other_side(padding, tmp_path
     assert_openvino_gives_what_is_meant(module, tmp_path)
 
 
+@pytest.mark.parametrize("borders", [(-1, 1, 0, 0), (2, -1, 0, -3), (-1, -2, -1, 2), (0, 0, 3, -4)])
+def test_a_border_below_zero_cuts_off_what_the_other_side_is_of(borders, tmp_path):
+    class Cut(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.pad(x, borders, mode="circular").flatten(1)
+
+    module, batch = Cut().eval(), torch.randn(3, 2, 8, 8)
+    export_onnx(module, batch, tmp_path / "float.onnx")
+    for found in (run_onnx(tmp_path / "float.onnx", batch), in_openvino(tmp_path / "float.onnx", batch)):
+        torch.testing.assert_close(found, module(batch), rtol=0, atol=0)
+
+
 def test_openvino_answers_as_the_integers_of_a_network_with_a_token_that_all_images_share(tmp_path):
     """Its Expand let OpenVINO 2026.4.1 lose the bias of the convolution beside it."""
     assert_openvino_gives_what_is_meant(tokens(), tmp_path)
