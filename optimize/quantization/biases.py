@@ -141,7 +141,7 @@ def repack(converted: fx.GraphModule, layers: Layers) -> int:
     waiting = {digest: deque(equal) for digest, equal in layers.items()}
     count = 0
     for owner, name, packed in packed_layers(converted):
-        weight, own = packed if isinstance(packed, tuple) else unpacked(packed)
+        weight, own = weight_bias(packed)
         if own is None or weight.qscheme() != torch.per_channel_affine:
             continue
         equal = waiting.get(_digest(weight.int_repr(), weight.q_per_channel_scales()))
@@ -151,10 +151,7 @@ def repack(converted: fx.GraphModule, layers: Layers) -> int:
         if now.widened:
             zeros, axis = weight.q_per_channel_zero_points(), weight.q_per_channel_axis()
             weight = torch._make_per_channel_quantized_tensor(now.weight, now.scales, zeros, axis)
-        if name:
-            setattr(owner, name, repacked(packed, weight, now.bias))
-        else:
-            owner.set_weight_bias(weight, now.bias)
+        put_back(owner, name, packed, weight, now.bias)
         count += 1
     return count
 
@@ -177,16 +174,26 @@ def packed_layers(converted: fx.GraphModule) -> Iterator[tuple[Any, str, Any]]:
             yield owner, name, getattr(owner, name)
 
 
-def repacked(
-    packed: torch.ScriptObject, weight: torch.Tensor, bias: torch.Tensor | None, *, groups: int | None = None
-) -> Any:
-    """A constant of packed weights as that of another weight and bias, and of so many groups; None: of as many."""
+def weight_bias(packed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a packed layer holds, of what `packed_layers` gives."""
+    return unpacked(packed) if isinstance(packed, torch.ScriptObject) else packed
+
+
+def put_back(
+    owner: Any, name: str, packed: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, groups: int | None = None
+) -> None:
+    """Give a packed layer, as `packed_layers` gives it, another weight and bias, and so many groups; None: as many."""
+    if not name:
+        if groups is not None:
+            owner.groups = groups
+        owner.set_weight_bias(weight, bias)
+        return
     kind = packed_kind(packed)
     settings = () if kind == "linear" else ("stride", "padding", "dilation", "groups")
     values = [getattr(_OPS, f"{kind}_{setting}")(packed) for setting in settings]
     if groups is not None:
         values[-1] = groups
-    return getattr(_OPS, f"{kind}_prepack")(weight, bias, *values)
+    setattr(owner, name, getattr(_OPS, f"{kind}_prepack")(weight, bias, *values))
 
 
 def _constant(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from optimize.export.constants import attribute
-from optimize.export.sparsity import packed_kind, unpacked
+from optimize.export.sparsity import packed_kind
 from optimize.lint.graph import WIDE_GROUP, misfits_amx_narrow
-from optimize.quantization.biases import WEIGHTED, packed_layers, repacked
+from optimize.quantization.biases import WEIGHTED, packed_layers, put_back, weight_bias
 from optimize.quantization.explicit import quantizing
 
 #: Groups that are one at most, in a graph.
@@ -37,7 +37,7 @@ def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int
     narrow: list[tuple[Any, str, Any, int, int]] = []
     for owner, name, packed in packed_layers(converted):
         groups = _groups(owner, packed)
-        if (together := _together(_weight_bias(packed)[0], groups)) > 1:
+        if (together := _together(weight_bias(packed)[0], groups)) > 1:
             narrow.append((owner, name, packed, groups, together))
     if not narrow:
         return 0
@@ -48,13 +48,8 @@ def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int
     for owner, name, packed, groups, together in narrow:
         if (id(owner), name) not in given.beside_zero:
             continue
-        weight, bias = _weight_bias(packed)
-        weight = _with_zeros(weight, groups, together)
-        if name:
-            setattr(owner, name, repacked(packed, weight, bias, groups=groups // together))
-        else:
-            owner.groups = groups // together
-            owner.set_weight_bias(weight, bias)
+        weight, bias = weight_bias(packed)
+        put_back(owner, name, packed, _with_zeros(weight, groups, together), bias, groups=groups // together)
         count += 1
     return count
 
@@ -120,10 +115,6 @@ def _groups(owner: Any, packed: Any) -> int:
         groups: int = 1 if kind == "linear" else getattr(torch.ops.quantized, f"{kind}_groups")(packed)
         return groups
     return 1 if getattr(owner, "transposed", False) else getattr(owner, "groups", 1)
-
-
-def _weight_bias(packed: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return unpacked(packed) if isinstance(packed, torch.ScriptObject) else packed
 
 
 def _together(weight: torch.Tensor, groups: int) -> int:
