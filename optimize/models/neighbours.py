@@ -62,7 +62,8 @@ class Neighbourhood:
         """
         digest = hashlib.sha256()
         for top in self._foreign():
-            digest.update(f"{top} {version_of(top)}\0".encode())
+            if version := version_of(top):
+                digest.update(f"{top} {version}\0".encode())
         private = self.alias[0] if self.alias else ""  # holds the path
         for name, path in sorted(self.files.items()):
             public = "" if name == self.name else name.removeprefix(private)
@@ -70,12 +71,12 @@ class Neighbourhood:
         return digest.hexdigest()
 
     def _foreign(self) -> list[str]:
-        """First names of what it imports that is installed, and neither Python's nor this project's."""
+        """First names of what it imports that is not its own, and neither Python's nor this project's."""
         found: set[str] = set()
         for name, path in self.files.items():
             with contextlib.suppress(ImportError):  # importing it will say so
                 found |= {entry.partition(".")[0] for entry in _imports(name, path)}
-        return sorted(top for top in found - self.tops - sys.stdlib_module_names - {*PROJECT} if version_of(top))
+        return sorted(found - self.tops - sys.stdlib_module_names - {*PROJECT})
 
     @property
     def tops(self) -> set[str]:
@@ -300,8 +301,12 @@ def version_of(top: str) -> str:
     try:
         return importlib.metadata.version(top)
     except importlib.metadata.PackageNotFoundError:
-        owners = _distributions().get(top, ())
-        return " ".join(importlib.metadata.version(owner) for owner in sorted(set(owners)))
+        return " ".join(importlib.metadata.version(owner) for owner in owners_of(top))
+
+
+def owners_of(top: str) -> list[str]:
+    """The installed distributions that a module's first name is of."""
+    return sorted(set(_distributions().get(top, ())))
 
 
 _distributions = functools.cache(importlib.metadata.packages_distributions)  # which reads the files of all

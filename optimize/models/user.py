@@ -17,6 +17,7 @@ from optimize.models.neighbours import (
     is_installed,
     of_file,
     of_module,
+    owners_of,
     running,
 )
 from optimize.models.preprocessing import FALLBACK, parse_preprocessing
@@ -96,8 +97,7 @@ def _fingerprint(neighbourhood: Neighbourhood) -> str:
     top = neighbourhood.name.partition(".")[0]
     if not is_installed(neighbourhood.file):
         return neighbourhood.fingerprint
-    owners = importlib.metadata.packages_distributions().get(top, ())
-    versions = [f"{owner}/{importlib.metadata.version(owner)}" for owner in sorted(set(owners))]
+    versions = [f"{owner}/{importlib.metadata.version(owner)}" for owner in owners_of(top)]
     return "/".join([*versions, neighbourhood.fingerprint])
 
 
