@@ -80,7 +80,7 @@ def tune(
         folder = layout.artifact_folder(store, target.run, target.artifact or runs.recommended(store, target.run))
         settings = Settings(
             server,
-            seconds=1.0 if short else 4.0 if seconds is None else seconds,
+            seconds=1.0 if short else seconds or Settings.seconds,
             warm_s=0.3 if short else 1.0,
             photos=photos,
             curve=not short,
