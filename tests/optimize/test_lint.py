@@ -709,7 +709,14 @@ def stored_flat(graph: Written) -> None:
         graph.nodes.insert(graph.nodes.index(node) + 1, made)
 
 
-@pytest.mark.parametrize("otherwise", [by_channels, stored_flat])
+# Rules that judge by one scale of a tensor, or by the shape that a weight is stored in: they are silent there.
+SILENT: dict[Callable[[Written], None], set[str]] = {
+    by_channels: {"norm-floor", "norm-epsilon", "lost-clamp", "softmax-range"},
+    stored_flat: {"group-width", "narrow-groups", "axis"},
+}
+
+
+@pytest.mark.parametrize("otherwise", SILENT)
 @pytest.mark.parametrize(("rule", "targets", "node", "edit"), BROKEN, ids=[f"{e[0]}-{i}" for i, e in enumerate(BROKEN)])
 def test_a_fault_of_a_graph_that_is_written_otherwise_is_told_and_stops_nothing(
     rule: str, targets: tuple[str, ...], node: str, edit: Edit, otherwise: Callable[[Written], None]
@@ -719,7 +726,8 @@ def test_a_fault_of_a_graph_that_is_written_otherwise_is_told_and_stops_nothing(
         edit(graph)
         otherwise(graph)
         found = lint(graph.model(), target)
-        assert {finding.rule for finding in found} <= set(rules())
+        told = target in targets and rule not in SILENT[otherwise]
+        assert any(finding.rule == rule for finding in found) == told
         assert all(finding.said and finding.remedy for finding in found)
 
 
