@@ -26,6 +26,19 @@ class _Quantized(fx.Interpreter):
         return value
 
 
+def quantized_parameters(converted: fx.GraphModule, example: torch.Tensor) -> dict[fx.Node, tuple[float, int]]:
+    """Scale and zero-point of what each node of a packed model gives, of those that give a quantized tensor with one.
+
+    Args:
+        converted: the packed model.
+        example: ``float32 (N, C, H, W)``.
+    """
+    seen = _Quantized(converted)
+    with torch.no_grad():
+        seen.run(example.clone())  # a network may change its images in place
+    return seen.parameters
+
+
 def clamp_packed(converted: fx.GraphModule, reference: fx.Graph, example: torch.Tensor) -> int:
     """Clamp what packed kernels give to the range that it was quantized for, in place.
 
@@ -47,14 +60,12 @@ def clamp_packed(converted: fx.GraphModule, reference: fx.Graph, example: torch.
     }
     if not narrow:
         return 0
-    seen = _Quantized(converted)
-    with torch.no_grad():
-        seen.run(example)
+    parameters = quantized_parameters(converted, example)
     clamps = 0
     for node in list(converted.graph.nodes):
-        if node not in seen.parameters or not _computes(converted, node):
+        if node not in parameters or not _computes(converted, node):
             continue
-        scale, zero_point = seen.parameters[node]
+        scale, zero_point = parameters[node]
         most = [high for (s, z), high in narrow.items() if z == zero_point and math.isclose(s, scale, rel_tol=1e-6)]
         if not most:  # a range that is known, as a sigmoid's, has all the type's integers
             continue

@@ -20,6 +20,7 @@ from optimize.export.sparsity import packed_kind
 from optimize.lint.graph import WIDE_GROUP, misfits_amx_narrow
 from optimize.quantization.biases import WEIGHTED, packed_layers, put_back, weight_bias
 from optimize.quantization.explicit import quantizing
+from optimize.quantization.narrow import quantized_parameters
 
 #: Groups that are one at most, in a graph.
 _MOST = 4
@@ -41,12 +42,10 @@ def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int
             narrow.append((owner, name, packed, groups, together))
     if not narrow:
         return 0
-    given = _Given(converted)
-    with torch.no_grad():
-        given.run(example.clone())  # a network may change its images in place
+    beside_zero = _beside_zero(converted, example)
     count = 0
     for owner, name, packed, groups, together in narrow:
-        if (id(owner), name) not in given.beside_zero:
+        if (id(owner), name) not in beside_zero:
             continue
         weight, bias = weight_bias(packed)
         put_back(owner, name, packed, _with_zeros(weight, groups, together), bias, groups=groups // together)
@@ -82,30 +81,19 @@ def put_explicit_groups_together(module: fx.GraphModule) -> int:
     return count
 
 
-class _Given(fx.Interpreter):
-    """Notes which packed layers are given integers of which one that is not 0 stands for zero: whose, and its name."""
-
-    def __init__(self, converted: fx.GraphModule) -> None:
-        super().__init__(converted)
-        self.beside_zero: set[tuple[int, str]] = set()
-
-    def run_node(self, n: fx.Node) -> Any:
-        """See `fx.Interpreter`."""
-        given = self.env.get(n.args[0]) if n.args and isinstance(n.args[0], fx.Node) else None
-        if isinstance(given, torch.Tensor) and given.is_quantized and _zero_of(given) != 0:
-            constants = [each for each in n.all_input_nodes if each.op == "get_attr"]
-            for layer in (n, *constants):
-                path, _, name = str(layer.target).rpartition(".")
-                if layer.op == "call_module":
-                    self.beside_zero.add((id(self.fetch_attr(str(layer.target))), ""))
-                elif layer.op == "get_attr":
-                    self.beside_zero.add((id(self.module.get_submodule(path)), name))
-        return super().run_node(n)
-
-
-def _zero_of(given: torch.Tensor) -> int:
-    """Which integer stands for zero; 0 of weights, which have one for each channel."""
-    return given.q_zero_point() if given.qscheme() == torch.per_tensor_affine else 0
+def _beside_zero(converted: fx.GraphModule, example: torch.Tensor) -> set[tuple[int, str]]:
+    """Which packed layers are given integers of which one that is not 0 stands for zero: whose, and its name."""
+    parameters, found = quantized_parameters(converted, example), set[tuple[int, str]]()
+    for node in converted.graph.nodes:
+        given = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if given is None or parameters.get(given, (1.0, 0))[1] == 0:
+            continue
+        if node.op == "call_module":
+            found.add((id(converted.get_submodule(str(node.target))), ""))
+        for constant in [each for each in node.all_input_nodes if each.op == "get_attr"]:
+            path, _, name = str(constant.target).rpartition(".")
+            found.add((id(converted.get_submodule(path)), name))
+    return found
 
 
 def _groups(owner: Any, packed: Any) -> int:
