@@ -134,6 +134,20 @@ class Application:
             headers.append((b"connection", b"close"))
         return headers
 
+    def failed(self, error: Exception, observation: Observation) -> Response:
+        """The answer to a request that ended so, which its observation is told of; a fault of ours is logged."""
+        if isinstance(error, RefusedError):
+            refused = error
+        elif isinstance(error, MemoryError):
+            _LOG.error("request %s: too little memory: %s", observation.request_id, one_line(error))
+            refused = no_memory()
+        else:
+            _LOG.error("request %s failed", observation.request_id, exc_info=error)
+            message = f"the server failed; its log has the reason under {observation.request_id}"
+            refused = RefusedError(500, message, "fault")
+        observation.refusals += (refused.kind,)
+        return refusal_response(refused)
+
     async def _answer(self, call: Call, scope: Scope) -> Response:
         try:
             route, call.parameters = self.router.find(call.method, scope["raw_path"].decode("latin-1"))
@@ -141,21 +155,10 @@ class Application:
             if not route.public and self.tokens is not None:
                 self.tokens.check(call.headers.get("authorization", ""))
             return await route.handler(call)
-        except RefusedError as error:
-            call.observation.refusals += (error.kind,)
-            return refusal_response(error)
         except (ClientGoneError, asyncio.CancelledError):
             raise
-        except MemoryError as error:
-            _LOG.error("request %s: too little memory: %s", call.request_id, one_line(error))
-            call.observation.refusals += ("memory",)
-            return refusal_response(no_memory())
-        except Exception:  # noqa: BLE001 - one request's fault must not be the connection's
-            _LOG.exception("request %s failed", call.request_id)
-            call.observation.refusals += ("fault",)
-            return refusal_response(
-                RefusedError(500, f"the server failed; its log has the reason under {call.request_id}", "fault")
-            )
+        except Exception as error:  # noqa: BLE001 - one request's fault must not be the connection's
+            return self.failed(error, call.observation)
 
 
 def server_timing(observation: Observation, seconds: float) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,10 @@ class Asking:
         self._clients_deadline = deadline is not None and deadline <= limit
         self._deadline = limit if deadline is None else min(deadline, limit)
         self._loop = asyncio.get_running_loop()
-        self._outcome: asyncio.Future[Answered] = self._loop.create_future()
+        self._tell: Callable[[Answered | Exception], None] | None = None
+        self._computing: Future[Answered] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._gone = False
 
     async def answered(self) -> Answered:
         """The service's answer. Where it is not waited for any more, or is cancelled, nothing more is computed for it.
@@ -47,21 +51,46 @@ class Asking:
             RefusedError: 503 (queue full, or closed), 504 (deadline), 500 (the engine failed).
             ClientGoneError: it was abandoned.
         """
+        outcome: asyncio.Future[Answered] = self._loop.create_future()
+
+        def tell(found: Answered | Exception) -> None:
+            if outcome.done():  # its task was cancelled in this turn of the loop
+                return
+            if isinstance(found, Exception):
+                outcome.set_exception(found)
+            else:
+                outcome.set_result(found)
+
+        self.start(tell)
+        try:
+            return await outcome
+        finally:
+            self._end()
+
+    def start(self, tell: Callable[[Answered | Exception], None]) -> None:
+        """Have it answered.
+
+        Args:
+            tell: called once, later, with the answer or with what `answered` raises.
+
+        Raises:
+            RefusedError: 503 (queue full, or closed), 504 (deadline), 500 (the device was lost before).
+            ClientGoneError: it was abandoned before.
+        """
+        if self._gone:
+            raise ClientGoneError
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise self._late()
-        computing = self._submit()
-        timer = self._loop.call_later(left, self._give_up)
+        self._computing = computing = self._submit()
+        self._tell = tell
+        self._timer = self._loop.call_later(left, self._give_up)
         computing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._settle, done))
-        try:
-            return await self._outcome
-        finally:
-            computing.cancel()
-            timer.cancel()
 
     def abandon(self) -> None:
         """Say that the client has gone."""
-        self._fail(ClientGoneError())
+        self._gone = True
+        self._finish(ClientGoneError())
 
     def _submit(self) -> Future[Answered]:
         try:
@@ -72,21 +101,31 @@ class Asking:
             raise queue_full(self._served.name, str(error)) from None
 
     def _settle(self, computing: Future[Answered]) -> None:
-        if self._outcome.done():
+        if self._tell is None:
             return
         try:
-            self._outcome.set_result(computing.result())
+            self._finish(computing.result())
         except (TimeoutError, CancelledError):
             self._give_up()
         except Exception as error:  # noqa: BLE001 - an engine's library may fail in any way
-            self._fail(RefusedError(500, f"the model failed: {one_line(error)}", "engine"))
+            self._finish(RefusedError(500, f"the model failed: {one_line(error)}", "engine"))
 
     def _give_up(self) -> None:
-        self._fail(self._late())
+        self._finish(self._late())
 
-    def _fail(self, error: Exception) -> None:
-        if not self._outcome.done():
-            self._outcome.set_exception(error)
+    def _finish(self, found: Answered | Exception) -> None:
+        if (tell := self._tell) is not None:
+            self._end()
+            tell(found)
+
+    def _end(self) -> None:
+        """Have nothing more computed, and nobody told."""
+        self._tell = None
+        if self._computing is not None:
+            self._computing.cancel()
+            self._computing = None  # it holds what it calls, and would wait for the garbage collector
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _late(self) -> RefusedError:
         if self._clients_deadline:

@@ -6,14 +6,14 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from serve.asgi.asking import Asking, ClientGoneError
-from serve.asgi.messages import FAULT, GONE, Receive, RefusedError, Scope, queue_full, try_again
+from serve.asgi.messages import FAULT, GONE, Receive, RefusedError, Scope, queue_full, slow_body, try_again
 from serve.runtime.observing import Observation, request_id
 
 if TYPE_CHECKING:
@@ -100,7 +100,6 @@ class Call:
         self._held = held
         self._kept = 0
         self._whole = False
-        self._taken = ExitStack()
         self._served: Served | None = None
 
     @cached_property
@@ -136,7 +135,7 @@ class Call:
             RefusedError: as `Models.get`.
         """
         served = self.models.get(name, version)
-        self._taken.enter_context(served.held())
+        served.hold()
         self._served = served
         self.observation.model, self.observation.version = served.name, served.version
         return served
@@ -177,9 +176,7 @@ class Call:
                     if self._kept > limit:
                         raise too_large
         except TimeoutError:
-            raise RefusedError(
-                408, f"the body did not arrive within {self._limits.body_s:g} s", "slow-client"
-            ) from None
+            raise slow_body(self._limits.body_s) from None
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def ask(self, served: Served, request: Request) -> Answered:
@@ -202,7 +199,9 @@ class Call:
 
     def release(self) -> None:
         """Let go of its model, and count its body as gone."""
-        self._taken.close()
+        if self._served is not None:
+            self._served.release()
+            self._served = None
         self._held.bytes -= self._kept
         self._kept = 0
 

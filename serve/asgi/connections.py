@@ -17,6 +17,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serve.asgi.call import Limits
+from serve.asgi.direct import Direct
 from serve.asgi.messages import FAULT, GONE, WHOLE, Headers, RefusedError, Response, no_memory, try_again
 
 if TYPE_CHECKING:
@@ -65,10 +66,14 @@ class GuardedConnection(HttpToolsProtocol):
         self._dropped = 0  # those of them that the parser had
         self._answered_early = False  # by `early`: of this request there is no cycle
         self._chunks = self._chunked_bytes = self._trailer_bytes = 0  # of the body that comes
+        self._head_alone = False  # whether the parser has a head, and nothing behind it
         self._head_again = False  # whether the parser reads a head for the second time
         self._unread = 0  # bytes of answers when it was last looked whether the client reads
         self._reader_timer: asyncio.TimerHandle | None = None
         self._tell_gone: Callable[[], None] | None = None
+        self._direct: Direct | None = None  # the request that is answered so
+        self._behind = b""  # what has come behind it
+        self._ending = False  # whether the connection is closed behind it
         self._unreadable = False  # whatever comes now: nothing of it is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -84,6 +89,9 @@ class GuardedConnection(HttpToolsProtocol):
         self._head_is_there()
         self._body_is_there()
         self._reader_is_there()
+        if self._direct is not None:
+            self._direct.abandon()
+            self._direct = None
         self._unset_keepalive_if_required()  # uvicorn 0.54 keeps it, and all this, for its time where the client resets
         super().connection_lost(exc)
         if self._tell_gone is not None:
@@ -94,12 +102,17 @@ class GuardedConnection(HttpToolsProtocol):
         if self._unreadable:
             return
         rest = memoryview(data)
-        if self._to_drop:
+        if self._direct is not None:
+            rest = self._receive(self._direct, rest)
+        elif self._to_drop:
             rest = self._drop(rest)
         elif not self._in_body and (end := data.find(_HEAD_END) + len(_HEAD_END)) >= len(_HEAD_END):
-            # By itself: the body of a request that is refused by its head needs no parser.
+            # By itself: the body of a request that is refused by its head, or is one image, needs no parser.
+            self._head_alone = not self._head_bytes  # or what was found may be the end of the next one
             self._take(rest[:end])
-            rest = self._drop_body(rest[end:])
+            self._head_alone = False
+            rest = rest[end:]
+            rest = self._drop_body(rest) if self._direct is None else self._receive(self._direct, rest)
         if rest:
             self._take(rest)
         if self._answered_early and self._in_body:
@@ -150,6 +163,40 @@ class GuardedConnection(HttpToolsProtocol):
             self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(b"%s: %s\r\n" % pair for pair in framing))
         finally:
             self._head_again = False
+
+    def _receive(self, direct: Direct, data: memoryview) -> memoryview:
+        """Take in the body of a request that is answered without a task; what the parser is to read now."""
+        data = direct.receive(data)
+        if direct.other_body is not None:
+            self._direct = None
+            self._to_application()
+            self.on_body(direct.other_body)  # type: ignore[arg-type]  # a bytearray will do
+            self.on_message_complete()
+            self._renew_parser()
+        elif data and self._direct is not None:
+            self.flow.pause_reading()
+            self._behind += data
+            return data[:0]
+        return data
+
+    def _answer_direct(self, response: Response, headers: Headers) -> None:
+        """Answer it, and go on with what has come behind it."""
+        direct, self._direct = self._direct, None
+        assert direct is not None
+        close = (b"connection", b"close")
+        if self._ending and close not in headers:
+            headers.append(close)
+        self._write(response, headers)
+        if direct.left:  # what still comes of its body is passed over
+            self._answered_early, self._in_body, self._to_drop = True, True, direct.left
+        else:
+            self._renew_parser()
+        if close in headers:
+            self.transport.close()
+        self.on_response_complete()
+        if self._behind:
+            behind, self._behind = self._behind, b""
+            self.data_received(behind)
 
     def _drop_body(self, data: memoryview) -> memoryview:
         """Begin to pass over a body behind its head, where its request is answered and its length known."""
@@ -206,17 +253,27 @@ class GuardedConnection(HttpToolsProtocol):
         if len(self.pipeline) >= _MOST_WAITING:
             self._read_no_further()
         self._chunks = self._chunked_bytes = self._trailer_bytes = 0
-        found = self._early(self.parser.get_method(), self.url, self.headers) if self._is_plain() else None
-        self._answered_early, self._dropped = found is not None, 0
+        found = None
+        if self._is_plain():
+            found = self._early(self.parser.get_method(), self.url, self.headers, whole=self._head_alone)
         if found is None:
-            super().on_headers_complete()  # raises where a path is none that there can be: there is no cycle for it
-            self._in_body = True
-            whole = functools.partial(self._answer, self.cycle)
-            self.scope["extensions"] = cast("Any", {WHOLE: whole, GONE: self._when_gone})
+            self._to_application()
             return
+        if isinstance(found, Direct):
+            self._direct, found.answer = found, self._answer_direct
+            return
+        self._answered_early, self._dropped = True, 0
         self._in_body = True
         self._write(*found)
         super().on_response_complete()
+
+    def _to_application(self) -> None:
+        """Have the application answer the request whose head is read."""
+        self._answered_early = False
+        super().on_headers_complete()  # raises where a path is none that there can be: there is no cycle for it
+        self._in_body = True
+        whole = functools.partial(self._answer, self.cycle)
+        self.scope["extensions"] = cast("Any", {WHOLE: whole, GONE: self._when_gone})
 
     def on_chunk_header(self) -> None:
         """A chunk of its body begins."""
@@ -291,7 +348,9 @@ class GuardedConnection(HttpToolsProtocol):
 
         The answer tells the client that the connection is closed. Where nothing comes for a moment, nothing is lost.
         """
-        if self.cycle is None or self.cycle.response_complete:
+        if self._direct is not None:
+            self._ending = True
+        elif self._is_idle:
             self.loop.call_later(_ON_ITS_WAY_S, self._end_idle)
         else:
             super().shutdown()
@@ -331,10 +390,15 @@ class GuardedConnection(HttpToolsProtocol):
         body = b"" if head_only else response.body
         self.transport.write(b"".join((STATUS_LINE[response.status], *lines, b"\r\n", body)))
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether every request has its answer."""
+        return self._direct is None and (self.cycle is None or self.cycle.response_complete)
+
     def _is_plain(self) -> bool:
         """Whether nothing is before this request, and nothing ends after it."""
         return (
-            (self.cycle is None or self.cycle.response_complete)
+            self._is_idle
             and not self.flow.write_paused
             and self.parser.should_keep_alive()
             and not self.parser.should_upgrade()
@@ -380,8 +444,7 @@ class GuardedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _end_idle(self) -> None:
-        idle = self.cycle is None or self.cycle.response_complete
-        if idle and not self._head_bytes and not self.transport.is_closing():
+        if self._is_idle and not self._head_bytes and not self.transport.is_closing():
             self.transport.close()  # half a head is ended by its timer
 
     def _linger(self) -> None:

@@ -1,6 +1,6 @@
-"""What is answered without a task: that a model's queue is full, when a request's headers are there, and what is none.
+"""What is answered without a task: one image for one model, that a model's queue is full, and what is no request.
 
-Under overload most requests end so, and what they cost is taken from those that are answered.
+Under overload most requests end with a full queue, and what they cost is taken from those that are answered.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from serve.asgi.direct import Direct, image_bytes
 from serve.asgi.messages import Headers, RefusedError, Response, queue_full, refusal_response
 from serve.runtime.observing import Observation, request_id
 
@@ -20,7 +21,7 @@ _ROUTES = {2: "/predictions/{name}", 3: "/predictions/{name}/{version}"}
 
 
 class Early:
-    """Answers for one application what needs neither a body nor a task, and nothing else. Used in its event loop.
+    """Answers for one application what needs no task, and nothing else. Used in its event loop.
 
     The answer, and what observers are told, are those that the application would give and tell.
 
@@ -32,25 +33,27 @@ class Early:
         self._application = application
 
     def __call__(
-        self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]
-    ) -> tuple[Response, Headers] | None:
-        """The answer to a request and all its headers; None: the application answers.
+        self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]], *, whole: bool
+    ) -> tuple[Response, Headers] | Direct | None:
+        """The answer to a request and all its headers, or what answers it; None: the application does.
 
         Args:
             method: in capitals.
             url: path and query, as they came.
             headers: with names in lower case.
+            whole: whether nothing behind the headers was parsed, so that a body can be given to who answers.
         """
         application = self._application
         if method not in (b"POST", b"PUT") or not url.startswith(b"/predictions/") or application.draining:
             return None
-        words = url.partition(b"?")[0][1:].split(b"/")
+        path, _, query = url.partition(b"?")
+        words = path[1:].split(b"/")
         route = _ROUTES.get(len(words))
         if route is None or b"%" in url:
             return None
         name, *version = (word.decode("latin-1") for word in words[1:])
         served = application.models.only(name, *version)
-        if served is None or (full := served.service.full) is None:
+        if served is None:
             return None
         given = dict(headers)
         if application.tokens is not None:
@@ -58,16 +61,15 @@ class Early:
                 application.tokens.check(given.get(b"authorization", b"").decode("latin-1"))
             except RefusedError:
                 return None
+        observation = Observation(
+            request_id(given.get(b"x-request-id", b"").decode("latin-1")), route, served.name, served.version
+        )
+        if (full := served.service.full) is None:
+            length = image_bytes(given, application.limits.body_bytes) if whole and not query else 0
+            return Direct(application, served, observation, length) if length else None
         began = time.monotonic()
         kind, response = _refusal(served.name, full)
-        observation = Observation(
-            request_id(given.get(b"x-request-id", b"").decode("latin-1")),
-            route,
-            served.name,
-            served.version,
-            response.status,
-            refusals=(kind,),
-        )
+        observation.status, observation.refusals = response.status, (kind,)
         return response, self._observed(response, observation, began)
 
     def unread(self, refused: RefusedError) -> tuple[Response, Headers]:

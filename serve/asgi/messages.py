@@ -80,6 +80,11 @@ def queue_full(model: str, reason: str) -> RefusedError:
     return try_again(f"{model}: {reason}", "queue-full")
 
 
+def slow_body(seconds: float) -> RefusedError:
+    """A refusal of a body that did not arrive whole in so many seconds."""
+    return RefusedError(408, f"the body did not arrive within {seconds:g} s", "slow-client")
+
+
 def no_memory() -> RefusedError:
     """A refusal of what this process has no memory for."""
     return try_again("the server has too little memory for the request now: try again later", "memory")

@@ -48,16 +48,24 @@ class Served:
     _credit: int = field(default=0, repr=False)
     _free: asyncio.Event | None = field(default=None, repr=False)
 
+    def hold(self) -> None:
+        """Keep its service open until `release`, though another version take its place meanwhile."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """Keep it open no longer, as far as one `hold` is concerned."""
+        self._holders -= 1
+        if self._holders == 0 and self._free is not None:
+            self._free.set()
+
     @contextmanager
     def held(self) -> Iterator[Served]:
-        """Keep its service open for the block, though another version take its place meanwhile."""
-        self._holders += 1
+        """Keep its service open for the block."""
+        self.hold()
         try:
             yield self
         finally:
-            self._holders -= 1
-            if self._holders == 0 and self._free is not None:
-                self._free.set()
+            self.release()
 
     async def released(self) -> None:
         """Wait until nobody holds it. It must be out of `Models` by then, or there is always somebody."""
