@@ -65,7 +65,7 @@ class Asking:
         try:
             return await outcome
         finally:
-            self._end()
+            self.end()
 
     def start(self, tell: Callable[[Answered | Exception], None]) -> None:
         """Have it answered.
@@ -84,8 +84,12 @@ class Asking:
             raise self._late()
         self._computing = computing = self._submit()
         self._tell = tell
-        self._timer = self._loop.call_later(left, self._give_up)
-        computing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._settle, done))
+        try:
+            self._timer = self._loop.call_later(left, self._give_up)
+            computing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._settle, done))
+        except BaseException:
+            self.end()
+            raise
 
     def abandon(self) -> None:
         """Say that the client has gone."""
@@ -103,11 +107,13 @@ class Asking:
     def _settle(self, computing: Future[Answered]) -> None:
         if self._tell is None:
             return
-        try:
+        # Asked for, not caught: its traceback would hold what has it, which waited for the garbage collector.
+        error = CancelledError() if computing.cancelled() else computing.exception()
+        if error is None:
             self._finish(computing.result())
-        except (TimeoutError, CancelledError):
+        elif isinstance(error, TimeoutError | CancelledError):
             self._give_up()
-        except Exception as error:  # noqa: BLE001 - an engine's library may fail in any way
+        else:  # an engine's library may fail in any way
             self._finish(RefusedError(500, f"the model failed: {one_line(error)}", "engine"))
 
     def _give_up(self) -> None:
@@ -115,10 +121,10 @@ class Asking:
 
     def _finish(self, found: Answered | Exception) -> None:
         if (tell := self._tell) is not None:
-            self._end()
+            self.end()
             tell(found)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Have nothing more computed, and nobody told."""
         self._tell = None
         if self._computing is not None:

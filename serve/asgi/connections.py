@@ -72,7 +72,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._reader_timer: asyncio.TimerHandle | None = None
         self._tell_gone: Callable[[], None] | None = None
         self._direct: Direct | None = None  # the request that is answered so
-        self._behind = b""  # what has come behind it
+        self._behind = bytearray()  # what has come behind it
         self._ending = False  # whether the connection is closed behind it
         self._unreadable = False  # whatever comes now: nothing of it is read
 
@@ -167,22 +167,19 @@ class GuardedConnection(HttpToolsProtocol):
     def _receive(self, direct: Direct, data: memoryview) -> memoryview:
         """Take in the body of a request that is answered without a task; what the parser is to read now."""
         data = direct.receive(data)
-        if direct.other_body is not None:
-            self._direct = None
-            self._to_application()
-            self.on_body(direct.other_body)  # type: ignore[arg-type]  # a bytearray will do
-            self.on_message_complete()
-            self._renew_parser()
-        elif data and self._direct is not None:
-            self.flow.pause_reading()
+        if self._direct is None:
+            return data
+        if data:
+            looked = len(self._behind) - len(_HEAD_END)
             self._behind += data
-            return data[:0]
-        return data
+            # Read on until there is a request: of a client that is not read it is not known that it has gone.
+            if self._behind.find(_HEAD_END, max(0, looked)) >= 0 or len(self._behind) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+        return data[:0]
 
-    def _answer_direct(self, response: Response, headers: Headers) -> None:
-        """Answer it, and go on with what has come behind it."""
-        direct, self._direct = self._direct, None
-        assert direct is not None
+    def answer_direct(self, direct: Direct, response: Response, headers: Headers) -> None:
+        """Answer it."""
+        self._direct = None
         close = (b"connection", b"close")
         if self._ending and close not in headers:
             headers.append(close)
@@ -194,9 +191,17 @@ class GuardedConnection(HttpToolsProtocol):
         if close in headers:
             self.transport.close()
         self.on_response_complete()
-        if self._behind:
-            behind, self._behind = self._behind, b""
-            self.data_received(behind)
+
+    def go_on(self) -> None:
+        """Take up what has come behind it."""
+        behind, self._behind = self._behind.lstrip(b"\r\n"), bytearray()  # RFC 9112, 2.2
+        if behind and not self.transport.is_closing():
+            self.data_received(bytes(behind))
+
+    def end_direct(self) -> None:
+        """Wait no longer for a request that is answered without a task: the time for the server's end is over."""
+        if self._direct is not None:
+            self._direct.fail(try_again("the server is ending: try again later", "ending"))
 
     def _drop_body(self, data: memoryview) -> memoryview:
         """Begin to pass over a body behind its head, where its request is answered and its length known."""
@@ -209,12 +214,15 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _drop(self, data: memoryview) -> memoryview:
         """Pass over the body of a refused request; what is behind it."""
+        self._unset_keepalive_if_required()
         passed = min(self._to_drop, len(data))
         self._to_drop -= passed
         if not self._to_drop:
             self._in_body = False
             self._body_is_there()
             self._renew_parser()
+            if not self.transport.is_closing():
+                self._lie_idle()
         return data[passed:]
 
     def _renew_parser(self) -> None:
@@ -260,7 +268,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._to_application()
             return
         if isinstance(found, Direct):
-            self._direct, found.answer = found, self._answer_direct
+            self._direct, found.connection = found, self
             return
         self._answered_early, self._dropped = True, 0
         self._in_body = True
@@ -315,9 +323,10 @@ class GuardedConnection(HttpToolsProtocol):
             super().on_message_complete()
         idle = self.timeout_keep_alive_task is None and not self.pipeline and not self.transport.is_closing()
         if idle and (self._answered_early or self.cycle.response_complete):
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            self._lie_idle()
+
+    def _lie_idle(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def on_response_complete(self) -> None:
         """Its answer is sent, perhaps before its body was there."""

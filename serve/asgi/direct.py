@@ -7,20 +7,27 @@ all code that an answer passes through is slow.
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from serve.asgi.application import CLIENT_GONE
-from serve.asgi.asking import Asking, ClientGoneError
-from serve.asgi.messages import Headers, Response, answer_response, slow_body
-from serve.runtime.protocol import Request, looks_like_json
+from serve.asgi.asking import Asking
+from serve.asgi.messages import LONG_BODY, Response, answer_response, bad_request, is_long, slow_body
+from serve.runtime.errors import RequestError
+from serve.runtime.protocol import Request, looks_like_json, parse
 
 if TYPE_CHECKING:
     from serve.asgi.application import Application
+    from serve.asgi.connections import GuardedConnection
     from serve.asgi.models import Served
     from serve.runtime.observing import Observation
     from serve.runtime.work import Answered
+
+_T = TypeVar("_T")
+_LOG = logging.getLogger(__name__)
 
 # What asks for more than the classes of the body as it comes, or in another way.
 _MORE = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"x-top-k", b"x-request-deadline-ms"))
@@ -35,7 +42,8 @@ def image_bytes(headers: Mapping[bytes, bytes], limit: int) -> int:
     """
     length = headers.get(b"content-length", b"")
     kind = headers.get(b"content-type", b"").lower()
-    if kind.startswith((b"application/json", b"multipart/")) or not _MORE.isdisjoint(headers):
+    # Anywhere in it: `parse` strips what a text's `strip` does, which of latin-1 are 0x85 and 0xa0 too.
+    if b"application/json" in kind or b"multipart/" in kind or not _MORE.isdisjoint(headers):
         return 0
     return int(length) if length.isdigit() and len(length) < 20 and int(length) <= limit else 0
 
@@ -46,9 +54,8 @@ class Direct:
     What it may cost, what it is answered and what observers are told is as of any request; see `Application`.
 
     Attributes:
-        answer: called once, with the answer and all its headers, unless the client goes before. Set by the connection.
+        connection: that it came by, set by that.
         left: bytes of its body that have not come.
-        other_body: all of its body, where that is no image, whatever its headers said: the request is somebody else's.
 
     Args:
         application: that answers it.
@@ -57,7 +64,7 @@ class Direct:
         length: of its body, above 0.
     """
 
-    answer: Callable[[Response, Headers], None]
+    connection: GuardedConnection
 
     def __init__(self, application: Application, served: Served, observation: Observation, length: int) -> None:
         self.left = length
@@ -65,37 +72,42 @@ class Direct:
         self._application = application
         self._served = served
         self._observation = observation
-        self.other_body: bytes | bytearray | None = None
+        self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._body: bytes | bytearray = b""
         self._kept = 0
         self._asking: Asking | None = None
+        self._over = False
         served.hold()
         application.in_flight += 1
 
     def receive(self, data: memoryview) -> memoryview:
-        """Take in what has come of its body, and have the image classified when it is whole; what came behind it."""
+        """Take in what has come of its body, and have it answered when that is whole; what has come behind it."""
         mine, behind = data[: self.left], data[self.left :]
         if mine:
             self.left -= len(mine)
             self._kept += len(mine)
             try:
                 self._keep(mine)
+                if not self.left:
+                    self._whole()
             except Exception as error:  # noqa: BLE001 - as of any request
-                self._fail(error)
+                self.fail(error)
                 return behind
-            if not self.left:
-                self._whole()
         if self.left and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._application.limits.body_s, self._too_late)
+            self._timer = self._loop.call_later(self._application.limits.body_s, self._too_late)
         return behind
+
+    def fail(self, error: Exception) -> None:
+        """Answer that it is refused, or that it failed; nothing more is computed for it."""
+        self._finish(self._application.failed(error, self._observation))
 
     def abandon(self) -> None:
         """Say that the client has gone."""
-        if self._asking is not None:
-            self._asking.abandon()
-        else:
-            self._gone()
+        if not self._over:
+            self._release()
+            self._observation.refusals += ("client-gone",)
+            self._observe(CLIENT_GONE)
 
     def _keep(self, data: memoryview) -> None:
         self._application.held.take(len(data))
@@ -106,56 +118,87 @@ class Direct:
                 self._body = bytearray(self._body)
             self._body += data
 
+    def _too_late(self) -> None:
+        self.fail(slow_body(self._application.limits.body_s))
+
     def _whole(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if looks_like_json(self._body):
-            self.other_body = self._body
-            self._release()
-            return
-        try:
-            request = Request((bytes(self._body),), self._served.serving.k, listed=False)
-            self._body = b""
-            self._observation.images = 1
-            self._asking = Asking(self._served, request)
-            self._asking.start(lambda found: self._settle(request, found))
-        except Exception as error:  # noqa: BLE001 - as of any request
-            self._fail(error)
+        # It may be JSON, whatever its headers say.
+        if len(self._body) > LONG_BODY and looks_like_json(self._body):
+            self._in_thread(self._parse, self._ask)
+        else:
+            self._ask(self._parse())
 
-    def _too_late(self) -> None:
-        self._fail(slow_body(self._application.limits.body_s))
+    def _parse(self) -> Request:
+        serving, parameters = self._served.serving, {"body": self._body}
+        try:
+            return parse(
+                parameters,
+                says_json=False,
+                request_type="none",
+                default_k=serving.k,
+                instance_limit=serving.instance_limit,
+            )
+        except RequestError as error:
+            raise bad_request(error) from None
+
+    def _ask(self, request: Request) -> None:
+        self._body = b""
+        self._observation.images = len(request.images)
+        self._asking = Asking(self._served, request)
+        self._asking.start(lambda found: self._settle(request, found))
 
     def _settle(self, request: Request, found: Answered | Exception) -> None:
-        if isinstance(found, ClientGoneError):
-            self._gone()
-            return
         if isinstance(found, Exception):
-            self._fail(found)
+            self.fail(found)
             return
         self._observation.tell(found)
+        write = functools.partial(answer_response, request, found.outcomes)
+        if is_long(request):
+            self._in_thread(write, self._finish)
+            return
         try:
-            response = answer_response(request, found.outcomes)
+            response = write()
         except Exception as error:  # noqa: BLE001 - as of any request
-            self._fail(error)
+            self.fail(error)
         else:
             self._finish(response)
 
-    def _fail(self, error: Exception) -> None:
-        self._finish(self._application.failed(error, self._observation))
+    def _in_thread(self, work: Callable[[], _T], then: Callable[[_T], None]) -> None:
+        """Do what takes long beside the event loop, and then the rest in it."""
+
+        def done(future: asyncio.Future[_T]) -> None:
+            if self._over:
+                future.exception()  # nobody is to be told of it
+                return
+            try:
+                then(future.result())
+            except Exception as error:  # noqa: BLE001 - as of any request
+                self.fail(error)
+
+        self._loop.run_in_executor(None, work).add_done_callback(done)
 
     def _finish(self, response: Response) -> None:
+        if self._over:
+            return
         self._release()  # its client may take its time to read the answer
-        self.answer(response, self._application.headers(response, self._observation, self._began))
+        try:
+            self.connection.answer_direct(
+                self, response, self._application.headers(response, self._observation, self._began)
+            )
+        except Exception:  # noqa: BLE001 - or the connection would wait for ever
+            _LOG.exception("request %s is not answered", self._observation.request_id)
+            self.connection.transport.abort()
         self._observe(response.status)
-
-    def _gone(self) -> None:
-        self._release()
-        self._observation.refusals += ("client-gone",)
-        self._observe(CLIENT_GONE)
+        self.connection.go_on()
 
     def _release(self) -> None:
+        self._over = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._asking is not None:
+            self._asking.end()
         self._served.release()
         self._application.held.bytes -= self._kept
         self._application.in_flight -= 1

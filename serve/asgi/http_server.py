@@ -104,6 +104,13 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(*map(self._take_up, waiting))
         self.should_exit = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for what was accepted, and end what takes longer: uvicorn knows of what has a task."""
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, GuardedConnection):
+                connection.end_direct()
+
     async def _take_up(self, accepted: socket.socket) -> None:
         secure = self.config.ssl
         handshake_s, goodbye_s = (None, None) if secure is None else (_LAST_HANDSHAKE_S, _GOODBYE_S)

@@ -106,9 +106,14 @@ def answer_response(request: protocol.Request, outcomes: Sequence[Outcome]) -> R
     return Response(status, body, headers=RETRY if status == 503 else ())
 
 
+def is_long(request: protocol.Request) -> bool:
+    """Whether an answer is written in a thread, because the event loop answers others meanwhile."""
+    return len(request.images) * request.k > _LONG_ANSWER
+
+
 async def written(request: protocol.Request, write: Callable[[], _T]) -> _T:
-    """What ``write`` makes of a request's outcomes; of many, in a thread: the event loop answers others meanwhile."""
-    return await asyncio.to_thread(write) if len(request.images) * request.k > _LONG_ANSWER else write()
+    """What ``write`` makes of a request's outcomes; of many, in a thread (see `is_long`)."""
+    return await asyncio.to_thread(write) if is_long(request) else write()
 
 
 def headers_of(response: Response) -> Headers:

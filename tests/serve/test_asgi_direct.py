@@ -10,13 +10,16 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from serve.asgi.application import Application
+from serve.asgi.connections import GuardedConnection
 from serve.asgi.settings import Settings
 from serve.runtime.errors import BrokenError, Refusal
 from serve.runtime.observing import Observation
@@ -25,7 +28,7 @@ from serve.runtime.protocol import Request
 from serve.runtime.service import QueueFull
 from serve.runtime.stages import Stages
 from serve.runtime.work import Answered
-from tests.serve.stuck import Streams, Stuck, read, settings, started, stuck_model
+from tests.serve.stuck import Full, Streams, Stuck, read, settings, started, stuck_model
 
 WAYS = {"direct": b"/predictions/stuck", "routed": b"/predictions/%73tuck"}
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\nX-Request-ID: ping\r\n\r\n"
@@ -160,6 +163,8 @@ def test_one_image_takes_no_task() -> None:
         (),
         (b"Content-Type: image/png",),
         (b"Content-Type: APPLICATION/JSON",),
+        (b"Content-Type: \xa0application/json",),
+        (b"Content-Type: \x85multipart/form-data; boundary=x",),
         (b"X-Top-K: 3",),
         (b"X-Top-K: none",),
         (b"X-Request-Deadline-Ms: 0",),
@@ -169,7 +174,7 @@ def test_one_image_takes_no_task() -> None:
         (b"Upgrade: h2c", b"Connection: Upgrade"),
         (b"Content-Type: multipart/form-data; boundary=x",),
     ],
-    ids=lambda headers: b" ".join(headers).decode() or "none",
+    ids=lambda headers: b" ".join(headers).decode("latin-1") or "none",
 )
 def test_each_header_means_what_it_means_to_the_routes(headers: tuple[bytes, ...]) -> None:
     alike(Answering, sent(*headers))
@@ -377,3 +382,153 @@ def test_in_whatever_parts_requests_come_they_are_answered_the_same() -> None:
         return found
 
     assert asyncio.run(ask()) == [[0, 1]] * 200
+
+
+class Watched(list[Label]):
+    """An outcome that knows in which threads it was read."""
+
+    def __init__(self, labels: list[Label], threads: set[int]) -> None:
+        super().__init__(labels)
+        self._threads = threads
+
+    def __iter__(self) -> Iterator[Label]:
+        self._threads.add(threading.get_ident())
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("k", [5, 5000])
+def test_an_answer_that_takes_long_to_write_is_written_in_a_thread(k: int) -> None:
+    """One of so many classes is; what it has here is one."""
+
+    async def ask(path: bytes) -> bool:
+        threads: set[int] = set()
+        stages = Stages(0.0, 0.0, 0.0, 0.0, 0.0)
+        service = Answering(lambda _: Answered((Watched([Label("one", 0, 0.5)], threads),), stages, 1))
+        served = stuck_model(service)
+        served.serving = replace(served.serving, k=k)
+        async with started(settings(), served) as (_, opened, _):
+            reader, writer = await asyncio.open_connection(*opened.getsockname()[:2])
+            writer.write(post(path))
+            assert b'"one"' in await whole_answer(reader)
+            writer.close()
+        (thread,) = threads
+        return thread == threading.get_ident()
+
+    assert [asyncio.run(ask(way)) for way in WAYS.values()] == [k == 5] * 2
+
+
+def test_a_server_that_ends_while_json_comes_says_that_the_connection_is_closed() -> None:
+    async def ask(path: bytes) -> bytes:
+        message = post(path, b'{"instances": [{"b64": "eA=="}]}')
+        async with started(settings(), stuck_model(Answering())) as (server, opened, _):
+            reader, writer = await asyncio.open_connection(*opened.getsockname()[:2])
+            writer.write(message[:-3])
+            await asyncio.sleep(0.1)
+            server.should_exit = True
+            await asyncio.sleep(0.3)
+            writer.write(message[-3:])
+            answer = await asyncio.wait_for(whole_answer(reader), 10)
+            writer.close()
+        return answer
+
+    for way in WAYS.values():
+        assert asyncio.run(ask(way)).count(b"connection: close") == 1
+
+
+def test_what_is_not_answered_when_the_time_for_the_servers_end_is_over_is_told_so() -> None:
+    async def ask(part: int) -> bytes:
+        service = Stuck()
+        served = stuck_model(service)
+        served.serving = replace(served.serving, response_timeout_s=60)
+        async with started(replace(settings(), drain_s=1), served) as (server, opened, application):
+            reader, writer = await asyncio.open_connection(*opened.getsockname()[:2])
+            writer.write(post(WAYS["direct"], IMAGE[:part], length=len(IMAGE)))
+            await asyncio.sleep(0.1)
+            server.should_exit = True
+            answer = await read(reader)
+            writer.close()
+            assert not application.in_flight
+            assert all(future.cancelled() for future in service.futures)
+        return answer
+
+    for part in (3, len(IMAGE)):
+        answer = asyncio.run(ask(part))
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"connection: close" in answer
+
+
+def test_blank_lines_behind_a_request_are_none() -> None:
+    async def do(streams: Streams, path: bytes) -> bytes:
+        reader, writer = streams
+        writer.write(post(path) + b"\r\n\r\n")
+        answer = await whole_answer(reader)
+        await asyncio.sleep(0.4)
+        writer.write(PING)
+        return answer + await whole_answer(reader)
+
+    found = alike(Answering, do, settings(head_s=0.2))
+    assert found.answers.count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.parametrize("behind", [b"\r\n", b"POST / HTTP/1.1\r\nHost"])
+def test_that_a_client_goes_is_seen_though_something_came_behind_its_request(behind: bytes) -> None:
+    async def do(streams: Streams, path: bytes) -> bytes:
+        _, writer = streams
+        writer.write(post(path) + behind)
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+        await asyncio.sleep(0.1)
+        return b""
+
+    found = alike(Stuck, do)
+    assert [told.status for told in found.told] == [499]
+
+
+def test_what_comes_without_end_behind_a_request_is_not_taken_in() -> None:
+    async def ask() -> int:
+        service = Stuck()
+        async with started(settings(), stuck_model(service)) as (server, opened, _):
+            _, writer = await asyncio.open_connection(*opened.getsockname()[:2])
+            writer.write(post(WAYS["direct"]) + b"x" * 50_000_000)
+            await asyncio.sleep(0.5)
+            (connection,) = server.server_state.connections
+            assert isinstance(connection, GuardedConnection)
+            taken = len(connection._behind)
+            writer.transport.abort()
+        return taken
+
+    assert asyncio.run(ask()) < 1_000_000
+
+
+@pytest.mark.parametrize("service", [Full, Answering])
+def test_a_connection_lives_while_the_rest_of_a_refused_body_comes(service: Callable[[], Stuck]) -> None:
+    async def do(streams: Streams, path: bytes) -> bytes:
+        reader, writer = streams
+        writer.write(post(path, b"x" * 200, length=1000))
+        answer = await whole_answer(reader)
+        for _ in range(8):
+            await asyncio.sleep(0.2)
+            writer.write(b"x" * 100)
+        await asyncio.sleep(0.2)
+        writer.write(PING)
+        return answer + await whole_answer(reader)
+
+    found = alike(service, do, settings(keep_alive_s=1, held_bytes=100))
+    assert found.answers.startswith(b"HTTP/1.1 503 ")
+
+
+def test_a_request_that_cannot_be_answered_does_not_keep_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def headers(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(Application, "headers", headers)
+
+    async def do(streams: Streams, path: bytes) -> bytes:
+        reader, writer = streams
+        writer.write(post(path))
+        return await read(reader, 5)
+
+    for way in WAYS.values():
+        found = seen(way, Answering(), do)
+        assert found.kept == (0, 0, 0, 0)
+        assert len(found.told) == 1
