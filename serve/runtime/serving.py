@@ -55,7 +55,7 @@ class Serving:
     executions: tuple[Execution, ...]
     strict: bool = False
     workers: int = 1
-    batch_size: int = 8
+    batch_size: int = 16
     max_batch_delay_ms: int = 1
     decode_threads: int | None = None
     queue_limit: int = 256

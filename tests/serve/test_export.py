@@ -432,7 +432,7 @@ def test_tritons_configuration_is_what_its_proto_says(triton: Path) -> None:
     session = onnxruntime.InferenceSession(str(triton / "small-onnx" / "1" / "model.onnx"))
     assert config.name == "small-onnx"
     assert config.backend == "onnxruntime"
-    assert config.max_batch_size == 8
+    assert config.max_batch_size == 16
     assert [(entry.name, list(entry.dims)) for entry in config.input] == [(session.get_inputs()[0].name, [3, 32, 32])]
     assert config.input[0].data_type == model_config_pb2.TYPE_FP32
     assert [(entry.name, list(entry.dims)) for entry in config.output] == [(session.get_outputs()[0].name, [5])]

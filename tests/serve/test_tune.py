@@ -33,7 +33,7 @@ def test_what_is_chosen_is_written_beside_the_card_with_what_was_measured(
     monkeypatch.setattr(search, "_TURNS", 2)
     monkeypatch.setattr(search, "_WON", 2)
     artifact = artifacts.onnx(tmp_path / "artifact")
-    usual = serving_of(artifact, load_card(artifact))
+    usual = dataclasses.replace(serving_of(artifact, load_card(artifact)), batch_size=8)
     (artifact / "serving.json").write_text(usual.text)
     os.link(artifact / "serving.json", tmp_path / "linked")  # as a store links its objects
     archive = build_archive(artifact, tmp_path / "small.mar", model_name="small")

@@ -28,7 +28,7 @@ from serve.tune.search import STEP, Found, Goal, Objective, Point, Search, Trial
 from serve.tune.servers import end_left, ended_in_order, remember
 from serve.tune.space import Stage, stages
 
-USUAL = Serving((Execution("openvino"), Execution("onnxruntime")))
+USUAL = Serving((Execution("openvino"), Execution("onnxruntime")), batch_size=8)
 
 
 class Formula:
