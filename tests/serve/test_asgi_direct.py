@@ -81,42 +81,45 @@ def post(path: bytes, body: bytes = IMAGE, *headers: bytes, length: int | None =
     return b"\r\n".join([*lines, b"Content-Length: %d" % size, b"", body])
 
 
+async def watched(
+    way: bytes, service: Stuck, do: Callable[[Streams, bytes], Awaitable[bytes]], told: Settings | None
+) -> Seen:
+    found: list[Observation] = []
+    async with started(told or settings(), served := stuck_model(service)) as (server, opened, application):
+        application.observers.append(found.append)
+        reader, writer = await asyncio.open_connection(*opened.getsockname()[:2])
+        doing = asyncio.ensure_future(do((reader, writer), way))
+        tasks = 0
+        while not doing.done():
+            await asyncio.sleep(0.001)
+            tasks = max(tasks, len(server.server_state.tasks))
+        answers = await doing
+        writer.close()
+        for _ in range(300):
+            kept = (application.in_flight, application.held.bytes, served._holders, service.waiting)
+            if not any(kept):
+                break
+            await asyncio.sleep(0.01)
+    answers = re.sub(rb"date: [^\r]*|server-timing: [^\r]*", b"", answers)
+    return Seen(answers, [replace(one, seconds=0.0) for one in found], service, tasks, kept)
+
+
 def seen(
-    way: bytes,
-    service: Stuck,
-    do: Callable[[Streams, bytes], Awaitable[bytes]],
-    told: Settings | None = None,
+    way: bytes, service: Stuck, do: Callable[[Streams, bytes], Awaitable[bytes]], told: Settings | None = None
 ) -> Seen:
     """What is seen of a server that a client has asked by ``do``."""
-    found: list[Observation] = []
-
-    async def ask() -> Seen:
-        async with started(told or settings(), served := stuck_model(service)) as (server, opened, application):
-            application.observers.append(found.append)
-            reader, writer = await asyncio.open_connection(*opened.getsockname()[:2])
-            doing = asyncio.ensure_future(do((reader, writer), way))
-            tasks = 0
-            while not doing.done():
-                await asyncio.sleep(0.001)
-                tasks = max(tasks, len(server.server_state.tasks))
-            answers = await doing
-            writer.close()
-            for _ in range(300):
-                kept = (application.in_flight, application.held.bytes, served._holders, service.waiting)
-                if not any(kept):
-                    break
-                await asyncio.sleep(0.01)
-        answers = re.sub(rb"date: [^\r]*|server-timing: [^\r]*", b"", answers)
-        return Seen(answers, [replace(one, seconds=0.0) for one in found], service, tasks, kept)
-
-    return asyncio.run(ask())
+    return asyncio.run(watched(way, service, do, told))
 
 
 def alike(
     service: Callable[[], Stuck], do: Callable[[Streams, bytes], Awaitable[bytes]], told: Settings | None = None
 ) -> Seen:
-    """What is seen both ways, which must be the same; nothing may be kept of it."""
-    direct, routed = (seen(way, service(), do, told) for way in WAYS.values())
+    """What is seen both ways, of two servers at once, which must be the same; nothing may be kept of it."""
+
+    async def both() -> list[Seen]:
+        return await asyncio.gather(*(watched(way, service(), do, told) for way in WAYS.values()))
+
+    direct, routed = asyncio.run(both())
     assert direct.answers == routed.answers
     assert direct.told == routed.told
     assert direct.kept == routed.kept == (0, 0, 0, 0)
