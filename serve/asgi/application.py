@@ -97,8 +97,7 @@ class Application:
         finally:
             call.release()
             self.in_flight -= 1
-            observation.seconds = time.monotonic() - call.arrived
-            self.observe(observation)
+            self.observe(observation, call.arrived)
 
     @property
     def ends_in(self) -> float:
@@ -112,8 +111,9 @@ class Application:
             return "the server is ending"
         return None if self.models.ready else "not every model is loaded and answers as it should"
 
-    def observe(self, observation: Observation) -> None:
-        """Tell the observers of a request that is over."""
+    def observe(self, observation: Observation, arrived: float) -> None:
+        """Tell the observers of a request that is over, and came at ``arrived`` in seconds of `time.monotonic`."""
+        observation.seconds = time.monotonic() - arrived
         for observer in self.observers:
             observer(observation)
 
@@ -136,15 +136,7 @@ class Application:
 
     def failed(self, error: Exception, observation: Observation) -> Response:
         """The answer to a request that ended so, which its observation is told of; a fault of ours is logged."""
-        if isinstance(error, RefusedError):
-            refused = error
-        elif isinstance(error, MemoryError):
-            _LOG.error("request %s: too little memory: %s", observation.request_id, one_line(error))
-            refused = no_memory()
-        else:
-            _LOG.error("request %s failed", observation.request_id, exc_info=error)
-            message = f"the server failed; its log has the reason under {observation.request_id}"
-            refused = RefusedError(500, message, "fault")
+        refused = error if isinstance(error, RefusedError) else fault(error, observation.request_id)
         observation.refusals += (refused.kind,)
         return refusal_response(refused)
 
@@ -159,6 +151,15 @@ class Application:
             raise
         except Exception as error:  # noqa: BLE001 - one request's fault must not be the connection's
             return self.failed(error, call.observation)
+
+
+def fault(error: Exception, request_id: str) -> RefusedError:
+    """What a client is told of a fault of ours, which is logged: nothing of its text."""
+    if isinstance(error, MemoryError):
+        _LOG.error("request %s: too little memory: %s", request_id, one_line(error))
+        return no_memory()
+    _LOG.error("request %s failed", request_id, exc_info=error)
+    return RefusedError(500, f"the server failed; its log has the reason under {request_id}", "fault")
 
 
 def server_timing(observation: Observation, seconds: float) -> bytes:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from serve.asgi.early import Early
 
 _HEAD_END = b"\r\n\r\n"
+_CLOSE = (b"connection", b"close")
 
 # Requests of a connection that wait for the one before them. Each is an object of 2.6 kB, and what is read at once, a
 # quarter of a megabyte, has room for 14,000.
@@ -180,16 +181,11 @@ class GuardedConnection(HttpToolsProtocol):
     def answer_direct(self, direct: Direct, response: Response, headers: Headers) -> None:
         """Answer it."""
         self._direct = None
-        close = (b"connection", b"close")
-        if self._ending and close not in headers:
-            headers.append(close)
-        self._write(response, headers)
+        self._write(response, headers, last=self._ending)
         if direct.left:  # what still comes of its body is passed over
             self._answered_early, self._in_body, self._to_drop = True, True, direct.left
         else:
             self._renew_parser()
-        if close in headers:
-            self.transport.close()
         self.on_response_complete()
 
     def go_on(self) -> None:
@@ -376,14 +372,9 @@ class GuardedConnection(HttpToolsProtocol):
         """
         if self.flow.write_paused or cycle.disconnected or cycle.response_started:
             return False
-        cycle.keep_alive = cycle.keep_alive and (b"connection", b"close") not in headers
-        if not cycle.keep_alive and (b"connection", b"close") not in headers:
-            headers = [*headers, (b"connection", b"close")]
-        self._write(response, headers, head_only=cycle.scope["method"] == "HEAD")
+        self._write(response, headers, head_only=cycle.scope["method"] == "HEAD", last=not cycle.keep_alive)
         cycle.response_started = cycle.response_complete = True
         cycle.message_event.set()
-        if not cycle.keep_alive:
-            self.transport.close()
         cycle.on_response()
         cycle.scope["extensions"] = {}  # they hold the cycle, which would wait for the garbage collector
         return True
@@ -394,10 +385,15 @@ class GuardedConnection(HttpToolsProtocol):
         _extensions(self.cycle)[FAULT] = refused
         self.cycle.message_event.set()
 
-    def _write(self, response: Response, headers: Headers, *, head_only: bool = False) -> None:
+    def _write(self, response: Response, headers: Headers, *, head_only: bool = False, last: bool = False) -> None:
+        """Write an answer, and close where it is the last, which it may say itself."""
+        if last and _CLOSE not in headers:
+            headers = [*headers, _CLOSE]
         lines = [b"%s: %s\r\n" % pair for pair in (*self.server_state.default_headers, *headers)]
         body = b"" if head_only else response.body
         self.transport.write(b"".join((STATUS_LINE[response.status], *lines, b"\r\n", body)))
+        if _CLOSE in headers:
+            self.transport.close()
 
     @property
     def _is_idle(self) -> bool:
@@ -482,8 +478,7 @@ class GuardedConnection(HttpToolsProtocol):
                 self._refuse(refused)
                 return
         elif not self._in_body:  # or it has its answer, and is closed in a moment: see `_linger`
-            self._write(*self._early.unread(refused))
-            self.transport.close()
+            self._write(*self._early.unread(refused), last=True)
             return
         self._early.unread(refused)
 

@@ -205,5 +205,4 @@ class Direct:
 
     def _observe(self, status: int) -> None:
         self._observation.status = status
-        self._observation.seconds = time.monotonic() - self._began
-        self._application.observe(self._observation)
+        self._application.observe(self._observation, self._began)

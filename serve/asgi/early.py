@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from serve.asgi.direct import Direct, image_bytes
@@ -55,35 +55,40 @@ class Early:
         served = application.models.only(name, *version)
         if served is None:
             return None
-        given = dict(headers)
-        if application.tokens is not None:
-            try:
-                application.tokens.check(given.get(b"authorization", b"").decode("latin-1"))
-            except RefusedError:
-                return None
+        given, full = dict(headers), served.service.full
+        length = image_bytes(given, application.limits.body_bytes) if full is None and whole and not query else 0
+        if (full is None and not length) or not self._may_ask(given):
+            return None
         observation = Observation(
             request_id(given.get(b"x-request-id", b"").decode("latin-1")), route, served.name, served.version
         )
-        if (full := served.service.full) is None:
-            length = image_bytes(given, application.limits.body_bytes) if whole and not query else 0
-            return Direct(application, served, observation, length) if length else None
+        if full is None:
+            return Direct(application, served, observation, length)
         began = time.monotonic()
         kind, response = _refusal(served.name, full)
         observation.status, observation.refusals = response.status, (kind,)
         return response, self._observed(response, observation, began)
 
     def unread(self, refused: RefusedError) -> tuple[Response, Headers]:
-        """The answer to what is no request, and all its headers, behind which the connection is closed."""
+        """The answer to what is no request, and all its headers. The connection is closed behind it."""
         response = refusal_response(refused)
         observation = Observation(request_id(""), status=refused.status, refusals=(refused.kind,))
-        headers = self._observed(response, observation, time.monotonic())
-        return response, [*headers, (b"connection", b"close")]
+        return response, self._observed(response, observation, time.monotonic())
+
+    def _may_ask(self, given: Mapping[bytes, bytes]) -> bool:
+        """Whether a request has a valid token, or needs none."""
+        tokens = self._application.tokens
+        try:
+            if tokens is not None:
+                tokens.check(given.get(b"authorization", b"").decode("latin-1"))
+        except RefusedError:
+            return False
+        return True
 
     def _observed(self, response: Response, observation: Observation, began: float) -> Headers:
         """All headers of an answer, of which the observers are told."""
         headers = self._application.headers(response, observation, began)
-        observation.seconds = time.monotonic() - began
-        self._application.observe(observation)
+        self._application.observe(observation, began)
         return headers
 
 

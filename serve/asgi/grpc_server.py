@@ -15,15 +15,15 @@ import grpc
 import grpc.aio
 
 from serve.asgi import oip, oip_grpc
-from serve.asgi.application import CLIENT_GONE, server_timing
+from serve.asgi.application import CLIENT_GONE, fault, server_timing
 from serve.asgi.asking import Asking, ClientGoneError
 from serve.asgi.listening import Listening
-from serve.asgi.messages import RefusedError, bad_request, no_memory, written
+from serve.asgi.messages import RefusedError, bad_request, written
 from serve.asgi.oip_messages import SERVICE, message, read_message
 from serve.asgi.oip_routes import project_version, refusal, signature
 from serve.asgi.reading import Reading
 from serve.asgi.tls import Secrets, Tls
-from serve.runtime.errors import RequestError, UserError, one_line
+from serve.runtime.errors import RequestError, UserError
 from serve.runtime.observing import Observation, request_id
 
 if TYPE_CHECKING:
@@ -143,8 +143,7 @@ class GrpcServer:
             finally:
                 self.application.in_flight -= 1
                 self.application.held.bytes -= asked.kept
-                asked.observation.seconds = time.monotonic() - asked.arrived
-                self.application.observe(asked.observation)
+                self.application.observe(asked.observation, asked.arrived)
             if isinstance(response, RefusedError):
                 code = grpc.StatusCode[oip_grpc.STATUSES.get(response.status, "UNKNOWN")]
                 text, trailers = str(response), (*asked.trailers(), *response.headers)
@@ -177,16 +176,10 @@ class GrpcServer:
             observation.status = CLIENT_GONE
             observation.refusals += ("client-gone",)
             raise
-        except MemoryError as error:
-            _LOG.error("request %s: too little memory: %s", observation.request_id, one_line(error))
-            refused = no_memory()
+        except Exception as error:  # noqa: BLE001 - one request's fault must not be told as gRPC would: with its text
+            refused = fault(error, observation.request_id)
             observation.status, observation.refusals = refused.status, (*observation.refusals, refused.kind)
             return refused
-        except Exception:  # noqa: BLE001 - one request's fault must not be told as gRPC would: with its text
-            _LOG.exception("request %s failed", observation.request_id)
-            observation.status, observation.refusals = 500, (*observation.refusals, "fault")
-            reason = f"the server failed; its log has the reason under {observation.request_id}"
-            return RefusedError(500, reason, "fault")
 
     async def _received(self, messages: AsyncIterator[bytes], asked: _Asked) -> Any:
         """The one message of a request."""
