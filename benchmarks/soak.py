@@ -190,7 +190,14 @@ def section(found: Soaked, judged: list[Verdict], way: Serving) -> list[str]:
     """The Markdown of one server."""
     assert found.mixed is not None
     mixed = found.mixed
-    body = [f"## {TITLES[found.kind]}", "", f"Served as {told(way)}.", "", *(verdict.line for verdict in judged), ""]
+    body = [
+        f"## {TITLES[found.kind]}",
+        "",
+        f"Served as {told(way, found.kind)}.",
+        "",
+        *(verdict.line for verdict in judged),
+        "",
+    ]
     body += [
         f"Mixed load at {SHARE:.0%} of its capacity of {found.mixed_capacity:.0f} requests/s, {mixed.seconds:.0f} s: "
         + ", ".join(f"{mixed.counts.get(name, 0):,} {name}" for name in VERDICTS)

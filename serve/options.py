@@ -24,7 +24,10 @@ class ServingOptions(Config):
     """How an archive is served. What is not set stays as it is: as the run found it, or as it usually is."""
 
     workers: int = Field(
-        default=Serving.workers, ge=1, description="Worker processes; each loads the model and uses all threads."
+        default=Serving.workers,
+        ge=1,
+        description="Worker processes, each of which loads the model; TorchServe's use all cores each, our own server's "
+        "a share.",
     )
     threads: int | None = Field(
         default=None, ge=1, description="Intra-op threads of a worker on the CPU; None: one per core."

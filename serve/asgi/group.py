@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from serve.archive_file import serving_in
 from serve.asgi.call import Limits
 from serve.asgi.listening import Listening, shared
 from serve.asgi.member import SIGNALS, Answers, Change, Failed, HasChanged, IsReady, Member, Message, Said
@@ -74,6 +75,27 @@ def run_together(
             settings = replace(settings, grpc_port=_free_port(settings.listening, settings.grpc_port))
         shares = [cores[number * len(cores) // count : (number + 1) * len(cores) // count] for number in range(count)]
         return runner.run(_Group(settings, wanted, say, shares, folder).serve(opened))
+
+
+def asked_for(wanted: Sequence[Wanted], listening: Listening, say: Callable[[str], None]) -> int:
+    """How many processes serve where nobody says: the most ``workers`` that an archive's ``serving.json`` asks for.
+
+    Args:
+        wanted: what is served.
+        listening: where.
+        say: gets a line for a person where fewer do.
+
+    Raises:
+        UserError: an archive is missing.
+        CardError: one is broken.
+    """
+    workers, name = max((serving_in(entry.archive).workers, entry.name) for entry in wanted)
+    cores = len(os.sched_getaffinity(0))
+    count = 1 if listening.path is not None else min(workers, cores)
+    if count < workers:
+        why = "a --socket has one process" if listening.path is not None else f"there are {cores} cores"
+        say(f"{name}: its serving.json asks for {workers} workers, {why}: served by {count}")
+    return count
 
 
 def _share(limits: Limits, count: int) -> Limits:

@@ -256,8 +256,6 @@ class _Process:
             f"loaded {served.name} {served.version}: {told['precision']} by {told['execution']} ({told['provider']}) "
             f"in {seconds:.1f} s; {served.checked[-1]}"
         )
-        if served.serving.workers > 1:
-            self._say(f"  its serving.json asks for {served.serving.workers} workers: here --processes says how many")
         if served.unchecked:
             fields = {"model": served.name, "version": served.version, "why": served.unchecked}
             _LOG.warning("ready without having been asked for a known answer", extra={"fields": fields})

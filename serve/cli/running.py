@@ -66,13 +66,14 @@ def run(
     device: Annotated[str, typer.Option(help="cpu (use no GPU), cuda (there must be one) or auto.")] = "auto",
     gpu: Annotated[int, typer.Option(min=0, help="Index of the GPU.")] = 0,
     processes: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             help="Processes that serve the same at one port, each with its own engine and a share of the cores: for a "
             "GPU that is faster than one process can feed it.",
+            show_default="the most workers that an archive asks for",
         ),
-    ] = 1,
+    ] = None,
     queue: Annotated[
         int | None,
         typer.Option(
@@ -117,7 +118,7 @@ def run(
         os.environ.setdefault(name, value)
     with reported():
         from serve.asgi.call import Limits
-        from serve.asgi.group import run_together
+        from serve.asgi.group import asked_for, run_together
         from serve.asgi.listening import Listening
         from serve.asgi.plan import Plan
         from serve.asgi.settings import Settings
@@ -147,10 +148,12 @@ def run(
         if tokens is not None and token_file is None and make_token_file(tokens):
             typer.echo(f"made a token in {tokens}", err=True)
         log_to_stderr()
+        plan = Plan(tuple(models or ()), models_file, store, cast(Literal["auto", "cpu", "cuda"], device))
+        count = processes if processes is not None else asked_for(plan.read(), listening, _tell)
         body_bytes = body_limit_mb << 20
         limits = Limits(
             body_bytes=body_bytes,
-            held_bytes=held_limit_mb << 20 if held_limit_mb else max(Limits.held_bytes, processes * body_bytes),
+            held_bytes=held_limit_mb << 20 if held_limit_mb else max(Limits.held_bytes, count * body_bytes),
             body_s=body_timeout,
             connections=connections,
             queue=queue,
@@ -168,9 +171,8 @@ def run(
             drain_delay_s=drain_delay,
             drain_s=drain_timeout,
         )
-        plan = Plan(tuple(models or ()), models_file, store, cast(Literal["auto", "cpu", "cuda"], device))
-        if processes > 1:
-            status = run_together(processes, settings, plan.read, _tell)
+        if count > 1:
+            status = run_together(count, settings, plan.read, _tell)
         else:
             from serve.asgi.process import run as serve
 

@@ -46,8 +46,8 @@ def tune(
 ) -> None:
     """Find by measurement how RUN is best served on this machine, and write that beside its card.
 
-    The server is started in each way that could win (engine, threads, decode threads, batch size and delay; for
-    TorchServe workers), and asked at stated arrival rates. Killed, it goes on where it ended when started again. It
+    The server is started in each way that could win (engine, threads, workers, decode threads, batch size and delay),
+    and asked at stated arrival rates. Killed, it goes on where it ended when started again. It
     takes 4 to 10 minutes, on a machine that does nothing else. Archives are left as they are: pack them again.
     """
     with reported():
@@ -88,12 +88,11 @@ def tune(
         typer.echo(f"{folder}: {server}, {objective} with a p99 of at most {goal.p99_ms:g} ms")
         with ended_in_order():
             found = find(folder, goal, settings, typer.echo)
+        way, outcome = told(found.chosen.way, server), found.chosen.outcome
         if found.chosen is found.usual:
-            typer.echo(
-                f"it stays as it was: {told(found.usual.way)} ({found.usual.outcome}); nothing was shown to be better"
-            )
+            typer.echo(f"it stays as it was: {way} ({outcome}); nothing was shown to be better")
         else:
-            typer.echo(f"chosen: {told(found.chosen.way)} ({found.chosen.outcome}); as it was: {found.usual.outcome}")
+            typer.echo(f"chosen: {way} ({outcome}); as it was: {found.usual.outcome}")
         if not short:
             typer.echo(f"curve: {folder / CURVE_FILE}")
         typer.echo(f"pack it with: {command(f'serve package {target.run}', store)}")

@@ -111,7 +111,7 @@ def serving(
     on_start: Callable[[int], None] = lambda pid: None,
     *,
     gpus: int | None = 0,
-    processes: int = 1,
+    processes: int | None = None,
 ) -> Iterator[Live]:
     """Serve archives by model name from ``scratch`` until the block ends; yields when all of them answer.
 
@@ -122,7 +122,7 @@ def serving(
         queue: requests of a model that may wait; None: as the server has it.
         on_start: called with the id of its first process as soon as that is known, perhaps twice.
         gpus: most GPUs that TorchServe gives to workers; None: all. Our own server takes one where there is one.
-        processes: of our own server.
+        processes: of our own server; None: as the archives say.
 
     Raises:
         PipelineError: the server does not come up; the message has its last line.
@@ -172,13 +172,17 @@ def end_left(path: Path) -> bool:
 
 @contextmanager
 def _own(
-    archives: Mapping[str, Path], scratch: Path, queue: int | None, on_start: Callable[[int], None], processes: int
+    archives: Mapping[str, Path],
+    scratch: Path,
+    queue: int | None,
+    on_start: Callable[[int], None],
+    processes: int | None,
 ) -> Iterator[Live]:
     (port,) = free_ports(1)
     log = scratch / "own.log"
     words = ["run", *map(str, archives.values()), "--port", str(port), "--no-token", "--store", str(scratch)]
     words += [] if queue is None else ["--queue", str(queue)]
-    words += ["--processes", str(processes)]
+    words += [] if processes is None else ["--processes", str(processes)]
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "serve", *words],

@@ -26,12 +26,10 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> tuple[Stage, ...]:
+def stages(usual: Serving, most_cores: int | None = None) -> tuple[Stage, ...]:
     """What is tried, in order: what decides most comes first.
 
     Args:
-        kind: our own server has one process; TorchServe has workers, and no decode threads that were measured to pay
-            with several of them.
         usual: how the artifact is served now; its executions are those that are tried.
         most_cores: None: those of this process.
     """
@@ -57,27 +55,30 @@ def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> t
         return lambda base: [_with(base, name, value) for value in values]
 
     usually = min(limit, DECODING_THREADS)  # what None is
-    found = [Stage("engine and its threads", engines)]
-    if kind == "torchserve":
-        found.append(Stage("workers", field("workers", counts)))
-    found += [
+    return (
+        Stage("engine and its threads", engines),
+        Stage("workers", field("workers", counts)),
         Stage("decode threads", field("decode_threads", [*(count for count in counts if count < usually), None])),
         Stage("batch size", field("batch_size", (1, 4, 8, 16, 32))),
         Stage("batch delay", field("max_batch_delay_ms", (1, 2, 5))),
-    ]
-    return tuple(found)
+    )
 
 
 def _with(base: Serving, name: str, value: Any) -> Serving:
     return dataclasses.replace(base, **{name: value})
 
 
-def told(serving: Serving) -> str:
-    """A way to serve, in one line."""
+def told(serving: Serving, kind: ServerKind = "own") -> str:
+    """A way to serve by a server, in one line.
+
+    Of several workers each has the threads that are told: of those that nobody counts, TorchServe's one for each core,
+    our own server's one for each core of its share.
+    """
     execution = serving.executions[0]
+    share = max(1, cores() // serving.workers) if kind == "own" else cores()
     words = [
-        f"{execution_id(execution)} x{execution.cores}",
-        f"decode x{serving.decoding_threads}",
+        f"{execution_id(execution)} x{execution.threads or share}",
+        f"decode x{serving.decode_threads or min(share, DECODING_THREADS)}",
         f"batch {serving.batch_size}",
         f"{serving.max_batch_delay_ms} ms",
     ]

@@ -182,9 +182,9 @@ def tune(
     if journal.resumed:
         say(f"going on: {journal.resumed} measurements were made before")
     if tried is None:
-        tried = stages(settings.server, usual)
+        tried = stages(usual)
     with _prepared(artifact, usual, pictures, settings, goal) as servers:
-        clock = _Clock(say, _curve_s(settings))
+        clock = _Clock(say, settings.server, _curve_s(settings))
 
         def point(way: Serving, rate: float | None, effort: float) -> Point:
             return journal.point(way, rate, effort, lambda: clock.timed(lambda: servers.measure(way, rate, effort)))
@@ -226,8 +226,9 @@ class _Clock:
     what the first one of a way took, for which a server was started, too; and the curve.
     """
 
-    def __init__(self, say: Callable[[str], None], curve_s: float) -> None:
+    def __init__(self, say: Callable[[str], None], kind: ServerKind, curve_s: float) -> None:
         self._say = say
+        self._kind = kind
         self._curve_s = curve_s
         self._spent, self._trials = 0.0, 0
         self._measured = False
@@ -249,7 +250,7 @@ class _Clock:
         """Say what became of a way to serve; ``left`` ways and ``asked`` measurements in turns may follow."""
         self._trials += self._measured
         self._measured = False
-        self._say(f"{told(trial.way)}: {trial.outcome}{self._rest(left, asked)}")
+        self._say(f"{told(trial.way, self._kind)}: {trial.outcome}{self._rest(left, asked)}")
 
     def ask(self, line: str) -> None:
         """Say that the turns begin."""
@@ -282,7 +283,7 @@ def _curves(
 def _write(artifact: Path, found: Found, goal: Goal, subject: dict[str, Any], curves: dict[str, list[Point]]) -> None:
     def shown(trial: Trial) -> dict[str, Any]:
         return {
-            "way": told(trial.way),
+            "way": told(trial.way, subject["server"]),
             "stage": trial.stage,
             "outcome": trial.outcome,
             "serving": json.loads(trial.way.text),

@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -28,6 +29,9 @@ from serve.asgi import group
 from serve.asgi.listening import Listening
 from serve.asgi.member import Change, HasChanged
 from serve.asgi.settings import Settings
+from serve.options import ServingOptions
+from serve.torchserve.archive import build_archive
+from tests.serve import artifacts
 from tests.serve.certificates import certify
 from tests.serve.own_process import IMAGE, Server, assert_ends_in_order, make_archives, running, write_models
 
@@ -269,6 +273,48 @@ def test_a_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], says: str
     status, said = refused(archives, "v1.mar", *words)
     assert (status, said.count("\n")) == (2, 1), said
     assert says in said
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Archives whose ``serving.json`` asks for 2 workers and for more than there are cores."""
+    folder = tmp_path_factory.mktemp("many")
+    artifact = artifacts.torchscript(folder / "artifact")
+    for name, workers in (("two", 2), ("most", 4096)):
+        build_archive(artifact, folder / f"{name}.mar", model_name=name, options=ServingOptions(workers=workers))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (("two.mar",), 2),
+        (("v1.mar", "two.mar"), 2),
+        (("two.mar", "--processes", "1"), 1),
+        (("most.mar",), len(os.sched_getaffinity(0))),
+    ],
+)
+def test_as_many_serve_as_an_archive_asks_for_workers(
+    words: tuple[str, ...], count: int, archives: Path, many: Path
+) -> None:
+    places = [str((archives if word == "v1.mar" else many) / word) if word.endswith(".mar") else word for word in words]
+    with running(archives, *places, "--no-token") as started:
+        serving = psutil.Process(started.process.pid).children(recursive=True)
+        serving = [process for process in serving if "spawn_main" in " ".join(process.cmdline())]
+        assert len(serving) == (count if count > 1 else 0)
+        told = [line for line in started.lines if "workers" in line]
+        cores = len(os.sched_getaffinity(0))
+        capped = f"most: its serving.json asks for 4096 workers, there are {cores} cores: served by {cores}\n"
+        assert told == ([capped] if "most.mar" in words else [])
+
+
+def test_at_a_socket_one_process_serves_whatever_an_archive_asks_for(many: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="s") as short,
+        running(many, str(many / "two.mar"), "--no-token", "--socket", f"{short}/s") as started,
+    ):
+        assert "two: its serving.json asks for 2 workers, a --socket has one process: served by 1\n" in started.lines
+        assert not psutil.Process(started.process.pid).children(recursive=True)
 
 
 def test_what_cannot_be_served_ends_all_with_one_line(archives: Path) -> None:

@@ -26,7 +26,7 @@ from serve.tune import tuning
 from serve.tune.journal import Journal
 from serve.tune.search import STEP, Found, Goal, Objective, Point, Search, Trial, confirmed
 from serve.tune.servers import end_left, ended_in_order, remember
-from serve.tune.space import Stage, stages
+from serve.tune.space import Stage, stages, told
 
 USUAL = Serving((Execution("openvino"), Execution("onnxruntime")), batch_size=8)
 
@@ -323,13 +323,27 @@ def test_measurements_of_another_subject_are_not_taken(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_tried_by_engines_that_are_there_and_threads_that_there_are() -> None:
-    own = stages("own", USUAL, most_cores=6)
-    assert [stage.name for stage in own] == ["engine and its threads", "decode threads", "batch size", "batch delay"]
-    engines = [(way.executions[0].engine, way.executions[0].threads) for way in own[0].variants(USUAL)]
+    found = stages(USUAL, most_cores=6)
+    names = ["engine and its threads", "workers", "decode threads", "batch size", "batch delay"]
+    assert [stage.name for stage in found] == names
+    engines = [(way.executions[0].engine, way.executions[0].threads) for way in found[0].variants(USUAL)]
     assert engines == [(name, count) for name in ("openvino", "onnxruntime") for count in (1, 2, 4, None)]
-    assert all(len(way.executions) == 2 for way in own[0].variants(USUAL))
-    assert [way.decode_threads for way in own[1].variants(USUAL)] == [1, 2, 4, None]
-    assert [stage.name for stage in stages("torchserve", USUAL)][1] == "workers"
+    assert all(len(way.executions) == 2 for way in found[0].variants(USUAL))
+    assert [way.workers for way in found[1].variants(USUAL)] == [1, 2, 4, 6]
+    assert [way.decode_threads for way in found[2].variants(USUAL)] == [1, 2, 4, None]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each process has a share of the cores")
+def test_of_several_workers_each_is_told_with_the_threads_that_it_has() -> None:
+    cores = len(os.sched_getaffinity(0))
+    one, two = USUAL, dataclasses.replace(USUAL, workers=2)
+    assert told(one) == told(one, "torchserve")
+    assert f"openvino x{cores}, decode x{min(cores, 8)}" in told(one)
+    assert f"openvino x{cores // 2}, decode x{min(cores // 2, 8)}" in told(two)
+    assert f"openvino x{cores}, decode x{min(cores, 8)}" in told(two, "torchserve")
+    assert told(two).endswith(", 2 workers")
+    counted = dataclasses.replace(two, decode_threads=5, executions=(Execution("openvino", "cpu", threads=3),))
+    assert "openvino x3, decode x5" in told(counted)
 
 
 def test_a_server_that_a_killed_tuning_left_is_ended_and_nobody_elses(tmp_path: Path) -> None:
