@@ -21,7 +21,7 @@ from benchmarks.soak_faults import Badly
 from serve.load.plan import Plan, Result, together
 from serve.load.running import finished, measure, started
 from serve.load.workload import Workload
-from serve.tune.servers import Live
+from serve.tune.servers import Live, ServerKind
 
 #: Of the mixed load's capacity, the part that is sent while faults are mixed in.
 SHARE = 0.6
@@ -98,7 +98,7 @@ class Rejected:
 class Soaked:
     """What one server did under all of it."""
 
-    kind: str
+    kind: ServerKind
     capacity: float = 0.0
     mixed_capacity: float = 0.0
     mixed: Result | None = None
@@ -244,7 +244,7 @@ class Phases:
 
     def __init__(
         self,
-        kind: str,
+        kind: ServerKind,
         live: Live,
         photos: Workload,
         mixed: Workload,

@@ -26,8 +26,8 @@ class ServingOptions(Config):
     workers: int = Field(
         default=Serving.workers,
         ge=1,
-        description="Worker processes, each of which loads the model; TorchServe's use all cores each, our own server's "
-        "a share.",
+        description="Worker processes, each of which loads the model. TorchServe's use all cores each, our own "
+        "server's a share.",
     )
     threads: int | None = Field(
         default=None, ge=1, description="Intra-op threads of a worker on the CPU; None: one per core."

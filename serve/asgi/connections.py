@@ -1,23 +1,20 @@
-"""A connection that a client cannot keep for nothing: uvicorn's, with limits until a request is whole.
+"""A connection's requests and answers: an answer in one write, without a task where that can be, and no body twice.
 
-uvicorn 0.54 waits for ever for the first byte and for the end of the headers, takes headers of any size, reads a
-body of any length behind an answer that was given early, lets a connection lie idle for ever after that, takes up all
-requests that come at once on a connection before it answers the first, and copies each body twice.
+uvicorn 0.54 reads a body of any length behind an answer that was given early, and copies each body twice.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from serve.asgi.call import Limits
 from serve.asgi.direct import Direct
+from serve.asgi.limited import LimitedConnection
 from serve.asgi.messages import FAULT, GONE, WHOLE, Headers, RefusedError, Response, no_memory, try_again
 
 if TYPE_CHECKING:
@@ -26,27 +23,11 @@ if TYPE_CHECKING:
 _HEAD_END = b"\r\n\r\n"
 _CLOSE = (b"connection", b"close")
 
-# Requests of a connection that wait for the one before them. Each is an object of 2.6 kB, and what is read at once, a
-# quarter of a megabyte, has room for 14,000.
-_MOST_WAITING = 32
-
-# Chunks of a body beyond one for each `_SMALL_CHUNK` bytes of it. Each is a call from the parser, and what libuv reads
-# of a connection before it looks at another, 8 MB, has room for 1.4 million of a byte: 3 s in which nobody is answered.
-_MOST_CHUNKS = 4096
-_SMALL_CHUNK = 64
-
-# For what a client still sends when it has its answer (413, 401): closed at once, the answer would be lost with it.
-_LINGER_S = 5.0
-
 # For a request that was sent before its client could know that the server ends.
 _ON_ITS_WAY_S = 1.0
 
 
-class _TooManyError(Exception):
-    """More requests, chunks or trailers than may come on a connection: raised in its parser, which reads no further."""
-
-
-class GuardedConnection(HttpToolsProtocol):
+class GuardedConnection(LimitedConnection):
     """One connection; see `Limits`.
 
     Args:
@@ -56,44 +37,22 @@ class GuardedConnection(HttpToolsProtocol):
     """
 
     def __init__(self, limits: Limits, early: Early, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._limits = limits
+        super().__init__(limits, **settings)
         self._early = early
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._linger_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = 0
-        self._in_body = False
+        self._answered_early = False  # by `early`: of this request there is no cycle
         self._to_drop = 0  # bytes of the body of a request that was answered early
         self._dropped = 0  # those of them that the parser had
-        self._answered_early = False  # by `early`: of this request there is no cycle
-        self._chunks = self._chunked_bytes = self._trailer_bytes = 0  # of the body that comes
         self._head_alone = False  # whether the parser has a head, and nothing behind it
-        self._head_again = False  # whether the parser reads a head for the second time
-        self._unread = 0  # bytes of answers when it was last looked whether the client reads
-        self._reader_timer: asyncio.TimerHandle | None = None
-        self._tell_gone: Callable[[], None] | None = None
         self._direct: Direct | None = None  # the request that is answered so
         self._behind = bytearray()  # what has come behind it
         self._ending = False  # whether the connection is closed behind it
-        self._unreadable = False  # whatever comes now: nothing of it is read
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin, or turn the client away where there are too many."""
-        super().connection_made(transport)
-        if len(self.connections) > self._limits.connections:
-            self._end(try_again("too many connections: try again later", "connections"))
-        else:
-            self._await_head()
+        self._tell_gone: Callable[[], None] | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
-        self._head_is_there()
-        self._body_is_there()
-        self._reader_is_there()
         if self._direct is not None:
             self._direct.abandon()
             self._direct = None
-        self._unset_keepalive_if_required()  # uvicorn 0.54 keeps it, and all this, for its time where the client resets
         super().connection_lost(exc)
         if self._tell_gone is not None:
             self._tell_gone()
@@ -118,52 +77,6 @@ class GuardedConnection(HttpToolsProtocol):
             self._take(rest)
         if self._answered_early and self._in_body:
             self._linger()
-
-    def _take(self, data: memoryview) -> None:
-        """Parse what has come."""
-        if self.transport.is_closing():
-            return
-        if not self._in_body:
-            self._head_bytes += len(data)
-        self._feed(data)
-        if self._in_body or not self._head_bytes or self._unreadable or self.transport.is_closing():
-            return
-        if self._head_bytes > self._limits.head_bytes:
-            self._end(RefusedError(431, "the headers are too large", "large-head"))
-        else:
-            self._await_head()  # most come whole, and need no timer
-
-    def _feed(self, data: memoryview) -> None:
-        """As uvicorn, but for a head with ``Upgrade``: nothing else is spoken here, and what follows it is its body."""
-        self._unset_keepalive_if_required()
-        while data:
-            try:
-                try:
-                    self.parser.feed_data(data)
-                    return
-                except httptools.HttpParserUpgrade as stopped:
-                    data = data[stopped.args[0] :]
-                    self._read_on()
-            except httptools.HttpParserError as error:
-                if isinstance(error.__context__, MemoryError):  # of a callback: ours, and not the client's
-                    self._end(no_memory())
-                elif not self.transport.is_closing():  # as `_read_no_further` has it
-                    self._end(RefusedError(400, f"the request is not valid HTTP ({error})", "bad-http"))
-                return
-
-    def _read_on(self) -> None:
-        """Have the body read of a head with ``Upgrade``, behind which httptools 0.9 takes all for another protocol.
-
-        A client that offers one (curl --http2, Java's) sends its body, and a body that is read as the next request is
-        one that whoever is before this server has not seen.
-        """
-        self._renew_parser()
-        framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
-        self._head_again = True
-        try:
-            self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(b"%s: %s\r\n" % pair for pair in framing))
-        finally:
-            self._head_again = False
 
     def _receive(self, direct: Direct, data: memoryview) -> memoryview:
         """Take in the body of a request that is answered without a task; what the parser is to read now."""
@@ -215,75 +128,28 @@ class GuardedConnection(HttpToolsProtocol):
         self._to_drop -= passed
         if not self._to_drop:
             self._in_body = False
-            self._body_is_there()
+            self._linger_timer.end()
             self._renew_parser()
             if not self.transport.is_closing():
                 self._lie_idle()
         return data[passed:]
 
-    def _renew_parser(self) -> None:
-        """Begin at a message: the parser at hand waits for a body that was passed over."""
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn 0.54
-
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        if self._head_again:
-            return
-        self._head_bytes = self._head_bytes or 1  # behind the end of a body
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        """A part of its path is there."""
-        if not self._head_again:
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One of its headers is there. What comes behind a body is no header (RFC 9110, 6.5.1), and none is kept."""
-        if self._head_again:
-            return
-        if not self._in_body:
-            super().on_header(name, value)
-            return
-        self._trailer_bytes += len(name) + len(value) + 4
-        if self._trailer_bytes > self._limits.head_bytes:
-            self._read_no_further()
-
-    def on_headers_complete(self) -> None:
-        """Its headers are there."""
-        if self._head_again:
-            return
-        self._head_is_there()
-        if len(self.pipeline) >= _MOST_WAITING:
-            self._read_no_further()
-        self._chunks = self._chunked_bytes = self._trailer_bytes = 0
+    def _begin_request(self) -> None:
         found = None
         if self._is_plain():
             found = self._early(self.parser.get_method(), self.url, self.headers, whole=self._head_alone)
         if found is None:
-            self._to_application()
-            return
-        if isinstance(found, Direct):
+            self._answered_early = False
+            super()._begin_request()
+            whole = functools.partial(self._answer, self.cycle)
+            self.scope["extensions"] = cast("Any", {WHOLE: whole, GONE: self._when_gone})
+        elif isinstance(found, Direct):
             self._direct, found.connection = found, self
-            return
-        self._answered_early, self._dropped = True, 0
-        self._in_body = True
-        self._write(*found)
-        super().on_response_complete()
-
-    def _to_application(self) -> None:
-        """Have the application answer the request whose head is read."""
-        self._answered_early = False
-        super().on_headers_complete()  # raises where a path is none that there can be: there is no cycle for it
-        self._in_body = True
-        whole = functools.partial(self._answer, self.cycle)
-        self.scope["extensions"] = cast("Any", {WHOLE: whole, GONE: self._when_gone})
-
-    def on_chunk_header(self) -> None:
-        """A chunk of its body begins."""
-        self._chunks += 1
-        if self._chunks > _MOST_CHUNKS + self._chunked_bytes // _SMALL_CHUNK:
-            self._read_no_further()
+        else:
+            self._answered_early, self._dropped = True, 0
+            self._write(*found)
+            self.on_response_complete()
+            self._in_body = True  # its end has mostly come, too: see `data_received` for one that has not
 
     def on_body(self, body: bytes) -> None:
         """A part of its body is there."""
@@ -314,39 +180,12 @@ class GuardedConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():  # its head is: see `_read_on`
             return
         self._in_body = False
-        self._body_is_there()
+        self._linger_timer.end()
         if not self._answered_early:
             super().on_message_complete()
         idle = self.timeout_keep_alive_task is None and not self.pipeline and not self.transport.is_closing()
         if idle and (self._answered_early or self.cycle.response_complete):
             self._lie_idle()
-
-    def _lie_idle(self) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-
-    def on_response_complete(self) -> None:
-        """Its answer is sent, perhaps before its body was there."""
-        super().on_response_complete()
-        if self._in_body:
-            self._linger()
-
-    def pause_writing(self) -> None:
-        """The client does not read what it is answered: not for long."""
-        super().pause_writing()
-        self._unread = self.transport.get_write_buffer_size()
-        self._await_reader()
-
-    def resume_writing(self) -> None:
-        """It has."""
-        self._reader_is_there()
-        super().resume_writing()
-
-    def timeout_keep_alive_handler(self) -> None:
-        """It has lain idle for too long; where it has not read its last answer, closing it would wait for that."""
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
-        else:
-            super().timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
         """The server ends: answer the request that is coming or on its way, and close.
@@ -410,60 +249,9 @@ class GuardedConnection(HttpToolsProtocol):
             and self.parser.get_http_version() == "1.1"
         )
 
-    def _read_no_further(self) -> NoReturn:
-        """Close, and end the parser in which this is called."""
-        self.transport.close()
-        raise _TooManyError
-
-    def _await_reader(self) -> None:
-        self._reader_timer = self.loop.call_later(self._limits.body_s, self._look_at_reader)
-
-    def _reader_is_there(self) -> None:
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-            self._reader_timer = None
-
-    def _look_at_reader(self) -> None:
-        """Give up a client that has read nothing; one that reads slowly is waited for."""
-        left = self.transport.get_write_buffer_size()
-        if left >= self._unread:
-            self.transport.abort()
-        else:
-            self._unread = left
-            self._await_reader()
-
-    def _await_head(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._limits.head_s, self._head_too_late)
-
-    def _head_is_there(self) -> None:
-        self._head_bytes = 0
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_too_late(self) -> None:
-        if self._head_bytes:
-            self._end(RefusedError(408, "the headers did not arrive in time", "slow-client"))
-        elif not self.transport.is_closing():
-            self.transport.close()
-
     def _end_idle(self) -> None:
-        if self._is_idle and not self._head_bytes and not self.transport.is_closing():
-            self.transport.close()  # half a head is ended by its timer
-
-    def _linger(self) -> None:
-        if self._linger_timer is None:
-            self._linger_timer = self.loop.call_later(_LINGER_S, self._end_lingering)
-
-    def _body_is_there(self) -> None:
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
-            self._linger_timer = None
-
-    def _end_lingering(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.close()
+        if self._is_idle and not self._head_bytes:  # half a head is ended by its timer
+            self._close()
 
     def _end(self, refused: RefusedError) -> None:
         """Read no further, and close when all that was asked before is answered.

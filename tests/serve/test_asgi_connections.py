@@ -410,7 +410,7 @@ def test_when_the_client_closes_its_request_is_not_computed(abort: bool) -> None
 def test_a_refusal_reaches_a_client_that_is_still_sending_and_the_connection_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve.asgi.connections._LINGER_S", 1.0)
+    monkeypatch.setattr("serve.asgi.limited._LINGER_S", 1.0)
 
     async def flood() -> tuple[bytes, bool]:
         async with listening(settings(body_bytes=1000)) as (connect, _):

@@ -273,9 +273,10 @@ def test_it_ends_in_order_where_nobody_can_read_what_it_prints(gone: str, archiv
 
 
 def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp_path: Path) -> None:
-    # libgomp tells what it has read, when torch loads it; that there is no such archive comes later.
+    # libgomp tells what it has read, when torch loads it; that there is no such archive comes later, where
+    # nobody has to look into it for how many processes there are to be.
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    words = [sys.executable, "-m", "serve", "run", "--store", str(tmp_path), "none.mar"]
+    words = [sys.executable, "-m", "serve", "run", "--store", str(tmp_path), "--processes", "1", "none.mar"]
     for own, read in ({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"):
         told = subprocess.run(
             words,
