@@ -89,6 +89,17 @@ def test_a_difference_of_p50_is_the_median_of_the_turns_and_not_of_the_medians()
     assert "**fail**" in aim.line
 
 
+def test_what_no_server_can_pass_is_told_and_not_judged() -> None:
+    shots = {**SHOTS, ("stock", PHOTOS, 1): [shot(50), shot(50)], ("stock", PHOTOS, 8): [shot(60), shot(100)]}
+    turns = {("pipelined", PHOTOS, 1): [shot(1, 5)], ("serial", PHOTOS, 1): [shot(1, 4)]}
+    threads, stock = page.aims(shots, ["pipelined", "stock"], PHOTOS, turns)
+    assert threads.value == pytest.approx(1, abs=0.1)
+    assert stock.values == (400 / 60, 200 / 100)
+    for told in (threads, stock):
+        assert not any(word in told.line for word in ("pass", "fail", "at least", "at most"))
+        assert told.line.count("|") == 5
+
+
 def test_those_compared_at_one_client_are_asked_one_right_after_the_other_each_first_in_its_turn() -> None:
     asked: list[tuple[str, str, int, float]] = []
 
@@ -99,7 +110,7 @@ def test_those_compared_at_one_client_are_asked_one_right_after_the_other_each_f
 
         return Subject(key, key, ask)
 
-    subjects = [*map(subject, ("own", "pipelined", "serial")), Subject("torchserve", "", left_out="no Java")]
+    subjects = [*map(subject, ("own", "stock", "serial")), Subject("torchserve", "", left_out="no Java")]
     found = measure_alone(subjects, 3, 0.5)
     assert [key for key, *_ in asked] == ["own", "serial", "serial", "own", "own", "serial"]
     assert {how[1:] for how in asked} == {(PHOTOS, 1, 0.5)}

@@ -55,10 +55,11 @@ def stages(usual: Serving, most_cores: int | None = None) -> tuple[Stage, ...]:
         return lambda base: [_with(base, name, value) for value in values]
 
     usually = min(limit, DECODING_THREADS)  # what None is
+    decoding = sorted({*counts, usually})
     return (
         Stage("engine and its threads", engines),
         Stage("workers", field("workers", counts)),
-        Stage("decode threads", field("decode_threads", [*(count for count in counts if count < usually), None])),
+        Stage("decode threads", field("decode_threads", [None if count == usually else count for count in decoding])),
         Stage("batch size", field("batch_size", (1, 4, 8, 16, 32))),
         Stage("batch delay", field("max_batch_delay_ms", (1, 2, 5))),
     )

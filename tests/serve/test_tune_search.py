@@ -331,6 +331,8 @@ def test_every_setting_is_tried_by_engines_that_are_there_and_threads_that_there
     assert all(len(way.executions) == 2 for way in found[0].variants(USUAL))
     assert [way.workers for way in found[1].variants(USUAL)] == [1, 2, 4, 6]
     assert [way.decode_threads for way in found[2].variants(USUAL)] == [1, 2, 4, None]
+    many = stages(USUAL, most_cores=16)[2].variants(USUAL)
+    assert [way.decode_threads for way in many] == [1, 2, 4, None, 16], "None is 8: a network on a GPU may want more"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each process has a share of the cores")
