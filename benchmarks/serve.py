@@ -193,7 +193,7 @@ def document(
         f"Made by `{made}` on {began}: {here('torch', 'onnxruntime-gpu', 'openvino')}.",
         "",
         f"{options.artifact} of {options.run}, an image as JPEG in, its best 5 classes as JSON out, served as "
-        + "; ".join(f"{told(way)}{f' ({name})' if name else ''}" for name, way in used.items())
+        + "; ".join(f"{_way(way)}{f' ({name})' if name else ''}" for name, way in used.items())
         + f". {tuned} All subjects were running all the time and were asked in turns, {options.rounds} round(s) of "
         f"{options.seconds:g} s for each number of clients (closed loop); a figure is the median of the rounds', a "
         "ratio the median of the ratios within a round, a p99 that of all rounds together. "
@@ -227,6 +227,12 @@ def document(
                 "",
             ]
     return body
+
+
+def _way(way: Serving) -> str:
+    """A way to serve in words, of both servers where several workers have other threads at each."""
+    own, torchserve = told(way), told(way, "torchserve")
+    return own if own == torchserve else f"{own} (TorchServe: {torchserve})"
 
 
 def _alone(options: argparse.Namespace, alone: page.Shots) -> str:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -299,6 +299,7 @@ def main() -> int:
         options.artifact = options.artifact or runs.recommended(options.store, options.run)
         artifact = layout.artifact_folder(options.store, options.run, options.artifact)
         way = serving_of(artifact, load_card(artifact))
+        ways = {"own": replace(way, workers=1), "torchserve": way}
         predictor = known.opened(artifact, way)
         photos, mixed = workloads(predictor, way, options.photos)
         bodies = [item.body for item in photos.items]
@@ -308,14 +309,15 @@ def main() -> int:
             print(f"{TITLES[kind]}: about {options.minutes + 1:.0f} minutes", flush=True)
             with tempfile.TemporaryDirectory(prefix="soak-") as folder:
                 scratch = Path(folder)
-                archive = pack(artifact, way, scratch, "soaked")
+                archive = pack(artifact, ways[kind], scratch, "soaked")
                 with serving(kind, {"soaked": archive}, scratch, options.queue) as live:
                     phases = Phases(kind, live, photos, mixed, scratch=scratch, pace=partial(pace, predictor, bodies))
                     found = phases.run(course(options.minutes))
             judged = verdicts(found, options.queue)
             held = held and all(verdict.holds is not False for verdict in judged)
-            print("\n".join(section(found, judged, way)), flush=True)
-            body += section(found, judged, way)
+            told_of = section(found, judged, ways[kind])
+            print("\n".join(told_of), flush=True)
+            body += told_of
             if options.write is not None:  # each server's as soon as it is there
                 options.write.write_text("\n".join(body) + "\n", encoding="utf-8")
     except PipelineError as error:

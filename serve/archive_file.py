@@ -24,7 +24,7 @@ from serve.hints import command
 from serve.runtime.card import CARD_FILE, Card, parse_card, write_card
 from serve.runtime.errors import CardError, UserError
 from serve.runtime.known import KNOWN_FILE, KnownAnswer, parse_known
-from serve.runtime.serving import SERVING_FILE, Serving, parse_serving
+from serve.runtime.serving import MOST_BYTES, SERVING_FILE, Serving, parse_serving
 
 MANIFEST_FILE = "MAR-INF/MANIFEST.json"
 CONFIG_FILE = "model-config.yaml"
@@ -204,6 +204,8 @@ class OpenArchive:
             CardError: as `serving_in`.
         """
         with _told_by_path(self._path):
+            if (size := self._opened.getinfo(SERVING_FILE).file_size) > MOST_BYTES:  # it may be asked before `check`
+                raise ValueError(f"its {SERVING_FILE} has {size} bytes")
             return parse_serving(self._opened.read(SERVING_FILE).decode(), self._path / SERVING_FILE)
 
     def known(self) -> KnownAnswer | None:

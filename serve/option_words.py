@@ -75,6 +75,8 @@ _SPECIAL = {
     "options": _Words("--option", "ENGINE.NAME=VALUE", list[str], _engine_options),
     "budget": _Words("--budget", "LIMIT=VALUE", list[str], _limits),
 }
+# What a thread count is where nobody says.
+_UNCOUNTED = {"threads": "one per core", "decode_threads": "one per core, at most 8"}
 
 
 def with_serving_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -120,7 +122,7 @@ def _option(name: str, field: FieldInfo) -> Any:
             own.kind | None, typer.Option(own.flag, metavar=own.metavar, show_default=own.usual or False, **words)
         ]
     flag = f"--{name.replace('_', '-')}"
-    words["show_default"] = "one per core" if field.default is None else str(field.default).lower()
+    words["show_default"] = _UNCOUNTED[name] if field.default is None else str(field.default).lower()
     if isinstance(field.default, bool):
         return Annotated[bool | None, typer.Option(f"{flag}/--no{flag[1:]}", **words)]
     if isinstance(field.default, str):

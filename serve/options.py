@@ -30,7 +30,7 @@ class ServingOptions(Config):
         "server's a share.",
     )
     threads: int | None = Field(
-        default=None, ge=1, description="Intra-op threads of a worker on the CPU; None: one per core."
+        default=None, ge=1, description="Intra-op threads of a worker on the CPU; None: one per core of its own."
     )
     batch_size: int = Field(
         default=Serving.batch_size, ge=1, le=1024, description="Most images that go through the network together."
@@ -46,12 +46,13 @@ class ServingOptions(Config):
         default=None,
         ge=1,
         le=1024,
-        description="Threads of a worker that decode images beside the engine; None: one per core.",
+        description="Threads of a worker that decode images beside the engine; None: one per core, at most 8.",
     )
     queue_limit: int = Field(
         default=Serving.queue_limit,
         ge=1,
-        description="Requests that may wait for an answer; the next one is told to try again later (503).",
+        description="Requests that may wait for an answer in our own server, and of one batch in a worker of "
+        "TorchServe, whose own queue is --queue; the next one is told to try again later (503).",
     )
     decoder: str = Field(
         default=Serving.decoder,
@@ -155,6 +156,13 @@ class ServingOptions(Config):
             return replace(serving, **given, executions=tuple(self._executions(serving.executions, card)))
         except CardError as error:
             raise UserError(f"{card.name}: {error}") from None
+
+    def on_gpu(self) -> ServingOptions:
+        """The same, with what runs on a GPU before what does not, behind the engines that are named."""
+        from serve.runtime.engines.base import engines  # imports torch
+
+        words = (f"{name}[cuda]" for name, entry in engines().items() if "cuda" in entry.devices)
+        return self.model_copy(update={"engines": (*self.engines, *words)})
 
     def _executions(self, usual: tuple[Execution, ...], card: Card) -> Iterable[Execution]:
         from serve.runtime.engines.base import engines_for  # imports torch

@@ -9,7 +9,7 @@ from serve import layout
 from serve.options import ServingOptions
 from serve.runs import DeviceChoice, Selection, artifact_folders, model_name
 from serve.runtime.card import read_card
-from serve.runtime.engines.base import engines, engines_for
+from serve.runtime.engines.base import engines_for
 from serve.runtime.errors import UserError
 from serve.torchserve.archive import build_archive
 from serve.torchserve.staging import Pack
@@ -59,8 +59,7 @@ def repacking(store: Path, selection: Selection, options: ServingOptions, device
         UserError: an engine that is named opens none of them.
     """
     if device == "cuda":
-        on_gpu = [f"{name}[cuda]" for name, entry in engines().items() if "cuda" in entry.devices]
-        options = options.model_copy(update={"engines": (*options.engines, *on_gpu)})
+        options = options.on_gpu()
     elif not options.model_fields_set:
         return None
     models = [ServedModel.of(name, path) for name, path in selection.archives.items()]

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -77,13 +77,16 @@ def run_together(
         return runner.run(_Group(settings, wanted, say, shares, folder).serve(opened))
 
 
-def asked_for(wanted: Sequence[Wanted], listening: Listening, say: Callable[[str], None]) -> int:
+def asked_for(
+    wanted: Sequence[Wanted], listening: Listening, limits: Mapping[str, int], say: Callable[[str], None]
+) -> int:
     """How many processes serve where nobody says: the most ``workers`` that an archive's ``serving.json`` asks for.
 
     Args:
         wanted: what is served.
         listening: where.
-        say: gets a line for a person where fewer do.
+        limits: how many there is room for, by the reason.
+        say: gets a line for a person where fewer serve than are asked for.
 
     Raises:
         UserError: an archive is missing.
@@ -91,9 +94,12 @@ def asked_for(wanted: Sequence[Wanted], listening: Listening, say: Callable[[str
     """
     workers, name = max((serving_in(entry.archive).workers, entry.name) for entry in wanted)
     cores = len(os.sched_getaffinity(0))
-    count = 1 if listening.path is not None else min(workers, cores)
+    room = {f"there are {cores} cores": cores, **limits}
+    if listening.path is not None:
+        room["a --socket has one process"] = 1
+    why = min(room, key=lambda reason: room[reason])
+    count = max(1, min(workers, room[why]))
     if count < workers:
-        why = "a --socket has one process" if listening.path is not None else f"there are {cores} cores"
         say(f"{name}: its serving.json asks for {workers} workers, {why}: served by {count}")
     return count
 

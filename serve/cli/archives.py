@@ -62,7 +62,8 @@ def audit(
 ) -> None:
     """Ask what is known against the installed Python packages, and against what TorchServe's jar bundles.
 
-    Both need a network. The exit code is 1 where something is known, or could not be asked.
+    Both need a network, and the first the extra `audit`. The exit code is 1 where something is known, or could not be
+    asked, and 2 without the extra.
     """
     with reported():
         from serve.audit import OSV, AuditError, advisories, audit_python, bundled_libraries

@@ -23,7 +23,9 @@ def export(
     artifact: Annotated[str | None, typer.Option(help="Default: the recommended one; for triton an onnx one.")] = None,
     image: Annotated[str | None, typer.Option(help="The own server's image, as the cluster pulls it.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Kubernetes namespace. Default: default.")] = None,
-    cpus: Annotated[int | None, typer.Option(help="Cores, and threads, of a replica. Default: 2.")] = None,
+    cpus: Annotated[
+        int | None, typer.Option(help="Cores of a replica, and threads of its process. Default: 2.")
+    ] = None,
     memory_mb: Annotated[int | None, typer.Option(help="Most memory of a replica, in MiB. Default: 4096.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs of a replica: 0 or 1. Default: 0.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Fewest replicas. Default: 1.")] = None,

@@ -11,7 +11,7 @@ _PANEL = "Limits"
 Queue = Annotated[
     int,
     typer.Option(
-        help="Most requests of one model that wait; the next is told 503.",
+        help="Most requests of one model that wait in TorchServe; the next is told 503.",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -149,7 +149,10 @@ def run(
             typer.echo(f"made a token in {tokens}", err=True)
         log_to_stderr()
         plan = Plan(tuple(models or ()), models_file, store, cast(Literal["auto", "cpu", "cuda"], device))
-        count = processes if processes is not None else asked_for(plan.read(), listening, _tell)
+        room = {f"--connections are {connections}": connections}
+        if held_limit_mb:
+            room[f"--held-limit-mb is {held_limit_mb}"] = held_limit_mb // body_limit_mb
+        count = processes or asked_for(plan.read(), listening, room, _tell)
         body_bytes = body_limit_mb << 20
         limits = Limits(
             body_bytes=body_bytes,

@@ -46,9 +46,12 @@ def write_image(subject: Subject, folder: Path) -> None:
         raise UserError("a signed export needs both keys: --sign KEY to sign with, --public-key to verify with there")
     models = folder / "models"
     models.mkdir(parents=True)
-    # One core per thread there, whatever the node has: a container's share of the node's cores is not seen in it.
+    # One core per thread there, whatever the node has: a container's share of the node's cores is not seen in it. For
+    # the same reason one process, however many were tuned for this machine: a cluster has replicas.
     cpus = subject.settings.cpus
-    options = ServingOptions(threads=cpus, decode_threads=min(cpus, DECODING_THREADS))
+    options = ServingOptions(workers=1, threads=cpus, decode_threads=min(cpus, DECODING_THREADS))
+    if subject.settings.gpus:
+        options = options.on_gpu()
     archive = build_archive(subject.folder, models / f"{subject.name}.mar", model_name=subject.name, options=options)
     write_sbom(archive)
     if subject.key is not None:

@@ -147,8 +147,9 @@ class _Run:
         return self._deck.pop()
 
     def _connection(self, now: float) -> Wire:
-        while self._idle:
-            wire, since = self._idle.pop()
+        spread = self._plan.spread
+        while self._idle and len(self._idle) + len(self._under_way) >= spread:
+            wire, since = self._idle.pop(0 if spread else -1)
             if now - since < _STALE_S:
                 return wire
             self._forget(wire)

@@ -41,6 +41,8 @@ class Plan:
         timeout_s: an answer that takes longer is lost, and its connection closed.
         give_up_ms: end the run when a request has waited this long, counted from when it was due; None: never.
         seed: of the order of requests and of the gaps.
+        spread: open loop: connections that are opened before one is used again, and used in turns then, for a server of
+            several processes, which get whole connections; 0: the fewest that do.
     """
 
     target: Target
@@ -51,6 +53,7 @@ class Plan:
     timeout_s: float = 30.0
     give_up_ms: float | None = None
     seed: int = 0
+    spread: int = 0
 
     def __post_init__(self) -> None:
         if self.clients < 1:

@@ -54,7 +54,8 @@ class Budget(Described):
 
 #: For a server. The slowest codings that were found (run-length BMP, WebP, PNG) decode 11 to 30 megapixels a
 #: second on one core: a full request takes up to 15 s; no image of a batch is begun after 30, half of what TorchServe
-#: gives its worker. A batch of 16 requests holds the largest image of each.
+#: gives its worker. A batch of 16 requests holds the largest image of each;
+#: of more such at once (TorchServe's usual batch has 32 requests) some are told to try again.
 SERVING = Budget(request_pixels=200_000_000, batch_pixels=800_000_000, request_seconds=15.0, batch_seconds=30.0)
 
 # 503, and not 408 (the client was slow to send) or 413 (this request is too large, always): the same

@@ -23,6 +23,8 @@ SERVING_FILE: Final = "serving.json"
 #: Most threads that decode where nobody says how many.
 DECODING_THREADS: Final = 8
 _LARGEST_FILE = 1 << 20  # characters
+#: That so many characters may have.
+MOST_BYTES: Final = 4 * _LARGEST_FILE
 _MOST = 1 << 20  # of anything that is counted here
 _LONGEST_S = 7 * 24 * 3600
 _DECODER = re.compile(r"[a-z][a-z0-9-]{0,63}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from serve.runtime.errors import PipelineError
+from serve.runtime.errors import PipelineError, message_of
 from serve.runtime.serving import Serving
 from serve.tune.space import Stage
 
@@ -105,7 +105,9 @@ class Trial:
         good = [point for point in self.points if point.holds(goal.p99_ms) and self.fits(goal)]
         if goal.objective == "throughput":
             return max(good, key=lambda point: (point.rate or 0, -point.p99), default=None)
-        return min(good, key=lambda point: (-point.seconds, point.p99), default=None)
+        # What was asked for longer is known better, also that it does not hold.
+        longest = max((point.seconds for point in self.points if point.rate is not None), default=0.0)
+        return min((point for point in good if point.seconds == longest), key=lambda point: point.p99, default=None)
 
     def fits(self, goal: Goal) -> bool:
         """Whether the server stayed within the memory."""
@@ -194,17 +196,24 @@ class Search:
         trial = Trial(way, stage, [])
         self._trials.append(trial)
         latency = self._goal.objective == "latency"
-        first = self._point(trial, self._rate if latency else None, effort)
-        if latency and self._rate is None:
-            self._rate = round(first.throughput / 2, 1)
-        if not trial.fits(self._goal):
-            trial.outcome = f"needs {first.memory_bytes / 1e6:.0f} MB"
-        elif first.bad or not first.throughput:
-            trial.outcome = f"{first.bad} requests went wrong"
-        elif latency:
-            self._once(trial, effort, None if first.rate is None else first)
-        else:
-            self._climb(trial, first)
+        try:
+            first = self._point(trial, self._rate if latency else None, effort)
+            if latency and self._rate is None:
+                self._rate = round(first.throughput / 2, 1)
+            if not trial.fits(self._goal):
+                trial.outcome = f"needs {first.memory_bytes / 1e6:.0f} MB"
+            elif first.bad or not first.throughput:
+                trial.outcome = f"{first.bad} requests went wrong"
+            elif latency:
+                self._once(trial, effort, None if first.rate is None else first)
+            else:
+                self._climb(trial, first)
+        except PipelineError as error:
+            if len(self._trials) == 1:  # nor would any other
+                raise
+            # So many processes may not find room, or an engine not start with so many threads: that is what was found.
+            trial.points.clear()
+            trial.outcome = f"does not work: {message_of(error)}"
         self._on_trial(trial, left)
         return trial
 
@@ -290,7 +299,7 @@ class Search:
     def _why_none(self) -> str:
         goal = self._goal
         if not any(trial.fits(goal) for trial in self._trials):
-            least = min(max(point.memory_bytes for point in trial.points) for trial in self._trials)
+            least = min(max(point.memory_bytes for point in trial.points) for trial in self._trials if trial.points)
             return (
                 f"no way to serve fits into {(goal.memory_bytes or 0) / 1e6:.0f} MB: the least took {least / 1e6:.0f}"
             )

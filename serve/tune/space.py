@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from serve.runtime.engines.base import execution_id
+from serve.runtime.engines.base import execution_id, unavailable
+from serve.runtime.execution import Execution
 from serve.runtime.serving import DECODING_THREADS, Serving
 from serve.tune.servers import ServerKind
 
@@ -26,11 +26,23 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def stages(usual: Serving, most_cores: int | None = None) -> tuple[Stage, ...]:
+def share(kind: ServerKind, serving: Serving, most_cores: int) -> int:
+    """Cores that each worker has: of our own server's an equal part of them, of TorchServe's all."""
+    return max(1, most_cores // serving.workers) if kind == "own" else most_cores
+
+
+def runs_here(serving: Serving) -> Execution:
+    """The execution that runs on this machine: the first whose engine works here; where none does, the first."""
+    found = (entry for entry in serving.executions if unavailable(entry.engine, entry.device_type) is None)
+    return next(found, serving.executions[0])
+
+
+def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> tuple[Stage, ...]:
     """What is tried, in order: what decides most comes first.
 
     Args:
-        usual: how the artifact is served now; its executions are those that are tried.
+        kind: which server.
+        usual: how the artifact is served now; those of its executions are tried whose engines work here.
         most_cores: None: those of this process.
     """
     limit = most_cores or cores()
@@ -42,6 +54,8 @@ def stages(usual: Serving, most_cores: int | None = None) -> tuple[Stage, ...]:
     def engines(base: Serving) -> list[Serving]:
         tried = []
         for execution in usual.executions:
+            if unavailable(execution.engine, execution.device_type) is not None:
+                continue
             others = [other for other in usual.executions if other != execution]
             if execution.device_type != "cpu":
                 tried.append(dataclasses.replace(base, executions=(execution, *others)))
@@ -51,35 +65,42 @@ def stages(usual: Serving, most_cores: int | None = None) -> tuple[Stage, ...]:
                 tried.append(dataclasses.replace(base, executions=(first, *others)))
         return tried
 
-    def field(name: str, values: Iterable[int | None]) -> Callable[[Serving], list[Serving]]:
-        return lambda base: [_with(base, name, value) for value in values]
+    def workers(base: Serving) -> list[Serving]:
+        first, *others = base.executions
+        tried = []
+        for count in counts:
+            way = dataclasses.replace(base, workers=count)
+            if first.threads is not None and first.threads > (most := max(1, limit // count)):
+                # As many as were best of one that has all cores: more than each of several has.
+                way = dataclasses.replace(way, executions=(dataclasses.replace(first, threads=most), *others))
+            tried.append(way)
+        return tried
 
-    usually = min(limit, DECODING_THREADS)  # what None is
-    decoding = sorted({*counts, usually})
+    def decode_threads(base: Serving) -> list[Serving]:
+        usually = min(share(kind, base, limit), DECODING_THREADS)  # what None is
+        return [
+            dataclasses.replace(base, decode_threads=None if count == usually else count)
+            for count in sorted({*counts, usually})
+        ]
+
     return (
         Stage("engine and its threads", engines),
-        Stage("workers", field("workers", counts)),
-        Stage("decode threads", field("decode_threads", [None if count == usually else count for count in decoding])),
-        Stage("batch size", field("batch_size", (1, 4, 8, 16, 32))),
-        Stage("batch delay", field("max_batch_delay_ms", (1, 2, 5))),
+        Stage("workers", workers),
+        Stage("decode threads", decode_threads),
+        Stage("batch size", lambda base: [dataclasses.replace(base, batch_size=size) for size in (1, 4, 8, 16, 32)]),
+        Stage("batch delay", lambda base: [dataclasses.replace(base, max_batch_delay_ms=ms) for ms in (1, 2, 5)]),
     )
 
 
-def _with(base: Serving, name: str, value: Any) -> Serving:
-    return dataclasses.replace(base, **{name: value})
-
-
 def told(serving: Serving, kind: ServerKind = "own") -> str:
-    """A way to serve by a server, in one line.
-
-    Of several workers each has the threads that are told: of those that nobody counts, TorchServe's one for each core,
-    our own server's one for each core of its share.
-    """
-    execution = serving.executions[0]
-    share = max(1, cores() // serving.workers) if kind == "own" else cores()
+    """A way to serve by a server, in one line: what runs here, and of several workers the threads of each."""
+    execution = runs_here(serving)
+    if kind == "own":  # which has no more than a core for each
+        serving = dataclasses.replace(serving, workers=min(serving.workers, cores()))
+    each = share(kind, serving, cores())
     words = [
-        f"{execution_id(execution)} x{execution.threads or share}",
-        f"decode x{serving.decode_threads or min(share, DECODING_THREADS)}",
+        f"{execution_id(execution)} x{execution.threads or each}",
+        f"decode x{serving.decode_threads or min(each, DECODING_THREADS)}",
         f"batch {serving.batch_size}",
         f"{serving.max_batch_delay_ms} ms",
     ]

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from serve.tune.journal import Journal
 from serve.tune.page import plot
 from serve.tune.search import MOST_ASKED, Found, Goal, Point, Search, Trial, confirmed
 from serve.tune.servers import Live, ServerKind, end_left, pack, remember, serving
-from serve.tune.space import Stage, cores, stages, told
+from serve.tune.space import Stage, cores, runs_here, stages, told
 
 TUNING_FILE = "tuning.json"
 CURVE_FILE = "tuning.svg"
@@ -35,7 +35,7 @@ JOURNAL_FILE = "tuning.journal"
 SERVER_FILE = "tuning.server"
 
 _MODEL = "tuned"
-_CLIENTS = 16  # of the closed loop that finds the saturation
+_CLIENTS = 16  # of the closed loop that finds the saturation, for each process that they are dealt out to
 _MOST_CONNECTIONS = 256
 #: Shares of the rate that is held at which the curve is drawn.
 _CURVE = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1)
@@ -86,10 +86,10 @@ class Servers:
     def measure(self, way: Serving, rate: float | None, effort: float) -> Point:
         """Serve so and measure at a rate, or at saturation."""
         live = self._live(way)
-        clients = _CLIENTS if rate is None else _MOST_CONNECTIONS
         plan = Plan(
             live.target,
-            clients=clients,
+            clients=self._clients(way) if rate is None else _MOST_CONNECTIONS,
+            spread=min(self._clients(way), _MOST_CONNECTIONS) if self._clients(way) > _CLIENTS else 0,
             rate=rate,
             seconds=self._seconds(rate) * effort,
             warm_s=self._settings.warm_s,
@@ -108,6 +108,10 @@ class Servers:
             memory_bytes=live.memory_bytes(),
         )
 
+    def _clients(self, way: Serving) -> int:
+        """Connections at saturation: those to our own server are dealt out to its processes by chance."""
+        return _CLIENTS * way.workers if self._settings.server == "own" else _CLIENTS
+
     def _seconds(self, rate: float | None) -> float:
         """Of a measurement at effort 1."""
         shortest = self._settings.seconds
@@ -123,17 +127,20 @@ class Servers:
         if self._open is not None and self._open[0] == way:
             return self._open[1]
         self.close()
-        archive = pack(self._artifact, way, self._scratch, _MODEL)
+        # What is told of a way is of its first execution, and not of one that would take its place.
+        sure = way if runs_here(way) != way.executions[0] else replace(way, strict=True)
+        archive = pack(self._artifact, sure, self._scratch, _MODEL)
         live = self._stack.enter_context(
             serving(
                 self._settings.server,
                 {_MODEL: archive},
                 self._scratch,
                 on_start=lambda pid: remember(pid, self._artifact / SERVER_FILE),
+                gpus=None,
             )
         )
         # The first second of a fresh server is not its best; saturation warms threads, caches and batches.
-        measure(Plan(live.target, _CLIENTS, seconds=1.0, warm_s=0.0), self._workload)
+        measure(Plan(live.target, self._clients(way), seconds=1.0, warm_s=0.0), self._workload)
         self._open = way, live
         return live
 
@@ -166,7 +173,7 @@ def tune(
     pictures = make_pictures(settings.images) if settings.photos is None else read_pictures(settings.photos)
     pictures = pictures[: settings.images]
     subject = {
-        "schema": 1,
+        "schema": 2,
         "content": card.content,
         "usual": usual.text,
         "goal": asdict(goal),
@@ -182,7 +189,7 @@ def tune(
     if journal.resumed:
         say(f"going on: {journal.resumed} measurements were made before")
     if tried is None:
-        tried = stages(usual)
+        tried = stages(settings.server, usual)
     with _prepared(artifact, usual, pictures, settings, goal) as servers:
         clock = _Clock(say, settings.server, _curve_s(settings))
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 
 from optimize.measure.wanted import wanted_executions
 from optimize.store.sources import closure
-from serve.archive_file import MANIFEST_FILE, check_archive
+from serve.archive_file import MANIFEST_FILE, check_archive, serving_in
 from serve.options import ServingOptions
 from serve.runtime.budget import SERVING, Budget
 from serve.runtime.card import load_card, sha256_file, write_card
@@ -340,6 +341,20 @@ def test_a_file_that_was_removed_or_doubled_is_found_and_named(packed: Path, tmp
         opened.writestr("handler.py", entries["handler.py"])
     with pytest.raises(CardError, match=r"handler\.py twice"):
         check_archive(packed)
+
+
+def test_instructions_that_unpack_to_more_than_they_may_have_are_not_read(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.mar"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as opened, opened.open("serving.json", "w") as stream:
+        for _ in range(64):
+            stream.write(b" " * (1 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CardError, match=r"serving\.json has 67108864 bytes"):
+            serving_in(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_damaged_archive_is_a_card_error(packed: Path) -> None:

@@ -292,6 +292,8 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("v1.mar", "two.mar"), 2),
         (("two.mar", "--processes", "1"), 1),
         (("most.mar",), len(os.sched_getaffinity(0))),
+        (("two.mar", "--connections", "1"), 1),
+        (("two.mar", "--held-limit-mb", "100"), 1),
     ],
 )
 def test_as_many_serve_as_an_archive_asks_for_workers(
@@ -304,8 +306,13 @@ def test_as_many_serve_as_an_archive_asks_for_workers(
         assert len(serving) == (count if count > 1 else 0)
         told = [line for line in started.lines if "workers" in line]
         cores = len(os.sched_getaffinity(0))
-        capped = f"most: its serving.json asks for 4096 workers, there are {cores} cores: served by {cores}\n"
-        assert told == ([capped] if "most.mar" in words else [])
+        asks = "its serving.json asks for"
+        capped = {
+            "most.mar": f"most: {asks} 4096 workers, there are {cores} cores: served by {cores}\n",
+            "--connections": f"two: {asks} 2 workers, --connections are 1: served by 1\n",
+            "--held-limit-mb": f"two: {asks} 2 workers, --held-limit-mb is 100: served by 1\n",
+        }
+        assert told == [line for word, line in capped.items() if word in words]
 
 
 def test_at_a_socket_one_process_serves_whatever_an_archive_asks_for(many: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -35,9 +36,11 @@ from serve.asgi.plan import Plan
 from serve.cli import app
 from serve.export.base import ExportSettings, dns_name, targets
 from serve.export.pbtxt import text
+from serve.runtime.card import load_card
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.serving import Serving
+from serve.torchserve.archive import serving_of
 from tests.serve import artifacts
 from tests.serve.own_process import running
 from tests.serve.own_server import Running, bearer
@@ -50,7 +53,9 @@ KUBERNETES = "1.37"
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("exports")
-    artifacts.onnx(root / "small" / "artifacts" / "onnx")
+    onnx = artifacts.onnx(root / "small" / "artifacts" / "onnx")
+    # As it was tuned on the machine that exports.
+    (onnx / "serving.json").write_text(dataclasses.replace(serving_of(onnx, load_card(onnx)), workers=2).text)
     artifacts.torchscript(root / "small" / "artifacts" / "script")
     return root
 
@@ -196,6 +201,7 @@ def test_the_archive_is_packed_for_the_replicas_cores_and_signed(
         serving = yaml.safe_load(opened.read("serving.json"))
     assert {entry["threads"] for entry in serving["executions"] if entry["device"] == "cpu"} == {3}
     assert serving["decode_threads"] == 3
+    assert serving["workers"] == 1, "a cluster has replicas"
     key = kubernetes.parent / "release.pub"
     verified = CliRunner().invoke(app, ["verify", str(archive), "--key", str(key)])
     assert verified.exit_code == 0, verified.output
@@ -491,6 +497,11 @@ def test_a_gpu_is_asked_for_where_one_is_wanted(target: str, store: Path, tmp_pa
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert container["args"][container["args"].index("--device") + 1] == "cuda"
     assert "--require-signed" not in container["args"]
+    with zipfile.ZipFile(out / "image" / "models" / "small-onnx.mar") as opened:
+        serving = yaml.safe_load(opened.read("serving.json"))
+    devices = [entry["device"] for entry in serving["executions"]]
+    assert devices == sorted(devices, reverse=True), "cuda before cpu"
+    assert "cuda" in devices
     assert "nvidia/cuda" in (out / "image" / "Dockerfile").read_text()
 
 

@@ -147,6 +147,24 @@ def test_the_open_loop_sends_at_its_rate_and_counts_from_when_a_request_was_due(
     assert found.latency.percentile(100) < 1.01e3 * (ended - begun)
 
 
+@pytest.mark.parametrize("spread", [0, 12])
+def test_the_open_loop_opens_as_many_connections_as_it_is_told_before_one_is_used_again(spread: int) -> None:
+    asked: Counter[int] = Counter()  # by the server's thread: one for each connection
+
+    def count(body: bytes) -> Reply:
+        asked[threading.get_ident()] += 1
+        return right(body)
+
+    with server(count) as target:
+        found = generate(Plan(target, 64, rate=100, seconds=1, warm_s=0, spread=spread), WORKLOAD)
+    assert found.bad == 0
+    if spread:
+        assert len(asked) >= spread
+        assert max(asked.values()) < sum(asked.values()) / 4, "they are used in turns"
+    else:
+        assert max(asked.values()) > sum(asked.values()) / 4, "what is open and idle is used"
+
+
 def test_a_rate_counts_what_came_and_not_what_waits_in_a_queue_that_fills() -> None:
     one_at_a_time = threading.Lock()
 

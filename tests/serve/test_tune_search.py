@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve.runtime.engines.base import unavailable
 from serve.runtime.errors import PipelineError
 from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
@@ -26,7 +27,7 @@ from serve.tune import tuning
 from serve.tune.journal import Journal
 from serve.tune.search import STEP, Found, Goal, Objective, Point, Search, Trial, confirmed
 from serve.tune.servers import end_left, ended_in_order, remember
-from serve.tune.space import Stage, stages, told
+from serve.tune.space import Stage, runs_here, stages, told
 
 USUAL = Serving((Execution("openvino"), Execution("onnxruntime")), batch_size=8)
 
@@ -323,7 +324,7 @@ def test_measurements_of_another_subject_are_not_taken(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_tried_by_engines_that_are_there_and_threads_that_there_are() -> None:
-    found = stages(USUAL, most_cores=6)
+    found = stages("own", USUAL, most_cores=6)
     names = ["engine and its threads", "workers", "decode threads", "batch size", "batch delay"]
     assert [stage.name for stage in found] == names
     engines = [(way.executions[0].engine, way.executions[0].threads) for way in found[0].variants(USUAL)]
@@ -331,8 +332,59 @@ def test_every_setting_is_tried_by_engines_that_are_there_and_threads_that_there
     assert all(len(way.executions) == 2 for way in found[0].variants(USUAL))
     assert [way.workers for way in found[1].variants(USUAL)] == [1, 2, 4, 6]
     assert [way.decode_threads for way in found[2].variants(USUAL)] == [1, 2, 4, None]
-    many = stages(USUAL, most_cores=16)[2].variants(USUAL)
-    assert [way.decode_threads for way in many] == [1, 2, 4, None, 16], "None is 8: a network on a GPU may want more"
+    own, other = (stages(kind, USUAL, most_cores=16)[2] for kind in ("own", "torchserve"))
+    many = [1, 2, 4, None, 16]  # None is 8: a network on a GPU may want more
+    assert [way.decode_threads for way in own.variants(USUAL)] == many
+    four = dataclasses.replace(USUAL, workers=4)
+    assert [way.decode_threads for way in own.variants(four)] == [1, 2, None, 8, 16], "one for each core of a share"
+    assert [way.decode_threads for way in other.variants(four)] == many
+    eight = dataclasses.replace(USUAL, executions=(Execution("openvino", threads=8), Execution("onnxruntime")))
+    workers = stages("own", eight, most_cores=16)[1].variants(eight)
+    assert [(way.workers, way.executions[0].threads) for way in workers] == [(1, 8), (2, 8), (4, 4), (8, 2), (16, 1)]
+
+
+def test_an_engine_that_is_not_here_is_not_tried_nor_told() -> None:
+    here, away = Execution("onnxruntime"), Execution("onnxruntime-cuda", "cuda")
+    usual = Serving((away, here))
+    if unavailable(away.engine, "cuda") is not None:
+        assert runs_here(usual) == here
+        assert told(usual).startswith("onnxruntime ")
+        tried = [way.executions[0] for way in stages("own", usual, most_cores=1)[0].variants(usual)]
+        assert {entry.device for entry in tried} == {"cpu"}
+    assert runs_here(Serving((here, away))) == here
+
+
+def test_more_workers_than_cores_are_told_as_the_cores_that_there_are_at_our_own_server() -> None:
+    cores = len(os.sched_getaffinity(0))
+    many = dataclasses.replace(USUAL, workers=cores + 1)
+    assert ("workers" in told(many)) == (cores > 1)
+    assert f"{cores + 1} workers" not in told(many)
+    assert told(many, "torchserve").endswith(f", {cores + 1} workers")
+
+
+def test_a_way_that_does_not_start_is_passed_over_and_the_first_one_ends_the_tuning() -> None:
+    formula = Formula({8: 100, 4: 300, 16: 120}, {8: 1, 4: 1, 16: 1}, {})
+
+    def measure(way: Serving, rate: float | None, effort: float) -> Point:
+        if way.batch_size == 16 or (way.batch_size == 4 and rate is not None):
+            raise PipelineError("the server ended: no memory")
+        return formula(way, rate, effort)
+
+    found = Search(measure, Goal()).run(USUAL, [sizes(16, 4, 8)])
+    assert found.chosen is found.usual
+    outcomes = [trial.outcome for trial in found.trials]
+    assert outcomes[1:] == ["does not work: the server ended: no memory"] * 2
+    with pytest.raises(PipelineError, match="no memory"):
+        Search(measure, Goal()).run(dataclasses.replace(USUAL, batch_size=16), [sizes(8)])
+
+
+def test_a_way_that_missed_the_p99_when_it_was_asked_for_longer_is_not_judged_by_the_shorter_time() -> None:
+    goal = Goal("latency", p99_ms=20, rate=50)
+    lucky = Point(50, 4, 50, 5, 10, 0, 0, False, 1)
+    later = Point(50, 8, 50, 5, 25, 0, 0, False, 1)
+    assert Trial(USUAL, "any", [lucky, later]).best(goal) is None
+    assert Trial(USUAL, "any", [later, lucky]).best(goal) is None
+    assert Trial(USUAL, "any", [lucky]).best(goal) == lucky
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each process has a share of the cores")
