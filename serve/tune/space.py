@@ -7,7 +7,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from serve.runtime.decoders.base import open_decoder
 from serve.runtime.engines.base import execution_id, unavailable
+from serve.runtime.errors import PipelineError
 from serve.runtime.execution import Execution
 from serve.runtime.serving import DECODING_THREADS, Serving
 from serve.tune.servers import ServerKind
@@ -35,6 +39,21 @@ def runs_here(serving: Serving) -> Execution:
     """The execution that runs on this machine: the first whose engine works here; where none does, the first."""
     found = (entry for entry in serving.executions if unavailable(entry.engine, entry.device_type) is None)
     return next(found, serving.executions[0])
+
+
+def certain(way: Serving) -> Serving:
+    """A way that is served as it is told or not at all: nothing takes the place of an engine or a decoder that fails.
+
+    Where the machine has not even what it names first, it stays as it is: something else is meant to be served by.
+    """
+    first = way.executions[0]
+    try:
+        if runs_here(way) == first:
+            open_decoder(way.decoder, torch.device(first.device_type))
+            return dataclasses.replace(way, strict=True)
+    except PipelineError:
+        pass
+    return way
 
 
 def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> tuple[Stage, ...]:

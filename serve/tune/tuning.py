@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from serve.tune.journal import Journal
 from serve.tune.page import plot
 from serve.tune.search import MOST_ASKED, Found, Goal, Point, Search, Trial, confirmed
 from serve.tune.servers import Live, ServerKind, end_left, pack, remember, serving
-from serve.tune.space import Stage, cores, runs_here, stages, told
+from serve.tune.space import Stage, certain, cores, stages, told
 
 TUNING_FILE = "tuning.json"
 CURVE_FILE = "tuning.svg"
@@ -127,9 +127,7 @@ class Servers:
         if self._open is not None and self._open[0] == way:
             return self._open[1]
         self.close()
-        # What is told of a way is of its first execution, and not of one that would take its place.
-        sure = way if runs_here(way) != way.executions[0] else replace(way, strict=True)
-        archive = pack(self._artifact, sure, self._scratch, _MODEL)
+        archive = pack(self._artifact, certain(way), self._scratch, _MODEL)
         live = self._stack.enter_context(
             serving(
                 self._settings.server,

@@ -27,7 +27,7 @@ from serve.tune import tuning
 from serve.tune.journal import Journal
 from serve.tune.search import STEP, Found, Goal, Objective, Point, Search, Trial, confirmed
 from serve.tune.servers import end_left, ended_in_order, remember
-from serve.tune.space import Stage, runs_here, stages, told
+from serve.tune.space import Stage, certain, runs_here, stages, told
 
 USUAL = Serving((Execution("openvino"), Execution("onnxruntime")), batch_size=8)
 
@@ -352,6 +352,15 @@ def test_an_engine_that_is_not_here_is_not_tried_nor_told() -> None:
         tried = [way.executions[0] for way in stages("own", usual, most_cores=1)[0].variants(usual)]
         assert {entry.device for entry in tried} == {"cpu"}
     assert runs_here(Serving((here, away))) == here
+
+
+def test_a_way_is_served_as_it_is_told_or_not_at_all_where_the_machine_has_what_it_names() -> None:
+    assert certain(USUAL) == dataclasses.replace(USUAL, strict=True)
+    assert certain(dataclasses.replace(USUAL, decoder="reduced")).strict
+    if unavailable("onnxruntime", "cuda") is not None:
+        for named in ({"executions": (Execution("onnxruntime", "cuda"), *USUAL.executions)}, {"decoder": "nvimgcodec"}):
+            usual = dataclasses.replace(USUAL, **named)
+            assert certain(usual) == usual
 
 
 def test_more_workers_than_cores_are_told_as_the_cores_that_there_are_at_our_own_server() -> None:
