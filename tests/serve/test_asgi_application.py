@@ -284,6 +284,21 @@ def test_for_a_client_that_has_gone_nothing_more_is_computed(served: Served) -> 
     assert [(entry.status, entry.refusals) for entry in seen] == [(CLIENT_GONE, ("client-gone",))]
 
 
+def test_who_observes_does_not_hold_up_an_answer(served: Served) -> None:
+    made = application(served)
+    seen: list[Observation] = []
+    made.observers.append(seen.append)
+
+    async def asked() -> tuple[int, int]:
+        await send(made, "POST", "/predictions/tiny", artifacts.jpeg(1))
+        at_once = len(seen)  # what the event loop has written leaves it at the end of this turn
+        await asyncio.sleep(0)
+        return at_once, len(seen)
+
+    assert asyncio.run(asked()) == (0, 1)
+    assert (seen[0].status, seen[0].images) == (200, 1)
+
+
 def test_a_full_queue_is_told_at_once(served: Served, artifact: Path) -> None:
     class Full(Computing):
         def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
