@@ -51,8 +51,8 @@ class ServingOptions(Config):
     queue_limit: int = Field(
         default=Serving.queue_limit,
         ge=1,
-        description="Requests that may wait for an answer in our own server, and of one batch in a worker of "
-        "TorchServe, whose own queue is --queue; the next one is told to try again later (503).",
+        description="Requests that may wait for an answer; the next one is told to try again later (503). In a worker "
+        "of TorchServe these are of one batch: its own queue is --queue.",
     )
     decoder: str = Field(
         default=Serving.decoder,
