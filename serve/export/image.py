@@ -11,7 +11,7 @@ from typing import Any
 from serve.export.base import Subject
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
-from serve.runtime.serving import DECODING_THREADS
+from serve.runtime.serving import decoders_for
 from serve.sbom import write_sbom
 from serve.signing import sign
 from serve.torchserve.archive import build_archive
@@ -49,7 +49,7 @@ def write_image(subject: Subject, folder: Path) -> None:
     # One core per thread there, whatever the node has: a container's share of the node's cores is not seen in it. For
     # the same reason one process, however many were tuned for this machine: a cluster has replicas.
     cpus = subject.settings.cpus
-    options = ServingOptions(workers=1, threads=cpus, decode_threads=min(cpus, DECODING_THREADS))
+    options = ServingOptions(workers=1, threads=cpus, decode_threads=decoders_for(cpus))
     if subject.settings.gpus:
         options = options.on_gpu()
     archive = build_archive(subject.folder, models / f"{subject.name}.mar", model_name=subject.name, options=options)

@@ -20,8 +20,8 @@ from .execution import Execution
 
 SCHEMA: Final = 1
 SERVING_FILE: Final = "serving.json"
-#: Most threads that decode where nobody says how many.
-DECODING_THREADS: Final = 8
+# Most threads that decode where nobody says how many.
+_DECODING_THREADS = 8
 _LARGEST_FILE = 1 << 20  # characters
 #: That so many characters may have.
 MOST_BYTES: Final = 4 * _LARGEST_FILE
@@ -102,7 +102,7 @@ class Serving:
     @property
     def decoding_threads(self) -> int:
         """How many threads of a worker decode, on this machine."""
-        return self.decode_threads or min(DECODING_THREADS, len(os.sched_getaffinity(0)))
+        return self.decode_threads or decoders_for(len(os.sched_getaffinity(0)))
 
     @property
     def allowance(self) -> Budget:
@@ -122,6 +122,11 @@ class Serving:
         body["budget"] = dataclasses.asdict(self.budget)
         body["evidence"] = [entry.to_json() for entry in self.evidence]
         return json.dumps(body, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def decoders_for(cores: int) -> int:
+    """How many threads of a worker decode where nobody says, if it has so many cores."""
+    return min(cores, _DECODING_THREADS)
 
 
 def parse_serving(document: str, path: Path) -> Serving:

@@ -13,7 +13,7 @@ from serve.runtime.decoders.base import open_decoder
 from serve.runtime.engines.base import execution_id, unavailable
 from serve.runtime.errors import PipelineError
 from serve.runtime.execution import Execution
-from serve.runtime.serving import DECODING_THREADS, Serving
+from serve.runtime.serving import Serving, decoders_for
 from serve.tune.servers import ServerKind
 
 
@@ -96,7 +96,7 @@ def stages(kind: ServerKind, usual: Serving, most_cores: int | None = None) -> t
         return tried
 
     def decode_threads(base: Serving) -> list[Serving]:
-        usually = min(share(kind, base, limit), DECODING_THREADS)  # what None is
+        usually = decoders_for(share(kind, base, limit))  # what None is
         return [
             dataclasses.replace(base, decode_threads=None if count == usually else count)
             for count in sorted({*counts, usually})
@@ -119,7 +119,7 @@ def told(serving: Serving, kind: ServerKind = "own") -> str:
     each = share(kind, serving, cores())
     words = [
         f"{execution_id(execution)} x{execution.threads or each}",
-        f"decode x{serving.decode_threads or min(each, DECODING_THREADS)}",
+        f"decode x{serving.decode_threads or decoders_for(each)}",
         f"batch {serving.batch_size}",
         f"{serving.max_batch_delay_ms} ms",
     ]

@@ -86,10 +86,11 @@ class Servers:
     def measure(self, way: Serving, rate: float | None, effort: float) -> Point:
         """Serve so and measure at a rate, or at saturation."""
         live = self._live(way)
+        clients = self._clients(way)
         plan = Plan(
             live.target,
-            clients=self._clients(way) if rate is None else _MOST_CONNECTIONS,
-            spread=min(self._clients(way), _MOST_CONNECTIONS) if self._clients(way) > _CLIENTS else 0,
+            clients=clients if rate is None else _MOST_CONNECTIONS,
+            spread=min(clients, _MOST_CONNECTIONS) if clients > _CLIENTS else 0,
             rate=rate,
             seconds=self._seconds(rate) * effort,
             warm_s=self._settings.warm_s,
