@@ -17,7 +17,7 @@ from .card import Card, Preprocessing, load_card
 from .decoders.base import CPU, Decoder
 from .described import Described
 from .device_turns import turn_at
-from .engines.base import Engine, execution_id, open_engine, preferred
+from .engines.base import Engine, execution_id, find_engine, open_engine, preferred
 from .errors import BrokenError, Refusal, one_line
 from .execution import Execution
 from .faults import device_answers, is_lost, lacks_memory
@@ -129,6 +129,11 @@ class Predictor(Described):
         self._dtype: torch.dtype = getattr(torch, self.card.input_dtype)
         self._transfer = open_transfer(self.device, self.card.preprocessing.shape)
         self._turn = turn_at(self.device)
+
+    @property
+    def any_thread(self) -> bool:
+        """Whether one thread may run it and then another, without a team of threads for each."""
+        return self.device.type == "cpu" and not find_engine(self.execution.engine).computes_with_torch
 
     def logits(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """``uint8`` images to ``float32`` logits ``(N, classes)`` on the host.

@@ -48,6 +48,9 @@ class Service:
     as it is idle, with whatever has been decoded by then. The budget of ``serving`` holds: for each image, for each
     request, and for what lies here at once as it does for a batch.
 
+    Attributes:
+        lone_s: seconds that the engine takes for one image, as seen when it was warmed up.
+
     Args:
         predictor: the artifact. Nobody else may use its engine any more if that is bound to one thread.
         serving: how it is served; ``max_batch_delay_ms`` is the most that an idle engine waits for images that are
@@ -133,12 +136,14 @@ class Service:
             return engine
         return min(jobs.values()) if len(jobs) == self.decode_threads else None
 
-    def submit(self, request: Request, *, deadline: float | None = None) -> Future[Answered]:
+    def submit(self, request: Request, *, deadline: float | None = None, here: bool = False) -> Future[Answered]:
         """Have a request answered.
 
         Args:
             request: what `protocol.parse` gives.
             deadline: `time.monotonic` seconds; what has not been computed by then gets a refusal of status 504.
+            here: whether the calling thread may do all of it before this returns, which saves two changes of threads.
+                It does where the image is small, nothing else is to do, and the engine may be run by any thread.
 
         Returns:
             The answer to come. Cancelled before its batch is run, nothing more of it is computed. Its exception is a
@@ -157,10 +162,13 @@ class Service:
             if (full := self.full) is not None:
                 raise QueueFull(full)
             self._accepted[id(work.future)] = work
-            if work.left:
+            here = here and work.left > 0 and self.predictor.any_thread and self._waiting.begin_here(work)
+            if work.left and not here:
                 self._waiting.add(work)
         work.future.add_done_callback(self._answered)
-        if not work.left:
+        if here:
+            self._answer_here(work)
+        elif not work.left:
             self._finish([work])
         return work.future
 
@@ -177,7 +185,7 @@ class Service:
         with self._waiting.in_step() if len(requests) > 1 else nullcontext():
             for request in requests:
                 try:
-                    futures.append(self.submit(request))
+                    futures.append(self.submit(request, here=len(requests) == 1))  # who would do nothing but wait
                 except QueueFull as full:
                     futures.append(full)
             return [
@@ -227,7 +235,7 @@ class Service:
             works: the requests.
             most: pixels of an image beyond which all is left to the decode threads.
         """
-        thread = threading.get_ident()
+        thread = threading.get_ident() if most is None else self._engine  # or who does its work
         self._jobs[thread] = next(self._numbers)
         try:
             for work in works:
@@ -276,23 +284,35 @@ class Service:
         missing = set(warm_sizes(self.predictor.execution.buckets, self._most)) - self.predictor.seconds.keys()
         self.predictor.warm_up(missing, repeats=2)
         seconds = self.predictor.seconds
-        self._pays = seconds[self._most] <= _BATCHING_PAYS * self._most * seconds.get(1, seconds[min(seconds)])
+        self.lone_s = seconds.get(1, seconds[min(seconds)])
+        self._pays = seconds[self._most] <= _BATCHING_PAYS * self._most * self.lone_s
 
     def _infer_for_ever(self) -> None:
         while batch := self._next_batch():
-            self._jobs[self._engine] = next(self._numbers)
-            try:
-                self._infer(batch)
-            except BrokenError as error:
-                _LOG.critical("%s", error)
-                self._break(error)
-                return
-            except Exception as error:  # noqa: BLE001 - as above
-                _LOG.exception("a batch failed: %s", one_line(error))
-                self._refuse([ready.work for ready in batch], FAILED)
-            finally:
-                del self._jobs[self._engine]
+            self._run(batch)
             del batch
+
+    def _answer_here(self, work: Work) -> None:
+        """Do a lone request as the engine's thread would, which waits; what is too large is left to the others."""
+        try:
+            self._take_up([work], SMALL)
+            if batch := self._waiting.next_batch(0.0, 0.0):
+                self._run(batch)
+        finally:
+            self._waiting.end_here()
+
+    def _run(self, batch: list[Ready]) -> None:
+        self._jobs[self._engine] = next(self._numbers)
+        try:
+            self._infer(batch)
+        except BrokenError as error:
+            _LOG.critical("%s", error)
+            self._break(error)
+        except Exception as error:  # noqa: BLE001 - as above
+            _LOG.exception("a batch failed: %s", one_line(error))
+            self._refuse([ready.work for ready in batch], FAILED)
+        finally:
+            del self._jobs[self._engine]
 
     def _next_batch(self) -> list[Ready]:
         """What is ready for the engine, as much as goes through it at once; empty: there will be nothing."""

@@ -57,6 +57,7 @@ class Waiting:
         self._hands_over = hands_over
         self._lone: Work | None = None  # that the engine's thread is to decode
         self._idle = False  # whether it waits
+        self._here = False  # whether another thread decodes and infers in its place
         self._large = 0  # decode threads that have a large image
         self._in_step = 0  # how many gave requests that are answered together
 
@@ -82,6 +83,17 @@ class Waiting:
         else:
             self.works.append(work)
             self._to_decode.notify()
+
+    def begin_here(self, work: Work) -> bool:
+        """Have the calling thread do a lone request in place of the engine's; whether it may. Under the lock.
+
+        It is as if `lone` had given the request. Whoever has done it says so, by `done` and then by `end_here`.
+        """
+        if not (self._idle and self._is_lone(work)):
+            return False
+        self._here, self._idle = True, False
+        self.decoding += 1
+        return True
 
     def drop_cancelled(self) -> None:
         """Take out the requests that nobody waits for. Under the lock."""
@@ -183,14 +195,22 @@ class Waiting:
                     refused.append((work, index, loaded.image))
                 elif not self.closed:
                     self.ready.append(Ready(work, index, loaded.image))
-            self._to_infer.notify()
+            if not self._here:
+                self._to_infer.notify()
         return refused
 
     def done(self) -> None:
         """Say that what `next_works` or `lone` gave is decoded, as far as it is for now."""
         with self.lock:
             self.decoding -= 1
-            if self.decoding == 0:
+            if self.decoding == 0 and not self._here:
+                self._to_infer.notify()
+
+    def end_here(self) -> None:
+        """Leave the engine to its thread again."""
+        with self.lock:
+            self._here, self._idle = False, True
+            if self.ready or self.closed:
                 self._to_infer.notify()
 
     # For the engine's thread.
@@ -198,13 +218,13 @@ class Waiting:
     def lone(self) -> Work | None:
         """Wait for images that are ready, or the end; a request that is to be decoded here before them."""
         with self.lock:
-            while not self.closed:
+            while self._here or not self.closed:
                 if (lone := self._lone) is not None:
                     self._lone = None
                     return lone
-                if self.ready:
+                if self.ready and not self._here:
                     break
-                self._idle = True
+                self._idle = not self._here
                 self._to_infer.wait()
                 self._idle = False
             return None
