@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from serve.asgi.alone import Alone
 from serve.asgi.asking import ClientGoneError
 from serve.asgi.call import Call, Held, Limits
 from serve.asgi.messages import (
@@ -54,6 +55,7 @@ class Application:
         ends: by when what was accepted is answered, in seconds of `time.monotonic`, once it ends.
         in_flight: requests that are being received or answered, gRPC's too.
         held: bytes of their bodies.
+        alone: whether they come one by one.
 
     Args:
         models: who answers.
@@ -74,6 +76,7 @@ class Application:
         self.notes: list[str] = []
         self.in_flight = 0
         self.held = Held(self.limits.held_bytes)
+        self.alone = Alone()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request; see the ASGI specification, version 3."""
@@ -114,8 +117,7 @@ class Application:
     def observe(self, observation: Observation, arrived: float) -> None:
         """Have the observers told of a request that is over, and came at ``arrived`` in seconds of `time.monotonic`.
 
-        They are when its answer is on its way: what is written uvloop (0.23) sends at the end of the event loop's turn,
-        and what is to be called begins with the next one.
+        They are in the event loop's next turn. In this one its answer is written, which uvloop (0.23) sends at once.
         """
         observation.seconds = time.monotonic() - arrived
         asyncio.get_running_loop().call_soon(self._tell, observation)

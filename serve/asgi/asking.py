@@ -30,11 +30,13 @@ class Asking:
         served: who answers; held by the caller until there is an answer.
         request: what is asked.
         deadline: when the client will have gone, in seconds of `time.monotonic`; None: never.
+        here: whether it may be computed in the event loop.
     """
 
-    def __init__(self, served: Served, request: Request, deadline: float | None = None) -> None:
+    def __init__(self, served: Served, request: Request, deadline: float | None = None, *, here: bool = False) -> None:
         self._served = served
         self._request = request
+        self._here = here
         limit = time.monotonic() + served.serving.response_timeout_s
         self._clients_deadline = deadline is not None and deadline <= limit
         self._deadline = limit if deadline is None else min(deadline, limit)
@@ -71,7 +73,7 @@ class Asking:
         """Have it answered.
 
         Args:
-            tell: called once, later, with the answer or with what `answered` raises.
+            tell: called once, later or, where it is computed here, at once, with the answer or what `answered` raises.
 
         Raises:
             RefusedError: 503 (queue full, or closed), 504 (deadline), 500 (the device was lost before).
@@ -84,6 +86,9 @@ class Asking:
             raise self._late()
         self._computing = computing = self._submit()
         self._tell = tell
+        if self._here and computing.done():
+            self._settle(computing)
+            return
         try:
             self._timer = self._loop.call_later(left, self._give_up)
             computing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._settle, done))
@@ -98,7 +103,7 @@ class Asking:
 
     def _submit(self) -> Future[Answered]:
         try:
-            return self._served.service.submit(self._request, deadline=self._deadline)
+            return self._served.service.submit(self._request, deadline=self._deadline, here=self._here)
         except EngineError as error:
             raise RefusedError(500, f"the model failed: {error}", "engine") from None
         except PipelineError as error:

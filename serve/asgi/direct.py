@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from serve.asgi.application import CLIENT_GONE
@@ -78,12 +79,14 @@ class Direct:
         self._kept = 0
         self._asking: Asking | None = None
         self._over = False
+        self._more = False  # whether its client has sent more behind it
         served.hold()
         application.in_flight += 1
 
     def receive(self, data: memoryview) -> memoryview:
         """Take in what has come of its body, and have it answered when that is whole; what has come behind it."""
         mine, behind = data[: self.left], data[self.left :]
+        self._more = bool(behind)
         if mine:
             self.left -= len(mine)
             self._kept += len(mine)
@@ -146,8 +149,12 @@ class Direct:
     def _ask(self, request: Request) -> None:
         self._body = b""
         self._observation.images = len(request.images)
-        self._asking = Asking(self._served, request)
-        self._asking.start(lambda found: self._settle(request, found))
+        application, served = self._application, self._served
+        one_by_one = application.alone.allows(self.connection, served, application.in_flight)
+        here = one_by_one and not self._more
+        self._asking = Asking(served, request, here=here)
+        with application.alone.computing(self.connection, served) if here else nullcontext():
+            self._asking.start(lambda found: self._settle(request, found))
 
     def _settle(self, request: Request, found: Answered | Exception) -> None:
         if isinstance(found, Exception):

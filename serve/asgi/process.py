@@ -14,16 +14,18 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from serve.asgi import predictions
+from serve.asgi import hanging, predictions
 from serve.asgi.application import Application
 from serve.asgi.changing import Changing
 from serve.asgi.extensions import extend
+from serve.asgi.hanging import Looks
 from serve.asgi.http_server import HttpServer, Loop, lock_in_turns, uvicorn_config, with_files
 from serve.asgi.listening import SocketFile
 from serve.asgi.member import SIGNALS, Answers, Change, Failed, HasChanged, IsReady, Member
@@ -34,12 +36,10 @@ from serve.asgi.settings import Settings
 from serve.asgi.siblings import Siblings
 from serve.asgi.tokens import Tokens
 from serve.runtime.errors import EngineError, PipelineError, UserError, message_of, one_line
+from serve.runtime.execution import compute_alone
 from serve.runtime.logs import RequestLog
 
 _LOG = logging.getLogger(__name__)
-_LOOK_FOR_BROKEN_S = 1.0
-# Requests are given up at the limit; what hangs in an engine is told from what is slow a little later.
-_GRACE_S = 2.0
 
 
 def build(settings: Settings, models: Models, siblings: Siblings | None = None) -> Application:
@@ -83,6 +83,7 @@ def run(
         PipelineError: a model cannot be served.
     """
     first = wanted()
+    compute_alone()  # a lone request is computed in this thread
     settings = replace(settings, limits=with_files(settings.limits, ports=1 if settings.grpc_port is None else 2))
     file = None
     if member is None:
@@ -97,6 +98,7 @@ def run(
         try:
             return runner.run(process.serve(opened, file, first))
         finally:
+            process.over.set()
             if file is not None and not process.stopped:
                 file.remove()
 
@@ -119,6 +121,7 @@ class _Process:
         self._begun = asyncio.Event()  # what was wanted first is served, or cannot be
         self._failure: PipelineError | None = None
         self._hangs = False
+        self.over = threading.Event()
         self.stopped = False  # whether it listens no more
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()
@@ -133,6 +136,7 @@ class _Process:
             self._say_where(self._opened, first)
         loading: asyncio.Future[None] = asyncio.ensure_future(self._load(first))
         watching = asyncio.ensure_future(self._watch())
+        threading.Thread(target=self._watch_loop, name="watch", daemon=True).start()
         ending: asyncio.Future[Any] = asyncio.ensure_future(self._ending.wait())
         over = {loading, ending} if self._serving is None else {loading, ending, self._serving}
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
@@ -291,28 +295,27 @@ class _Process:
             self._member.tell(HasChanged(asked.number))
 
     async def _watch(self) -> None:
-        """End the process when a device is lost to it, or an engine hangs: a new process may do better.
-
-        It hangs where it is at one job for longer than anybody waits for an answer. That is counted in looks: seconds
-        in which this did not run are not the engine's, for the process was stopped, or its machine was.
-        """
-        held: dict[int, tuple[int, float]] = {}  # by the service: its job, and for how long
+        """End the process when a device is lost to it, or an engine hangs: a new process may do better."""
+        looks = Looks()
         while True:
-            await asyncio.sleep(_LOOK_FOR_BROKEN_S)
-            before, held = held, {}
-            for served in self._models:
-                reason, job = served.service.broken, served.service.holding
-                if reason is None and job is not None:
-                    known, seconds = before.get(id(served), (None, 0.0))
-                    seconds = seconds + _LOOK_FOR_BROKEN_S if known == job else 0.0
-                    held[id(served)] = job, seconds
-                    if seconds > served.serving.response_timeout_s + _GRACE_S:
-                        reason = f"it is at the same images for {seconds:.0f} s, and others wait"
-                        self._hangs = True
-                if reason is not None:
-                    served.ready = False
-                    self._fail(EngineError(f"{served.name}: {reason}: the server ends, to be restarted"))
-                    return
+            await asyncio.sleep(hanging.LOOK_S)
+            jobs = [(served, job) for served in self._models if (job := served.service.holding) is not None]
+            found = next(((served, why) for served in self._models if (why := served.service.broken) is not None), None)
+            if found is None and (found := looks.look(jobs)) is not None:
+                self._hangs = True
+            if found is not None:
+                found[0].ready = False
+                self._fail(_ends(*found))
+                return
+
+    def _watch_loop(self) -> None:
+        """The same from beside the event loop, where that computes by itself and answers nobody meanwhile."""
+        looks = Looks()
+        while not self.over.wait(hanging.LOOK_S):
+            job = self._application.alone.job
+            if (found := looks.look([] if job is None else [job])) is not None:
+                self._failure = _ends(*found)
+                self._exit(1)
 
     def _fail(self, error: PipelineError) -> None:
         self._failure = error
@@ -340,3 +343,7 @@ class _Process:
         asyncio.get_running_loop().remove_reader(member.parent.fileno())
         _LOG.error("the server's first process has gone: this one ends")
         self._ending.set()
+
+
+def _ends(served: Served, reason: str) -> EngineError:
+    return EngineError(f"{served.name}: {reason}: the server ends, to be restarted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from serve.asgi import http_server, process
+from serve.asgi import hanging, http_server, process
 from serve.asgi.application import Application
 from serve.asgi.call import Limits
 from serve.asgi.listening import Listening
@@ -31,12 +32,13 @@ class Stuck:
 
     broken: str | None = None
     full: str | None = None
+    lone_s = math.inf
 
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []
         self.requests: list[Any] = []
 
-    def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
+    def submit(self, request: Any, *, deadline: float | None = None, here: bool = False) -> Future[Any]:
         self.requests.append(request)
         self.futures.append(Future())
         return self.futures[-1]
@@ -72,7 +74,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, service: Any) -> None:
     """What a process of the own server serves is ``service``, whatever it is told; it sees at once that it broke."""
     monkeypatch.setattr("serve.asgi.changing.load", lambda *_, **__: stuck_model(service))
     monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
-    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
+    monkeypatch.setattr(hanging, "LOOK_S", 0.05)
 
 
 @asynccontextmanager

@@ -254,7 +254,7 @@ class Computing:
         self.full: str | None = None
         self._served = served
 
-    def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
+    def submit(self, request: Any, *, deadline: float | None = None, here: bool = False) -> Future[Any]:
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -291,7 +291,7 @@ def test_who_observes_does_not_hold_up_an_answer(served: Served) -> None:
 
     async def asked() -> tuple[int, int]:
         await send(made, "POST", "/predictions/tiny", artifacts.jpeg(1))
-        at_once = len(seen)  # what the event loop has written leaves it at the end of this turn
+        at_once = len(seen)  # in this turn the answer is written
         await asyncio.sleep(0)
         return at_once, len(seen)
 
@@ -301,7 +301,7 @@ def test_who_observes_does_not_hold_up_an_answer(served: Served) -> None:
 
 def test_a_full_queue_is_told_at_once(served: Served, artifact: Path) -> None:
     class Full(Computing):
-        def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
+        def submit(self, request: Any, *, deadline: float | None = None, here: bool = False) -> Future[Any]:
             from serve.runtime.service import QueueFull
 
             raise QueueFull("256 requests wait already: try again later")
@@ -339,7 +339,7 @@ def test_a_long_answer_is_written_beside_the_event_loop(
 
 def test_an_engine_that_fails_is_a_500_and_the_next_request_is_answered(served: Served) -> None:
     class Failing(Computing):
-        def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
+        def submit(self, request: Any, *, deadline: float | None = None, here: bool = False) -> Future[Any]:
             future: Future[Any] = Future()
             future.set_exception(RuntimeError("CUDA error: an illegal memory access\nat line 1"))
             return future

@@ -42,9 +42,9 @@ class Answering(Stuck):
         super().__init__()
         self._found = found or counted
 
-    def submit(self, request: Request, *, deadline: float | None = None) -> Future[Any]:
+    def submit(self, request: Request, *, deadline: float | None = None, here: bool = False) -> Future[Any]:
         found = self._found(request)
-        future = super().submit(request, deadline=deadline)
+        future = super().submit(request, deadline=deadline, here=here)
         future.set_running_or_notify_cancel()
         if isinstance(found, Exception):
             future.set_exception(found)

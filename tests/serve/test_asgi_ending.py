@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.asgi import process
+from serve.asgi import hanging, process
 from serve.asgi.changing import Changing
 from serve.asgi.listening import Listening
 from serve.asgi.member import Failed, Member
@@ -73,7 +73,7 @@ def test_a_model_that_no_engine_runs_stops_the_start_or_is_left_out(monkeypatch:
 
     monkeypatch.setattr("serve.asgi.changing.load", load)
     monkeypatch.setattr(process._Process, "_loaded", lambda *_: None)
-    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
+    monkeypatch.setattr(hanging, "LOOK_S", 0.05)
     wanted = [Wanted(name, "1.0", Path(f"{name}.mar")) for name in ("stuck", "gpu-only")]
     lines: list[str] = []
 
@@ -93,8 +93,8 @@ def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_end
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Hanging(Stuck):
-        def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
-            future = super().submit(request, deadline=deadline)
+        def submit(self, request: Any, *, deadline: float | None = None, here: bool = False) -> Future[Any]:
+            future = super().submit(request, deadline=deadline, here=here)
             future.set_running_or_notify_cancel()  # it cannot be cancelled any more
             return future
 
@@ -106,7 +106,7 @@ def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_end
 
     service = Hanging()
     stand_in(monkeypatch, service)
-    monkeypatch.setattr(process, "_GRACE_S", 0.5)
+    monkeypatch.setattr(hanging, "_GRACE_S", 0.5)
     monkeypatch.setattr("serve.asgi.process.os._exit", leave)
     answers: list[httpx.Response] = []
     asking: list[threading.Thread] = []
@@ -126,8 +126,8 @@ def test_what_an_engine_does_not_answer_is_given_up_and_an_engine_that_hangs_end
 
 def test_a_pause_of_the_process_is_not_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of SIGSTOP, a container or a machine that is stopped: for as long, nothing runs."""
-    monkeypatch.setattr(process, "_LOOK_FOR_BROKEN_S", 0.05)
-    monkeypatch.setattr(process, "_GRACE_S", 0.5)
+    monkeypatch.setattr(hanging, "LOOK_S", 0.05)
+    monkeypatch.setattr(hanging, "_GRACE_S", 0.5)
     service: Any = Stuck()
 
     async def run() -> bool:
@@ -154,8 +154,8 @@ class Hung(Stuck):
         super().__init__()
         self.released = threading.Event()
 
-    def submit(self, request: Any, *, deadline: float | None = None) -> Future[Any]:
-        future = super().submit(request, deadline=deadline)
+    def submit(self, request: Any, *, deadline: float | None = None, here: bool = False) -> Future[Any]:
+        future = super().submit(request, deadline=deadline, here=here)
         future.set_running_or_notify_cancel()
         return future
 
