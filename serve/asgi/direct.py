@@ -150,7 +150,7 @@ class Direct:
         self._body = b""
         self._observation.images = len(request.images)
         application, served = self._application, self._served
-        one_by_one = application.alone.allows(self.connection, served, application.in_flight)
+        one_by_one = application.alone.allows(self.connection, served, request, application.in_flight)
         here = one_by_one and not self._more
         self._asking = Asking(served, request, here=here)
         with application.alone.computing(self.connection, served) if here else nullcontext():

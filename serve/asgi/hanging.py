@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Final
 
@@ -18,9 +19,13 @@ class Looks:
 
     Time is counted in looks: seconds in which nobody looked are not the engine's, for the process was stopped, or its
     machine was.
+
+    Args:
+        most_s: for how long anybody waits, where that is shorter than the model's ``response_timeout_s``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_s: float = math.inf) -> None:
+        self._most_s = most_s
         self._seen: dict[int, tuple[int, float]] = {}  # by the model: its job, and for how long
 
     def look(self, jobs: Iterable[tuple[Served, int]]) -> tuple[Served, str] | None:
@@ -34,6 +39,6 @@ class Looks:
             known, seconds = before.get(id(served), (None, 0.0))
             seconds = seconds + LOOK_S if known == job else 0.0
             self._seen[id(served)] = job, seconds
-            if seconds > served.serving.response_timeout_s + _GRACE_S:
+            if seconds > min(served.serving.response_timeout_s, self._most_s) + _GRACE_S:
                 return served, f"it is at the same images for {seconds:.0f} s, and others wait"
         return None

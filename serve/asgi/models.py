@@ -24,7 +24,7 @@ class Served:
     Attributes:
         name: of the model, as it is asked for.
         version: a word such as ``1.0``.
-        predictor: the opened artifact: its card, engine and description. Only the service's thread runs it.
+        predictor: the opened artifact: its card, engine and description. Only the service runs it.
         serving: how it is served.
         service: answers requests.
         weight: its share of the requests that ask for no version, against the other versions'; 0: none.

@@ -40,6 +40,8 @@ from serve.runtime.execution import compute_alone
 from serve.runtime.logs import RequestLog
 
 _LOG = logging.getLogger(__name__)
+# What the event loop computes takes some milliseconds. A process of several is killed where it says nothing for 30 s.
+_MOST_IN_LOOP_S = 8.0
 
 
 def build(settings: Settings, models: Models, siblings: Siblings | None = None) -> Application:
@@ -83,7 +85,7 @@ def run(
         PipelineError: a model cannot be served.
     """
     first = wanted()
-    compute_alone()  # a lone request is computed in this thread
+    compute_alone()  # for what the event loop computes
     settings = replace(settings, limits=with_files(settings.limits, ports=1 if settings.grpc_port is None else 2))
     file = None
     if member is None:
@@ -309,8 +311,8 @@ class _Process:
                 return
 
     def _watch_loop(self) -> None:
-        """The same from beside the event loop, where that computes by itself and answers nobody meanwhile."""
-        looks = Looks()
+        """The same from beside the event loop, where that computes by itself and answers nobody, nor any signal."""
+        looks = Looks(_MOST_IN_LOOP_S)
         while not self.over.wait(hanging.LOOK_S):
             job = self._application.alone.job
             if (found := looks.look([] if job is None else [job])) is not None:

@@ -55,7 +55,7 @@ def warm_sizes(buckets: Sequence[int], most: int) -> list[int]:
 
 
 class StaticBatches:
-    """The input buffer of an engine with fixed batch sizes. Called from one thread, on one stream.
+    """The input buffer of an engine with fixed batch sizes. Called by one thread at a time, on one stream.
 
     All buckets share one buffer: a bucket's input is its first rows, which lie together in either memory format.
 

@@ -1,4 +1,4 @@
-"""The thread that owns an engine: it is opened, warmed and run there, and nowhere else."""
+"""The thread that owns an engine: it is opened, warmed and run there, and elsewhere only while that thread waits."""
 
 from __future__ import annotations
 

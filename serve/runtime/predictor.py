@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -132,8 +133,8 @@ class Predictor(Described):
 
     @property
     def any_thread(self) -> bool:
-        """Whether one thread may run it and then another, without a team of threads for each."""
-        return self.device.type == "cpu" and not find_engine(self.execution.engine).computes_with_torch
+        """Whether one thread may run it and then another, never two at once; else who opened it alone."""
+        return self.device.type == "cpu" and find_engine(self.execution.engine).any_thread
 
     def logits(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """``uint8`` images to ``float32`` logits ``(N, classes)`` on the host.
@@ -155,7 +156,7 @@ class Predictor(Described):
             for _ in range(repeats):
                 started = time.perf_counter()
                 self.probabilities(batch)
-                self.seconds[size] = time.perf_counter() - started
+                self.seconds[size] = min(time.perf_counter() - started, self.seconds.get(size, math.inf))
 
     def predict(self, items: Sequence[bytes], k: int = 5) -> list[Outcome]:
         """Classify the encoded images of one request; a bad one gets its own refusal and the others their answers.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -49,7 +50,8 @@ class Service:
     request, and for what lies here at once as it does for a batch.
 
     Attributes:
-        lone_s: seconds that the engine takes for one image, as seen when it was warmed up.
+        here_s: the fewest seconds that the engine took for one image, where the thread that asks may run it; else
+            infinite.
 
     Args:
         predictor: the artifact. Nobody else may use its engine any more if that is bound to one thread.
@@ -143,7 +145,8 @@ class Service:
             request: what `protocol.parse` gives.
             deadline: `time.monotonic` seconds; what has not been computed by then gets a refusal of status 504.
             here: whether the calling thread may do all of it before this returns, which saves two changes of threads.
-                It does where the image is small, nothing else is to do, and the engine may be run by any thread.
+                It does where the image is small, nothing else is to do, and the engine may be run by any thread. See
+                `compute_alone`.
 
         Returns:
             The answer to come. Cancelled before its batch is run, nothing more of it is computed. Its exception is a
@@ -162,7 +165,7 @@ class Service:
             if (full := self.full) is not None:
                 raise QueueFull(full)
             self._accepted[id(work.future)] = work
-            here = here and work.left > 0 and self.predictor.any_thread and self._waiting.begin_here(work)
+            here = here and work.left > 0 and math.isfinite(self.here_s) and self._waiting.begin_here(work)
             if work.left and not here:
                 self._waiting.add(work)
         work.future.add_done_callback(self._answered)
@@ -284,8 +287,9 @@ class Service:
         missing = set(warm_sizes(self.predictor.execution.buckets, self._most)) - self.predictor.seconds.keys()
         self.predictor.warm_up(missing, repeats=2)
         seconds = self.predictor.seconds
-        self.lone_s = seconds.get(1, seconds[min(seconds)])
-        self._pays = seconds[self._most] <= _BATCHING_PAYS * self._most * self.lone_s
+        lone = seconds.get(1, seconds[min(seconds)])
+        self.here_s = lone if self.predictor.any_thread else math.inf
+        self._pays = seconds[self._most] <= _BATCHING_PAYS * self._most * lone
 
     def _infer_for_ever(self) -> None:
         while batch := self._next_batch():
@@ -333,6 +337,8 @@ class Service:
             return
         found = self.predictor.classify([ready.image for ready in alive], [ready.work.request.k for ready in alive])
         done: list[Work] = []
+        if len(alive) == 1 and found.infer < self.here_s < math.inf:
+            self.here_s = found.infer  # a model may be opened while the machine is busy
         with self._lock:
             for work in {id(ready.work): ready.work for ready in alive}.values():
                 work.infer += found.infer

@@ -93,7 +93,6 @@ class ImageClassifierHandler:
         # Imported here and not above: TorchServe 0.12 takes an ImportError of this module for "no such
         # file" and reports "No module named 'ts.torch_handler.handler'" in place of the cause.
         prefer_own_runtime()
-        from serve.runtime.execution import compute_alone
         from serve.runtime.heap import settle_heap
         from serve.runtime.known import read_known
         from serve.runtime.logs import silence_pillow
@@ -109,7 +108,6 @@ class ImageClassifierHandler:
         try:
             with _one_at_a_time(folder.parent):
                 self._service = open_service(folder, properties.get("gpu_id"))
-                compute_alone()  # a lone request is computed in this thread
                 if (known := read_known(folder)) is not None:
                     check_known(self._service, known, folder)
         except Exception as error:

@@ -32,7 +32,7 @@ class Stuck:
 
     broken: str | None = None
     full: str | None = None
-    lone_s = math.inf
+    here_s = math.inf
 
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []

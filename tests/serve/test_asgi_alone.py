@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
+import math
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -12,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from serve.asgi import alone, hanging, process
 from serve.asgi.http_server import Loop
@@ -21,8 +25,11 @@ from serve.asgi.settings import Settings
 from serve.runtime.errors import EngineError
 from serve.runtime.observing import Observation
 from serve.runtime.protocol import Request
+from serve.runtime.service import Service
+from tests.serve import artifacts
 from tests.serve.stuck import Connect, Streams, Stuck, listening, settings, stand_in, stuck_model
-from tests.serve.test_asgi_direct import PING, counted, post, whole_answer
+from tests.serve.test_asgi_direct import IMAGE, PING, counted, post, whole_answer
+from tests.serve.test_service import Gate, service_of
 
 PATH = b"/predictions/stuck"
 
@@ -30,9 +37,9 @@ PATH = b"/predictions/stuck"
 class Quick(Stuck):
     """A service that answers at once where it may compute in its caller's thread, and else when `later` does."""
 
-    def __init__(self, lone_s: float = 0.001) -> None:
+    def __init__(self, here_s: float = 0.001) -> None:
         super().__init__()
-        self.lone_s = lone_s
+        self.here_s = here_s
         self.here: list[bool] = []
         self.meanwhile: Callable[[], object] = lambda: None
 
@@ -50,7 +57,9 @@ class Quick(Stuck):
                 future.set_result(counted(request))
 
 
-def asking(service: Stuck, do: Callable[[Connect], Awaitable[Any]], observer: Any = lambda observation: None) -> Any:
+def asking(
+    service: Stuck | Service, do: Callable[[Connect], Awaitable[Any]], observer: Any = lambda observation: None
+) -> Any:
     async def run() -> Any:
         async with listening(settings(), stuck_model(service)) as (connect, application):
             application.observers.append(observer)
@@ -84,26 +93,36 @@ def test_one_client_that_asks_one_by_one_is_answered_without_another_thread() ->
         reader, writer = await connect()
         answers = []
         for number in range(5):
-            writer.write(post(PATH, b"x" * (number + 1)))
+            writer.write(post(PATH, IMAGE + b"x" * number))
             answers.append(await whole_answer(reader))
             writer.write(PING)
             await whole_answer(reader)
         other_reader, other_writer = await connect()
-        other_writer.write(post(PATH, b"x" * 6))
+        other_writer.write(post(PATH, IMAGE + b"x" * 5))
         answers.append(await whole_answer(other_reader))
         return answers
 
     answers = asking(service, do)
-    assert [b'"index": %d,' % number in answer for number, answer in enumerate(answers, 1)] == [True] * 6
+    assert [b'"index": %d,' % (len(IMAGE) + number) in answer for number, answer in enumerate(answers)] == [True] * 6
     assert service.here == [True] * 6
 
 
-def test_a_model_that_others_would_wait_for_is_left_to_its_thread() -> None:
-    service = Quick(lone_s=0.5)
+@pytest.mark.parametrize(
+    ("here_s", "body"),
+    [
+        (0.5, IMAGE),
+        (math.inf, IMAGE),
+        (0.001, b"II*\0 a TIFF"),
+        (0.001, json.dumps({"instances": [{"b64": base64.b64encode(IMAGE).decode()}] * 2}).encode()),
+    ],
+    ids=["slow", "bound to its thread", "no JPEG", "several"],
+)
+def test_what_others_would_wait_for_is_left_to_the_models_thread(here_s: float, body: bytes) -> None:
+    service = Quick(here_s)
 
     async def do(connect: Connect) -> bytes:
         reader, writer = await connect()
-        writer.write(post(PATH))
+        writer.write(post(PATH, body))
         await until(lambda: bool(service.futures))
         service.later()
         return await whole_answer(reader)
@@ -165,20 +184,20 @@ def test_of_what_a_client_sends_at_once_the_loop_computes_no_more_than_the_last(
 
     async def do(connect: Connect) -> list[bytes]:
         reader, writer = await connect()
-        writer.write(post(PATH, b"x") + post(PATH, b"xx") + post(PATH, b"xxx"))
+        writer.write(b"".join(post(PATH, IMAGE + b"x" * number) for number in range(3)))
         for count in (1, 2):
             await until(lambda count=count: len(service.futures) == count)  # type: ignore[misc]
             service.later()
         return [await whole_answer(reader) for _ in range(3)]
 
     answers = asking(service, do)
-    assert [b'"index": %d,' % number in answer for number, answer in enumerate(answers, 1)] == [True] * 3
+    assert [b'"index": %d,' % (len(IMAGE) + number) in answer for number, answer in enumerate(answers)] == [True] * 3
     assert service.here == [False, False, True]
 
 
-@pytest.mark.parametrize("lone_s", [0.001, 0.5])
-def test_observers_are_told_when_the_client_has_its_answer(lone_s: float) -> None:
-    service, answered, told = Quick(lone_s), threading.Event(), list[tuple[int, bool]]()
+@pytest.mark.parametrize("here_s", [0.001, 0.5])
+def test_observers_are_told_when_the_client_has_its_answer(here_s: float) -> None:
+    service, answered, told = Quick(here_s), threading.Event(), list[tuple[int, bool]]()
 
     def observe(observation: Observation) -> None:
         told.append((observation.status, answered.wait(20)))  # the loop does nothing else meanwhile
@@ -196,7 +215,7 @@ def test_observers_are_told_when_the_client_has_its_answer(lone_s: float) -> Non
         reading = threading.Thread(target=read)
         reading.start()
         writer.write(post(PATH))
-        if lone_s > 0.1:
+        if here_s > 0.1:
             await until(lambda: bool(service.futures))
             service.later()
         await until(lambda: bool(told))
@@ -207,27 +226,57 @@ def test_observers_are_told_when_the_client_has_its_answer(lone_s: float) -> Non
     assert told == [(200, True)]
 
 
-def test_a_loop_that_hangs_in_an_engine_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, left, asked = threading.Event(), list[int](), list[threading.Thread]()
+@pytest.mark.parametrize("most_s", [0.3, 8.0])
+def test_a_loop_that_hangs_in_an_engine_ends_the_process(most_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, left, asked, threads = threading.Event(), list[int](), list[threading.Thread](), list[int]()
 
     def leave(status: int) -> None:
         left.append(status)
         service.broken = "the test is over"
         ended.set()
 
+    def hang() -> None:
+        threads.append(torch.get_num_threads())
+        assert ended.wait(60)
+
     service = Quick()
-    service.meanwhile = lambda: ended.wait(60)
+    service.meanwhile = hang
+    torch.set_num_threads(2)
     stand_in(monkeypatch, service)
     monkeypatch.setattr(hanging, "_GRACE_S", 0.5)
+    monkeypatch.setattr(process, "_MOST_IN_LOOP_S", most_s)
     monkeypatch.setattr("serve.asgi.process.os._exit", leave)
 
     def say(line: str) -> None:
         if line.startswith("ready: "):
             url = f"{line.removeprefix('ready: ')}/predictions/stuck"
-            asked.append(threading.Thread(target=lambda: httpx.post(url, content=b"x", timeout=60, trust_env=False)))
+            asked.append(threading.Thread(target=lambda: httpx.post(url, content=IMAGE, timeout=60, trust_env=False)))
             asked[0].start()
 
-    with pytest.raises(EngineError, match=r"stuck: (the test is over|it is at the same images for 2 s)"):
+    with pytest.raises(EngineError, match="the server ends, to be restarted"):
         process.run(Settings(listening=Listening(port=0), drain_s=1), lambda: [Wanted("stuck", "1.0", Path())], say)
     asked[0].join()
-    assert (left, service.here) == ([1], [True])
+    assert (set(left), service.here) == ({1}, [True])  # it goes on looking, where it would have ended
+    assert threads == [1], "a team of threads for the loop would take the engine's cores"
+
+
+def test_the_networks_answer_is_that_of_its_own_thread(tmp_path: Path) -> None:
+    with service_of(artifacts.onnx(tmp_path / "onnx", device="cpu")) as service:
+        gate = service.predictor.engine
+        assert isinstance(gate, Gate)
+        answers: list[bytes] = []
+
+        async def do(connect: Connect) -> None:
+            reader, writer = await connect()
+            for path in (PATH, b"/predictions/%73tuck"):
+                while not service._waiting._idle:
+                    await asyncio.sleep(0.001)
+                gate.threads.clear()
+                writer.write(post(path, artifacts.jpeg(1)))
+                answers.append(await whole_answer(reader))
+                assert (gate.threads == {threading.get_ident()}) == (path == PATH)
+
+        asking(service, do)
+    first, second = ([line for line in answer.split(b"\r\n") if b"-timing" not in line] for answer in answers)
+    assert first == second
+    assert b"probability" in first[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -93,10 +94,11 @@ def test_large_images_and_several_are_left_to_the_services_own_threads(idle: tup
         until(lambda: service._waiting._idle)
 
 
-def test_an_engine_that_has_threads_for_each_caller_is_left_to_its_own(tmp_path: Path) -> None:
+def test_an_engine_that_is_bound_to_its_thread_is_left_to_that(tmp_path: Path) -> None:
     with service_of(artifacts.torchscript(tmp_path / "script", device="cpu")) as service:
         until(lambda: service._waiting._idle)
         assert statuses(service.submit(one(jpeg(0)), here=True).result(30).outcomes) == [200]
+        assert service.here_s == math.inf
         assert isinstance(service.predictor.engine, Gate)
         assert threading.get_ident() not in service.predictor.engine.threads
 
@@ -211,3 +213,11 @@ def test_many_callers_at_once_are_all_answered_by_one_engine_at_a_time(
         assert all(callers.map(ask, range(600)))
         assert threading.get_ident() not in engine.threads
         assert len(engine.threads) > 1
+
+
+def test_how_quick_an_engine_is_is_seen_again_where_it_was_opened_on_a_busy_machine(idle: tuple[Service, Gate]) -> None:
+    service, _ = idle
+    assert 0 < service.here_s < math.inf
+    service.here_s = 1000.0
+    service.submit(one(jpeg(0))).result(30)
+    assert 0 < service.here_s < 100

@@ -24,7 +24,7 @@ from ..registry import Registry
 
 
 class Engine(Protocol):
-    """An opened model file. Called from one thread, which owns the device: not safe to share.
+    """An opened model file. Called from one thread, which owns the device, or from several in turn: see `EngineType`.
 
     ``run`` maps the network's input, ``(N, C, H, W)`` of the card's input dtype on ``device``, to
     logits ``(N, classes)``. ``provider`` names what really executes it.
@@ -66,6 +66,8 @@ class EngineType:
         accepts: why it cannot run an artifact of one of its formats; None if it can.
         targets: the integers that it computes as they are meant, where the processor does, too; see `integers`.
         computes_with_torch: whether it runs on torch's threads; else torch gets one in the engine's process.
+        any_thread: whether one thread may run it on the CPU and then another: it is bound to none, and has no threads
+            of its own for each. Never two at once.
         options: what can be set of it, by name.
         libraries: distributions that it runs with, beside torch.
         on_request: of its devices, those where it runs an artifact only if it is named, because opening it takes long.
@@ -82,6 +84,7 @@ class EngineType:
     accepts: Callable[[Card], str | None] = _accepts_all
     targets: tuple[str, ...] = (ANY_X86, VNNI_X86)
     computes_with_torch: bool = True
+    any_thread: bool = False
     options: Mapping[str, EngineOption] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
     on_request: tuple[str, ...] = ()

@@ -57,6 +57,7 @@ ONNXRUNTIME = register(
         probe=_probe,
         rank=20,
         computes_with_torch=False,
+        any_thread=True,
         options={
             "optimizations": EngineOption(
                 True,

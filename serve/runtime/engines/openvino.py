@@ -117,6 +117,7 @@ OPENVINO = register(
         probe=_probe,
         rank=10,
         computes_with_torch=False,
+        any_thread=True,
         options={
             "precision": EngineOption(
                 "f32", "arithmetic of the float parts: f32, or bf16 where the CPU has it (answers differ)"
