@@ -61,7 +61,6 @@ def load(wanted: Wanted, *, gpu: int | None, queue: int | None, policy: Policy) 
         serving=service.serving,
         service=service,
         weight=wanted.weight,
-        ready=True,
         checked=tuple(checked),
         unchecked=NOTHING_KNOWN if known is None else "",
         digest=digest,

@@ -28,10 +28,10 @@ class Served:
         serving: how it is served.
         service: answers requests.
         weight: its share of the requests that ask for no version, against the other versions'; 0: none.
-        ready: whether it answers as it should: every file as its card says, warm, and its known image answered.
         checked: what was seen of it before it was called ready, a line each.
         unchecked: why it is ready without having been asked for a known answer; empty: it gave it.
         digest: SHA-256 of that archive.
+        lost: whether its device is, or its engine hangs: the process ends.
     """
 
     name: str
@@ -40,13 +40,21 @@ class Served:
     serving: Serving
     service: Service
     weight: int = 1
-    ready: bool = True
     checked: tuple[str, ...] = ()
     unchecked: str = ""
     digest: str = ""
+    lost: bool = False
     _holders: int = field(default=0, repr=False)
     _credit: int = field(default=0, repr=False)
     _free: asyncio.Event | None = field(default=None, repr=False)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it answers as it should.
+
+        It was opened with every file as its card says, warm, and its known image answered; and its engine goes on.
+        """
+        return not self.lost and not self.service.stalls
 
     def hold(self) -> None:
         """Keep its service open until `release`, though another version take its place meanwhile."""

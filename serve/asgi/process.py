@@ -306,7 +306,7 @@ class _Process:
             if found is None and (found := looks.look(jobs)) is not None:
                 self._hangs = True
             if found is not None:
-                found[0].ready = False
+                found[0].lost = True
                 self._fail(_ends(*found))
                 return
 

@@ -35,6 +35,9 @@ _LOG = logging.getLogger(__name__)
 # Waiting for more images is worth it where a full batch costs at most this part of as many lone images.
 _BATCHING_PAYS = 0.8
 
+# A batch that takes so many times what one took when it was warmed up, and so many seconds, is no slow one.
+_STALLS_TIMES, _STALLS_S = 10, 5.0
+
 _CLOSED = Refusal(503, "the server is shutting down: try again later")
 
 
@@ -91,6 +94,7 @@ class Service:
         self._refusing = False
         self._jobs: dict[int, int] = {}  # what each thread is at, by its identity: a number that is given once
         self._numbers = itertools.count()
+        self._begun: float | None = None  # when the engine began with its batch, as of `time.monotonic`
         self._broken: BrokenError | None = None
         self._owner = owner or EngineThread()
         threads = self._owner.run(torch.get_num_threads).result() if owner else torch.get_num_threads()
@@ -124,6 +128,12 @@ class Service:
     def broken(self) -> str | None:
         """Why no request will be answered any more: the process must end. None: they will be."""
         return None if self._broken is None else str(self._broken)
+
+    @property
+    def stalls(self) -> bool:
+        """Whether the engine is at a batch for much longer than any takes: ask elsewhere until it goes on."""
+        begun = self._begun
+        return begun is not None and time.monotonic() - begun > self._stalls_s
 
     @property
     def holding(self) -> int | None:
@@ -289,6 +299,7 @@ class Service:
         seconds = self.predictor.seconds
         lone = seconds.get(1, seconds[min(seconds)])
         self.here_s = lone if self.predictor.any_thread else math.inf
+        self._stalls_s = max(_STALLS_S, _STALLS_TIMES * seconds[self._most])
         self._pays = seconds[self._most] <= _BATCHING_PAYS * self._most * lone
 
     def _infer_for_ever(self) -> None:
@@ -306,7 +317,7 @@ class Service:
             self._waiting.end_here()
 
     def _run(self, batch: list[Ready]) -> None:
-        self._jobs[self._engine] = next(self._numbers)
+        self._jobs[self._engine], self._begun = next(self._numbers), time.monotonic()
         try:
             self._infer(batch)
         except BrokenError as error:
@@ -317,6 +328,7 @@ class Service:
             self._refuse([ready.work for ready in batch], FAILED)
         finally:
             del self._jobs[self._engine]
+            self._begun = None
 
     def _next_batch(self) -> list[Ready]:
         """What is ready for the engine, as much as goes through it at once; empty: there will be nothing."""

@@ -33,6 +33,7 @@ class Stuck:
     broken: str | None = None
     full: str | None = None
     here_s = math.inf
+    stalls = False
 
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []

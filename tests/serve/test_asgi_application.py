@@ -32,6 +32,7 @@ from serve.options import ServingOptions
 from serve.runtime.observing import Observation
 from serve.runtime.predictor import Predictor
 from serve.runtime.protocol import Request
+from serve.runtime.service import Service
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
 from serve.verified import Policy
@@ -394,6 +395,18 @@ def test_it_is_ready_when_every_model_is_and_not_while_it_ends(served: Served) -
     assert (ending.status, ending.headers["connection"]) == (200, "close")
     assert ask(made, "GET", "/health/ready").status == 503
     assert ask(made, "GET", "/health/live").status == 200
+
+
+def test_it_is_not_ready_while_an_engine_stalls(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = application(served)
+    made.models.expected = ("tiny",)
+    asked = ("/health/ready", "/ping")
+    assert [ask(made, "GET", path).status for path in asked] == [200] * 2
+    monkeypatch.setattr(Service, "stalls", True)
+    assert [ask(made, "GET", path).status for path in asked] == [503] * 2
+    assert ask(made, "GET", "/models/tiny").json()["ready"] is False
+    assert ask(made, "GET", "/health/live").status == 200
+    assert ask(made, "POST", "/predictions/tiny", artifacts.jpeg(1)).status == 200
 
 
 def test_a_model_is_described_as_the_handler_does_with_how_it_stands_here(

@@ -12,6 +12,7 @@ import socket
 import stat
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.main import get_command
 
+from serve.asgi import reading
 from serve.asgi.forms import parts_of
 from serve.asgi.listening import Listening
 from serve.asgi.messages import RefusedError, Response
@@ -93,7 +95,8 @@ def test_a_path_cannot_be_answered_twice() -> None:
 
 
 def version(name: str, number: str, weight: int = 1) -> Served:
-    return Served(name, number, cast(Any, None), cast(Any, None), cast(Any, None), weight=weight)
+    service = cast(Any, SimpleNamespace(stalls=False))
+    return Served(name, number, cast(Any, None), cast(Any, None), service, weight=weight)
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any))
@@ -476,3 +479,31 @@ def test_systemd_is_told_where_it_asks(abstract: bool, tmp_path: Path, monkeypat
     notify("READY=1")  # nobody is there: no fault
     monkeypatch.delenv("NOTIFY_SOCKET")
     notify("READY=1")
+
+
+def test_a_reader_whose_own_time_is_over_gives_way_when_it_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.4)
+    told: list[str] = []
+
+    async def read(turns: reading.Reading, name: str, begins: float, seconds: float, lingers: float = 0.0) -> None:
+        await asyncio.sleep(begins)
+        try:
+            async with turns.turn():
+                try:
+                    await asyncio.sleep(seconds)
+                finally:
+                    await asyncio.sleep(lingers)
+        except RefusedError as error:
+            told.append(f"{name}: {error}")
+        else:
+            told.append(f"{name}: read")
+
+    async def run() -> None:
+        turns = reading.Reading(1, 1.0)
+        await asyncio.gather(
+            read(turns, "first", 0.0, 60.0, lingers=0.4),  # its time is over at 1 s, and it leaves at 1.4
+            read(turns, "second", 0.8, 0.0),  # sees at 1.2 s that it has waited, and has its turn until 1.8
+        )
+
+    asyncio.run(run())
+    assert told == ["first: the message did not arrive within 1 s", "second: read"]

@@ -29,7 +29,7 @@ from serve.runtime.decoding import load
 from serve.runtime.device_turns import turn_at
 from serve.runtime.engines.base import Engine, chain_for
 from serve.runtime.errors import BrokenError, Refusal
-from serve.runtime.intake import Loaded
+from serve.runtime.intake import Loaded, load_items
 from serve.runtime.predictor import Outcome, Predictor
 from serve.runtime.protocol import Request
 from serve.runtime.service import QueueFull, Service, open_service
@@ -277,6 +277,23 @@ def test_what_comes_while_the_engine_is_busy_goes_through_it_together(gate: tupl
     assert engine.sizes == [1, 5]
 
 
+def test_an_engine_that_is_at_a_batch_for_much_longer_than_any_takes_stalls_until_it_goes_on(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.runtime.service._STALLS_S", 0.3)
+    with service_of(artifact) as service:
+        engine = service.predictor.engine
+        assert isinstance(engine, Gate)
+        assert service._stalls_s >= 10 * service.predictor.seconds[8]
+        service._stalls_s = 0.3
+        first = shut(service, engine)
+        assert not service.stalls
+        until(lambda: service.stalls)
+        engine.open.set()
+        first.result(30)
+        until(lambda: not service.stalls)
+
+
 def test_what_is_answered_together_goes_through_the_engine_together(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,9 +439,15 @@ def test_the_budget_of_one_request_holds_and_its_neighbour_is_answered(artifact:
     assert found == [[413] * 4, [200, 415, 413, 400], [200]]
 
 
-def test_a_slow_request_is_cut_off_between_its_images(artifact: Path) -> None:
-    slow = encoded(Image.effect_noise((2000, 2000), 50), "PNG")
-    with service_of(artifact, replace(SERVING, request_seconds=0.01)) as service:
+def test_a_slow_request_is_cut_off_between_its_images(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = jpeg(2)
+
+    def decode(items: list[bytes], *arguments: Any) -> list[Loaded]:
+        time.sleep(2 if slow in items else 0)
+        return load_items(items, *arguments)
+
+    monkeypatch.setattr("serve.runtime.decoding.load_items", decode)
+    with service_of(artifact, replace(SERVING, request_seconds=1.5)) as service:
         late, good = service.submit(many(*[slow] * 6)), service.submit(one(jpeg(1)))
         found = statuses(late.result(60).outcomes)
         assert statuses(good.result(30).outcomes) == [200]
