@@ -144,16 +144,15 @@ def run(
             tls_key,
             tls_client_authorities,
         )
-        tokens = None if no_token else token_file or store / TOKEN_FILE
-        if tokens is not None and token_file is None and make_token_file(tokens):
-            typer.echo(f"made a token in {tokens}", err=True)
         log_to_stderr()
         plan = Plan(tuple(models or ()), models_file, store, cast(Literal["auto", "cpu", "cuda"], device))
         room = {f"--connections are {connections}": connections}
         if held_limit_mb:
             room[f"--held-limit-mb is {held_limit_mb}"] = held_limit_mb // body_limit_mb
-        count = processes or asked_for(plan.read(), listening, room, _tell)
+        wanted = plan.read()
+        count = processes or asked_for(wanted, listening, room, _tell)
         body_bytes = body_limit_mb << 20
+        tokens = None if no_token else token_file or store / TOKEN_FILE
         limits = Limits(
             body_bytes=body_bytes,
             held_bytes=held_limit_mb << 20 if held_limit_mb else max(Limits.held_bytes, count * body_bytes),
@@ -174,6 +173,8 @@ def run(
             drain_delay_s=drain_delay,
             drain_s=drain_timeout,
         )
+        if tokens is not None and token_file is None and make_token_file(tokens):  # nothing is made of a mistake
+            typer.echo(f"made a token in {tokens}", err=True)
         if count > 1:
             status = run_together(count, settings, plan.read, _tell)
         else:

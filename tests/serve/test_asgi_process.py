@@ -273,10 +273,12 @@ def test_it_ends_in_order_where_nobody_can_read_what_it_prints(gone: str, archiv
 
 
 def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp_path: Path) -> None:
-    # libgomp tells what it has read, when torch loads it; that there is no such archive comes later, where
-    # nobody has to look into it for how many processes there are to be.
+    # libgomp tells what it has read, when torch loads it; that this is no archive comes later, where nobody has to look
+    # into it for how many processes there are to be.
+    (tmp_path / "none.mar").write_bytes(b"nothing")
     environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-    words = [sys.executable, "-m", "serve", "run", "--store", str(tmp_path), "--processes", "1", "none.mar"]
+    words = [sys.executable, "-m", "serve", "run", "--store", str(tmp_path), "--processes", "1", "--port", "0"]
+    words += ["--no-token", str(tmp_path / "none.mar")]
     for own, read in ({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"):
         told = subprocess.run(
             words,
@@ -286,7 +288,8 @@ def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp
             timeout=60,
             check=False,
         )
-        assert told.returncode == 2
+        assert told.returncode == 1
+        assert "not an archive of this project" in told.stderr
         assert f"GOMP_SPINCOUNT = '{read}'" in told.stderr
 
 
@@ -295,6 +298,7 @@ def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp
     [
         ((), "say what to serve"),
         (("none.mar",), "there is no such archive"),
+        (("none", "--processes", "2"), "there is no run 'none'"),
         (("v1.mar", "--host", "0.0.0.0"), "--expose"),
         (("v1.mar", "--no-token", "--token-file", "x"), "exclude each other"),
         (("v1.mar", "--socket", "s", "--port", "8080"), "--socket and --port exclude each other"),
@@ -307,14 +311,17 @@ def test_torchs_threads_read_the_environment_that_executions_are_measured_in(tmp
         (("v1.mar", "--body-timeout", "inf"), "--body-timeout must be at most 86400 seconds"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str, archives: Path) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_made(
+    arguments: tuple[str, ...], says: str, archives: Path, tmp_path: Path
+) -> None:
     from typer.testing import CliRunner
 
     from serve.cli import app
 
     words = [str(archives / word) if word == "v1.mar" else word for word in arguments]
-    result = CliRunner().invoke(app, ["run", "--store", str(archives), *words])
+    result = CliRunner().invoke(app, ["run", "--store", str(tmp_path), *words])
     assert result.exit_code == 2
+    assert [*tmp_path.iterdir()] == []
     assert says in result.output
 
 
