@@ -29,7 +29,7 @@ from serve.runtime.service import Service
 from tests.serve import artifacts
 from tests.serve.stuck import Connect, Streams, Stuck, listening, settings, stand_in, stuck_model
 from tests.serve.test_asgi_direct import IMAGE, PING, counted, post, whole_answer
-from tests.serve.test_service import Gate, service_of
+from tests.serve.test_service import gated
 
 PATH = b"/predictions/stuck"
 
@@ -261,9 +261,7 @@ def test_a_loop_that_hangs_in_an_engine_ends_the_process(most_s: float, monkeypa
 
 
 def test_the_networks_answer_is_that_of_its_own_thread(tmp_path: Path) -> None:
-    with service_of(artifacts.onnx(tmp_path / "onnx", device="cpu")) as service:
-        gate = service.predictor.engine
-        assert isinstance(gate, Gate)
+    with gated(artifacts.onnx(tmp_path / "onnx", device="cpu")) as (service, gate):
         answers: list[bytes] = []
 
         async def do(connect: Connect) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gate(artifact: Path) -> Iterator[tuple[Service, Gate]]:
+    with gated(artifact) as both:
+        yield both
+
+
+@contextmanager
+def gated(artifact: Path) -> Iterator[tuple[Service, Gate]]:
+    """A service and its engine, which is open at the end whatever was shut."""
     with service_of(artifact) as service:
         engine = service.predictor.engine
         assert isinstance(engine, Gate)

@@ -19,7 +19,7 @@ from serve.runtime.service import Service
 from serve.runtime.work import Answered
 from tests.serve import artifacts
 from tests.serve.artifacts import jpeg
-from tests.serve.test_service import Gate, many, one, service_of, statuses, until
+from tests.serve.test_service import Gate, gated, many, one, statuses, until
 
 LARGE = encoded(Image.new("RGB", (1200, 1000)), "JPEG")
 
@@ -31,13 +31,10 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def idle(artifact: Path) -> Iterator[tuple[Service, Gate]]:
-    with service_of(artifact) as service:
-        engine = service.predictor.engine
-        assert isinstance(engine, Gate)
+    with gated(artifact) as (service, engine):
         engine.threads.clear()
         until(lambda: service._waiting._idle)
         yield service, engine
-        engine.open.set()
 
 
 def asked(service: Service, engine: Gate, image: bytes = jpeg(0)) -> tuple[threading.Thread, list[Future[Answered]]]:
@@ -95,12 +92,11 @@ def test_large_images_and_several_are_left_to_the_services_own_threads(idle: tup
 
 
 def test_an_engine_that_is_bound_to_its_thread_is_left_to_that(tmp_path: Path) -> None:
-    with service_of(artifacts.torchscript(tmp_path / "script", device="cpu")) as service:
+    with gated(artifacts.torchscript(tmp_path / "script", device="cpu")) as (service, engine):
         until(lambda: service._waiting._idle)
         assert statuses(service.submit(one(jpeg(0)), here=True).result(30).outcomes) == [200]
         assert service.here_s == math.inf
-        assert isinstance(service.predictor.engine, Gate)
-        assert threading.get_ident() not in service.predictor.engine.threads
+        assert threading.get_ident() not in engine.threads
 
 
 def test_beside_another_request_it_is_not(idle: tuple[Service, Gate]) -> None:
@@ -188,9 +184,7 @@ def test_a_device_that_is_lost_there_is_lost_to_the_service(idle: tuple[Service,
 def test_many_callers_at_once_are_all_answered_by_one_engine_at_a_time(
     artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with service_of(artifact) as service, ThreadPoolExecutor(6) as callers:
-        engine = service.predictor.engine
-        assert isinstance(engine, Gate)
+    with gated(artifact) as (service, engine), ThreadPoolExecutor(6) as callers:
         inside, run = threading.Lock(), engine.engine.run
 
         def alone(batch: torch.Tensor) -> torch.Tensor:
