@@ -17,6 +17,9 @@ from typer.testing import CliRunner
 
 import optimize as opt
 from optimize import cli
+from optimize.models.checkpoint import Checkpoint
+from optimize.models.resolve import resolve_model
+from optimize.passes.base import find_pass
 from optimize.profiling import peaks, process
 from optimize.profiling.base import readers
 from optimize.profiling.chart import profile_svg
@@ -31,8 +34,10 @@ from optimize.profiling.records import Layer, Peak, Profile, Profiled
 from optimize.profiling.table import HEADS, amount, caption, markdown, rows
 from optimize.profiling.tensorboard import write_graphs
 from optimize.profiling.trace import chrome_trace
+from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.files import write_json
+from optimize.store.objects import Store
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
@@ -40,6 +45,7 @@ from serve.runtime.onnx_session import cpu_session
 from tests.processor import WIDEST
 
 from .runs_fixtures import TinyRun, copied_store, tiny_run
+from .workbench import noise_context
 
 __all__ = ["copied_store", "tiny_run"]  # fixtures
 
@@ -114,6 +120,25 @@ def test_each_engine_tells_every_layer_by_the_models_own_name_with_its_macs_and_
     assert head.macs is not None
     if head.ms:
         assert found.of_peak(head) == pytest.approx(head.macs / (head.ms * 1e-3) / peak.macs_per_s)
+
+
+SPECK = """
+from torch import nn
+
+def speck(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 1, 2, stride=16), nn.Flatten(), nn.Linear(1, num_classes))
+"""
+
+
+def test_layers_of_less_than_openvinos_microsecond_are_named_as_others_are(tmp_path: Path, brief: None) -> None:
+    (tmp_path / "net.py").write_text(SPECK, encoding="utf-8")
+    session = Session(Store(tmp_path / "store"), resolve_model(f"{tmp_path / 'net.py'}:speck"), noise_context())
+    weights = {"0.weight": torch.ones(1, 1, 2, 2), "0.bias": torch.ones(1)}
+    weights |= {"2.weight": torch.ones(4, 1), "2.bias": torch.ones(4)}
+    artifact = session.baseline(checkpoint=Checkpoint(weights, "c" * 64)).artifact
+    found = profiled_here(session.apply(artifact, find_pass("onnx").config()).artifact, "openvino", batch=1)
+    assert {layer.name: layer.macs for layer in found.layers if layer.macs} == {"0": 2 * 2, "2": 4}
+    assert found.left_macs == 0
 
 
 def test_a_torch_program_with_layers_in_float_names_them_all_each_in_its_precision(made, brief: None) -> None:

@@ -1,6 +1,7 @@
 """``openvino``: OpenVINO counts what each node of a compiled model takes, and says what it made of the graph.
 
-Its counters (2026.4) are whole microseconds, summed over calls: single calls and their order in time are not to be had.
+Its counters (2026.4) are means of all calls in whole microseconds: single calls and their order in time are not to be
+had, and what takes less than one is said not to have run.
 """
 
 from __future__ import annotations
@@ -58,12 +59,19 @@ def read(subject: Subject) -> Reading:
 
 
 def _times(request: Any) -> dict[tuple[int, str, str], float]:
-    """Mean milliseconds of each node that ran, in order of execution, by place, name and kind."""
+    """Mean milliseconds of each node that ran, in order of execution, by place, name and kind.
+
+    What computes a layer ran in any case: one of less than a microsecond has taken 0.
+    """
     return {
         (place, one.node_name, one.node_type): one.real_time.total_seconds() * 1e3
         for place, one in enumerate(request.get_profiling_info())
-        if str(one.status).endswith("EXECUTED")
+        if str(one.status).endswith("EXECUTED") or _computes(one.node_type)
     }
+
+
+def _computes(kind: str) -> bool:
+    return any(word in kind for word in _COMPUTING)
 
 
 def _piece(node: Any, ms: float, layers: GraphLayers | None) -> Piece:
@@ -73,7 +81,7 @@ def _piece(node: Any, ms: float, layers: GraphLayers | None) -> Piece:
     given = [(one.get_source_output().get_node(), one) for one in node.inputs()]
     constants = [one for source, one in given if _is_constant(source)]
     others = [(source, one) for source, one in given if not _is_constant(source)]
-    layer = _layer(node, about, layers) if layers and any(word in kind for word in _COMPUTING) else None
+    layer = _layer(node, about, layers) if layers and _computes(kind) else None
     work = Work(
         macs=layer.macs if layer else 0,
         weights=sum(_bytes(one) for one in constants),
