@@ -242,7 +242,7 @@ def test_subjects_answer_and_are_stopped(tmp_path: Path) -> None:
     with Stage(tmp_path, artifact, {"": serving}, {PHOTOS: Workload(items)}) as stage:
         subjects = stage.start(tmp_path, 5, ("echo-uvicorn", "own", "serial", "pipelined"))
         found = {
-            subject.key: subject.ask(PHOTOS, clients, 0.3)
+            subject.key: subject.ask(PHOTOS, clients, 1.0)
             for subject in subjects
             if subject.ask is not None
             for clients in (2,)

@@ -150,7 +150,7 @@ def run_afresh(store: Path, recipe: Path, *words: object) -> subprocess.Complete
     """
     return subprocess.run(
         [sys.executable, *run_command(store, recipe, *words, graphs=True)],
-        capture_output=True, text=True, check=False, timeout=120, cwd=ROOT,
+        capture_output=True, text=True, check=False, timeout=600, cwd=ROOT,
         env={**os.environ, **UNCOMPILED, "COLUMNS": "200"},
     )  # fmt: skip
 

@@ -190,7 +190,7 @@ def test_other_processors_than_x86_have_no_sums_of_16_bits(monkeypatch) -> None:
 
 
 def test_a_network_in_seven_bits_keeps_its_answers(trained, made, digits_context) -> None:
-    batch = digits_context.example(16)
+    batch = digits_context.example(256)
     whole, narrow = run(trained, batch), run(made("ptq", target="x86"), batch)
     assert not torch.equal(whole, narrow)
     assert (whole.argmax(1) == narrow.argmax(1)).float().mean() > 0.9

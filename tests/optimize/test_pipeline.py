@@ -333,8 +333,14 @@ def keys(outcome: Outcome | TinyRun) -> dict[str, str]:
     return {row.name: row.file.key for row in outcome.report.rows if row.file}
 
 
-def top1(outcome: Outcome | TinyRun) -> list[float]:
-    return [measured.accuracy.top1 for _, measured in figures(outcome.report)]
+def baseline_top1(outcome: Outcome) -> float:
+    (_, measured), *_ = figures(outcome.report)
+    return measured.accuracy.top1
+
+
+def accuracies(report: Report) -> dict[str, float]:
+    """Top-1 of each pair that was measured; which of a row's is the fastest may differ from one run to the next."""
+    return {pair.id: pair.measured.accuracy.top1 for row in report.rows for pair in row.pairs if pair.measured}
 
 
 def changed(stage: str, **config: Any) -> dict[str, Any]:
@@ -343,9 +349,9 @@ def changed(stage: str, **config: Any) -> dict[str, Any]:
 
 
 def test_a_second_run_takes_everything_from_the_cache(tiny_run: TinyRun, copied_store: Path) -> None:
-    started = time.perf_counter()
+    started = time.process_time()  # of this machine's other work it knows nothing
     outcome, heard = run_recipe(copied_store, RECIPE)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert heard.made() == set()
     assert {name for name, cached, _ in heard.steps if cached} >= MEASUREMENTS
     assert keys(outcome) == keys(tiny_run)
@@ -416,13 +422,13 @@ def test_a_checkpoint_is_the_baseline_and_another_one_makes_everything_anew(
     outcome, heard = run_recipe(copied_store, with_stages(FUSE), run="c", checkpoint=tmp_path / "same.safetensors")
     assert "baseline" in heard.made()
     assert "fuse" not in heard.made()  # its parent's files are the same, wherever they came from
-    assert top1(outcome)[0] == tiny_run.measured("baseline").accuracy.top1
+    assert baseline_top1(outcome) == tiny_run.measured("baseline").accuracy.top1
     weights["12.bias"] = weights["12.bias"] + torch.eye(10)[3] * 100
     save_file(weights, tmp_path / "other.safetensors")
     recipe, checkpoint = with_stages(FUSE), tmp_path / "other.safetensors"
     outcome, heard = run_recipe(copied_store, recipe, run="c", checkpoint=checkpoint, graphs=True)
     assert heard.made() == {"baseline", "fuse", FLOAT_GRAPH, *MEASUREMENTS}
-    assert top1(outcome)[0] < 0.2  # it says 3 to everything
+    assert baseline_top1(outcome) < 0.2  # it says 3 to everything
 
 
 def flip_last_byte(path: Path) -> None:
@@ -449,7 +455,7 @@ def test_damage_is_noticed_and_repaired(tiny_run: TinyRun, copied_store: Path) -
     # A rebuilt TorchScript file may differ in its mangled names, and then its child is made again too.
     assert heard.made() - MEASUREMENTS <= {"ptq", "onnx-int8", "certificates"}
     assert faults_of(copied_store, "tiny")[1] == []
-    assert top1(outcome) == top1(tiny_run)
+    assert accuracies(outcome.report) == accuracies(tiny_run.report)
     assert {path.name for path in folder.iterdir()} == {path.name for path in tiny_run.folder.iterdir()}
     assert not (folder / "artifacts" / "qat" / "stray").exists()
     with zipfile.ZipFile(folder / "archives" / "tiny-onnx.mar") as archive:

@@ -31,7 +31,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     folder = tmp_path_factory.mktemp("interrupted")
     ended = subprocess.run(
         [sys.executable, "-m", "tests.optimize.interrupted", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return dict(json.loads(ended.stdout))
