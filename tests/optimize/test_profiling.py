@@ -6,6 +6,7 @@ import base64
 import datetime
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,7 +18,6 @@ from typer.testing import CliRunner
 
 import optimize as opt
 from optimize import cli
-from optimize.models.checkpoint import Checkpoint
 from optimize.models.resolve import resolve_model
 from optimize.passes.base import find_pass
 from optimize.profiling import peaks, process
@@ -44,8 +44,10 @@ from serve.runtime.execution import Execution
 from serve.runtime.onnx_session import cpu_session
 from tests.processor import WIDEST
 
+from .branched import baseline
 from .runs_fixtures import TinyRun, copied_store, tiny_run
-from .workbench import noise_context
+from .tiny_net import speck
+from .workbench import TINY_NET, noise_context
 
 __all__ = ["copied_store", "tiny_run"]  # fixtures
 
@@ -122,20 +124,9 @@ def test_each_engine_tells_every_layer_by_the_models_own_name_with_its_macs_and_
         assert found.of_peak(head) == pytest.approx(head.macs / (head.ms * 1e-3) / peak.macs_per_s)
 
 
-SPECK = """
-from torch import nn
-
-def speck(num_classes: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 1, 2, stride=16), nn.Flatten(), nn.Linear(1, num_classes))
-"""
-
-
 def test_layers_of_less_than_openvinos_microsecond_are_named_as_others_are(tmp_path: Path, brief: None) -> None:
-    (tmp_path / "net.py").write_text(SPECK, encoding="utf-8")
-    session = Session(Store(tmp_path / "store"), resolve_model(f"{tmp_path / 'net.py'}:speck"), noise_context())
-    weights = {"0.weight": torch.ones(1, 1, 2, 2), "0.bias": torch.ones(1)}
-    weights |= {"2.weight": torch.ones(4, 1), "2.bias": torch.ones(4)}
-    artifact = session.baseline(checkpoint=Checkpoint(weights, "c" * 64)).artifact
+    session = Session(Store(tmp_path), resolve_model(f"{TINY_NET}:speck"), noise_context())
+    artifact = baseline(session, partial(speck, 4))
     found = profiled_here(session.apply(artifact, find_pass("onnx").config()).artifact, "openvino", batch=1)
     assert {layer.name: layer.macs for layer in found.layers if layer.macs} == {"0": 2 * 2, "2": 4}
     assert found.left_macs == 0

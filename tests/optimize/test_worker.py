@@ -155,6 +155,7 @@ def test_a_turn_is_as_many_calls_as_it_must_be(folders: dict[str, Path], child: 
     assert len(child.turn(1, QUICK)) >= 10
     longer = QUICK.model_copy(update={"seconds": 0.2})
     times = child.turn(4, longer)
+    assert len(times) >= 2
     assert sum(times) > 100  # milliseconds
     assert len(times) == 2 or sum(times[:-1]) < 200  # the last call may take any time
 
