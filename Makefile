@@ -87,7 +87,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: help install optimize serve add replace remove stop status package test lint
-.PHONY: bench bench-cpu bench-gpu bench-quant bench-data bench-serve bench-attacks bench-models table-cifar zoo
+.PHONY: bench bench-cpu bench-gpu bench-quant bench-data bench-serve bench-attacks bench-decoding bench-models table-cifar zoo
 .PHONY: soak audit fuzz clean
 
 help: ## this list
@@ -181,6 +181,9 @@ soak: $(VENV)/.installed-dev ## MINUTES (15) of mixed load and faults for each s
 
 bench-attacks: $(VENV)/.installed ## what hostile requests cost the own server; writes into docs/security.md
 	$(BIN)/python -m benchmarks.attacks --write docs/security.md
+
+bench-decoding: $(VENV)/.installed ## what the costliest images cost, against each format's bound; writes docs/decoding.md
+	$(BIN)/python -m benchmarks.decoding --write docs/decoding.md
 
 bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/bench-data.md
 	$(BIN)/python -m benchmarks.imagenet_scale --write docs/bench-data.md

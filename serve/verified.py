@@ -8,15 +8,17 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field
 
 from serve.archive_file import OpenArchive, open_archive
+from serve.ceilings import Ceilings
 from serve.config import Config
 from serve.copying import copy_file, private_copy, remove_copy
+from serve.options import ServingOptions
 from serve.runtime.card import Card, load_card
 from serve.runtime.errors import CardError, UserError, did_you_mean
 from serve.runtime.known import NOTHING_KNOWN
@@ -35,11 +37,13 @@ class Policy:
         foreign_code: a server that runs what is in an archive, as TorchServe does, may be given an unsigned one whose
             Python is not this installation's.
         known: what is served must have an image whose answer is known, for which it is asked first.
+        ceilings: the most that an archive may ask for.
     """
 
     keys: tuple[Path, ...] = ()
     foreign_code: bool = False
     known: bool = False
+    ceilings: Ceilings = field(default_factory=Ceilings)
 
     def without_known(self, archive: Path) -> None:
         """See that an archive may be served which has no known answer.
@@ -81,10 +85,17 @@ class KnownSettings(Config):
 
 
 # What a store's ``serve.toml`` may have.
-_TABLES = ("signing", "known")
+_TABLES = ("signing", "known", "ceilings")
 
 
-def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool = False, known: bool = False) -> Policy:
+def policy_of(
+    store: Path,
+    required: Sequence[Path] = (),
+    *,
+    foreign_code: bool = False,
+    known: bool = False,
+    options: ServingOptions | None = None,
+) -> Policy:
     """What may be loaded from a store: as its ``serve.toml`` says, and as a command line says.
 
     Args:
@@ -92,6 +103,7 @@ def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool 
         required: keys that are named on the command line, which stand instead of the file's.
         foreign_code: allow it whatever the file says.
         known: ask for known answers whatever the file says.
+        options: how the command line says that it is served: who asks there for more than a ceiling may.
 
     Raises:
         UserError: the file cannot be read, or says what is not understood; a key is not there.
@@ -114,13 +126,16 @@ def policy_of(store: Path, required: Sequence[Path] = (), *, foreign_code: bool 
     try:
         settings = SigningSettings(**tables.get("signing", {}))
         known = known or KnownSettings(**tables.get("known", {})).require
+        ceilings = Ceilings(**tables.get("ceilings", {}))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     keys = tuple(required) or tuple(store / key for key in settings.require)
     for key in keys:
         if not key.is_file():
             raise UserError(f"{key}: there is no such public key, and what is served must be signed with it")
-    return Policy(keys, foreign_code or settings.foreign_code, known)
+    if options is not None:
+        ceilings = ceilings.raised_by(options)
+    return Policy(keys, foreign_code or settings.foreign_code, known, ceilings)
 
 
 #: What in an archive, by path, would be run or obeyed, and is not what this installation would pack there.
@@ -130,8 +145,9 @@ ForeignParts = Callable[[OpenArchive, Card], list[str]]
 def verified_copy(source: Path, policy: Policy, into: Path, *, foreign: ForeignParts | None) -> Path:
     """Copy an archive or an artifact folder to where nobody else can write, check the copy, and return it.
 
-    It is whole, by the hashes of its card; signed, where the policy says so, and then an archive of the model that its
-    file is named after, so that a signed one cannot stand in for another.
+    It is whole, by the hashes of its card. An archive asks for no more than the ceilings. Where the policy says so, it
+    is signed, and then it is the archive of the model that its file is named after: a signed one cannot stand in for
+    another.
 
     Args:
         source: a ``.mar`` file, or an artifact folder.
@@ -185,6 +201,7 @@ def _told_of(source: Path, copy: Path) -> Iterator[None]:
 
 def _check_archive(source: Path, archive: OpenArchive, policy: Policy, foreign: ForeignParts | None) -> None:
     card = archive.check()
+    policy.ceilings.check(source, archive.serving())
     if policy.keys:
         if (name := archive.name()) != source.stem:
             raise SignatureError(f"{source}: is the signed archive of {name}, and not of {source.stem}")

@@ -67,6 +67,15 @@ def bmp_that_claims(side: int) -> bytes:
     return bytes(data)
 
 
+def bmp_of(commands: bytes, width: int = 16, height: int = 16, *, half: bool = False) -> bytes:
+    """A BMP of a palette whose pixels are run-length encoded: 8 bits of a pixel, or 4 (``half``)."""
+    colours = bytes(4 * (16 if half else 256))
+    begins = 54 + len(colours)
+    opening = b"BM" + struct.pack("<IHHI", begins + len(commands), 0, 0, begins)
+    size = struct.pack("<IiiHHII", 40, width, height, 1, 4 if half else 8, 2 if half else 1, len(commands))
+    return opening + size + struct.pack("<iiII", 0, 0, len(colours) // 4, 0) + colours + commands
+
+
 def jpeg_that_claims(side: int) -> bytes:
     """A JPEG whose frame claims a size."""
     data = bytearray(encoded(picture(1), "JPEG"))
@@ -105,6 +114,51 @@ def tiff_of_strips(strips: int) -> bytes:
     return opening + bytes(200 - len(opening)) + places + sizes
 
 
+def tiff_of_tiles(tiles: int, side: int, *, shared: bool) -> bytes:
+    """One row of pixels in tiles that are as high as 3,000,000 of them: all in one place, or each in its own."""
+    data = zlib.compress(bytes(side * 3_000_000), 1)
+    tags = ((256, 4, 1, tiles * side), (257, 4, 1, 1), (258, 3, 1, 8), (259, 3, 1, 8), (262, 3, 1, 1), (277, 3, 1, 1))
+    begins = 8 + 2 + 12 * (len(tags) + 4) + 4
+    tile = ((322, 4, 1, side), (323, 4, 1, 3_000_000), (324, 4, tiles, begins), (325, 4, tiles, begins + 4 * tiles))
+    first = begins + 8 * tiles
+    places = [first + (0 if shared else number * len(data)) for number in range(tiles)]
+    lists = struct.pack(f"<{tiles}I", *places) + struct.pack("<I", len(data)) * tiles
+    return tiff(*tags, *tile) + lists + data * (1 if shared else tiles)
+
+
+def tiff_of_one_strip_for_all(rows: int, blocks: int) -> bytes:
+    """16 pixels a row, each row a strip: the same deflated bytes, of which most are blocks of nothing."""
+    data = b"\x78\x9c" + b"\0\0\0\xff\xff" * blocks + zlib.compress(bytes(16))[2:]
+    tags = ((256, 4, 1, 16), (257, 4, 1, rows), (258, 3, 1, 8), (259, 3, 1, 8), (262, 3, 1, 1), (277, 3, 1, 1))
+    begins = 8 + 2 + 12 * (len(tags) + 3) + 4
+    strips = ((278, 4, 1, 1), (273, 4, rows, begins), (279, 4, rows, begins + 4 * rows))
+    lists = struct.pack("<I", begins + 8 * rows) * rows + struct.pack("<I", len(data)) * rows
+    return tiff(*tags, *strips) + lists + data
+
+
+_RATIONAL = struct.pack("<II", 1, 1)
+_SMALL = ((256, 4, 1, 16), (257, 4, 1, 16), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (277, 3, 1, 1))
+_SMALL_STRIP = ((273, 4, 1, 8), (278, 4, 1, 16), (279, 4, 1, 256))
+
+
+def tiff_of_rationals(numbers: int) -> bytes:
+    """16x16 pixels, whose resolution is so many numbers."""
+    begins = 8 + 2 + 12 * (len(_SMALL) + len(_SMALL_STRIP) + 1) + 4
+    return tiff(*_SMALL, *_SMALL_STRIP, (282, 5, numbers, begins)) + _RATIONAL * numbers
+
+
+def tiff_with_exif_of(tags: int) -> bytes:
+    """16x16 pixels, with a directory of EXIF that has so many entries."""
+    begins = 8 + 2 + 12 * (len(_SMALL) + len(_SMALL_STRIP) + 1) + 4
+    inner = struct.pack("<H", tags) + b"".join(struct.pack("<HHII", tag, 5, 8, 9) for tag in range(tags)) + bytes(4)
+    return tiff(*_SMALL, *_SMALL_STRIP, (34665, 4, 1, begins)) + inner
+
+
+def exif_of_rationals(numbers: int) -> bytes:
+    """EXIF whose orientation is so many numbers."""
+    return tiff((0x0112, 5, numbers, 26)) + _RATIONAL * numbers
+
+
 def tiff_of_tags(tags: int) -> bytes:
     """A TIFF whose directory has so many entries."""
     return tiff(*((60_000 - tags + number, 4, 1, 1) for number in range(tags)))
@@ -139,6 +193,11 @@ def _behind(start: bytes) -> bytes:
     return data[:2] + start + data[2:]
 
 
+def segment(data: bytes, kind: int = 0xE1) -> bytes:
+    """A segment of a JPEG, of EXIF where nothing else is said."""
+    return b"\xff" + bytes((kind,)) + struct.pack(">H", 2 + len(data)) + data
+
+
 #: By name: what makes the encoded images that must be refused with 413, and quickly. They take a second together.
 _MAKERS: dict[str, Callable[[], bytes]] = {
     "webp": lambda: webp(7100),
@@ -160,6 +219,20 @@ _MAKERS: dict[str, Callable[[], bytes]] = {
     "gif of a comment in bytes": lambda: gif_of(b"!\xfe" + b"\x01a" * 500_000 + b"\0"),
     "gif of stray bytes": lambda: gif_of(b"\x01" * 1_000_000),
     "bmp": lambda: bmp_that_claims(60_000),
+    "bmp of moves by nothing": lambda: bmp_of(b"\0\2\0\0" * 1_000_000),
+    "bmp of ends of rows": lambda: bmp_of(b"\0\0" * 2_000_000),
+    "bmp of runs beyond the row": lambda: bmp_of(b"\1\0" * 2_000_000),
+    "bmp of runs, large": lambda: bmp_of((b"\xff\x12" * 28 + b"\0\0") * 7000, 7000, 7000, half=True),
+    "bmp of a row that ends at once": lambda: bmp_of(b"\1\1\0\0", 49_000_000, 1),
+    "tiff of tiles in one place": lambda: tiff_of_tiles(1000, 16, shared=True),
+    "tiff of large tiles": lambda: tiff_of_tiles(40, 16, shared=False),
+    "tiff of strips in one place": lambda: tiff_of_one_strip_for_all(1000, 200_000),
+    "tiff of numbers": lambda: tiff_of_rationals(500_000),
+    "tiff with tags of exif": lambda: tiff_with_exif_of(60_000),
+    "png with exif of numbers": lambda: png_of(10, 10, chunk(b"eXIf", exif_of_rationals(500_000))),
+    "jpeg with exif of numbers": lambda: _behind(segment(b"Exif\0\0" + tiff((0x0112, 5, 100_000, 26)))),
+    "jpeg with exif in parts": lambda: _behind(segment(b"Exif\0\0" + bytes(65_000)) * 60),
+    "jpeg of tables": lambda: _behind(segment((b"\0" + b"\1" * 64) * 1000, 0xDB) * 80),
     "jpeg": lambda: jpeg_that_claims(60_000),
     "progressive jpeg": lambda: progressive(2000),
     "jpeg of many scans": lambda: sequential(2000),

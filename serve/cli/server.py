@@ -102,7 +102,9 @@ def start(
                 default_model=selection.default_model,
                 gpus=0 if device == "cpu" else None,
                 pack=repacking(store, selection, options, device),  # type: ignore[arg-type]
-                policy=policy_of(store, require_signed or (), foreign_code=foreign_code, known=require_known),
+                policy=policy_of(
+                    store, require_signed or (), foreign_code=foreign_code, known=require_known, options=options
+                ),
                 strict=strict_start,
                 left_out=selection.left_out,
                 on_ready=lambda model: _beside(bar, f"ready: {model}"),
@@ -144,7 +146,7 @@ def add(
         the_running(store)
         selection = _selected(store, targets, artifact, data, device, strict=True)
         pack = repacking(store, selection, options, device)  # type: ignore[arg-type]
-        policy = policy_of(store, require_signed or (), foreign_code=foreign_code, known=require_known)
+        policy = policy_of(store, require_signed or (), foreign_code=foreign_code, known=require_known, options=options)
         with shown("add") as bar:
             running = live.add(
                 store,
@@ -187,7 +189,7 @@ def replace(
         word = f"{name}={target or f'{old.run}/{old.artifact}'}"
         selection = _selected(store, [word], None, data, device, strict=True)
         pack = repacking(store, selection, options, device)  # type: ignore[arg-type]
-        policy = policy_of(store, require_signed or (), foreign_code=foreign_code, known=require_known)
+        policy = policy_of(store, require_signed or (), foreign_code=foreign_code, known=require_known, options=options)
         with shown("replace") as bar:
             archive = selection.archives[name]
             running = live.replace(store, name, archive, pack=pack, policy=policy, progressed=bar.progressed)

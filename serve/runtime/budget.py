@@ -1,7 +1,7 @@
 """What decoding may cost: pixels and seconds of an image, a request and a batch, and who is refused for it.
 
 Pixels are what images claim in their headers, known before anything is decoded. Seconds are for what no
-header tells; they are looked at between images.
+header tells; those of one image are looked at while it is read (`timed_file`), the others between images.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from dataclasses import dataclass
 
 from .described import Described
 from .errors import Refusal, UserError
+from .fields import shown
+
+# A year, and what no machine decodes in one.
+_MOST_SECONDS, _MOST_COUNTED = 366 * 24 * 3600, 1 << 50
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Budget(Described):
         jpeg_scans: of one progressive JPEG. Encoders write about 10; each costs a pass over all pixels (18 ms
             at 49 megapixels) and may have 50 bytes. The authors of libjpeg-turbo know no use for more than 100
             ("Two Issues with the JPEG Standard", 2016).
+        image_seconds: of processor time, of one image that Pillow decodes. The slowest that has as many pixels as it
+            may takes about 2.
         request_pixels: of all images of one request together.
         batch_pixels: of all requests that the server answers together.
         request_seconds: spent on the images of one request.
@@ -38,6 +44,7 @@ class Budget(Described):
 
     image_pixels: int = 50_000_000
     jpeg_scans: int = 100
+    image_seconds: float = 5.0
     request_pixels: int | None = None
     batch_pixels: int | None = None
     request_seconds: float | None = None
@@ -50,6 +57,9 @@ class Budget(Described):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise UserError(f"budget: {field.name} must be above 0 and finite, got {value!r}")
+            most = _MOST_SECONDS if field.name.endswith("_seconds") else _MOST_COUNTED
+            if value > most:
+                raise UserError(f"budget: {field.name} must be at most {most}, got {shown(value)}")
 
 
 #: For a server. The slowest codings that were found (run-length BMP, WebP, PNG) decode 11 to 30 megapixels a

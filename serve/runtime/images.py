@@ -16,6 +16,7 @@ from PIL import ExifTags, Image
 
 from .budget import Budget
 from .card import Preprocessing
+from .directories import check_exif
 from .headers import Header, faults_named, opened, read_header
 from .lean_torchvision import InterpolationMode, decode_jpeg, decode_webp
 from .lean_torchvision import functional as transforms
@@ -134,7 +135,7 @@ def _decode_webp(data: bytes, budget: Budget) -> torch.Tensor | None:
         with opened(data, budget) as image:
             if getattr(image, "is_animated", False):
                 return None
-            turned = image.getexif().get(ExifTags.Base.Orientation, 1)
+            turned = _orientation(image)
     with faults_named(budget):
         try:
             picture = decode_webp(torch.frombuffer(bytearray(data), dtype=torch.uint8), _RGB)
@@ -198,8 +199,23 @@ def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing) -> torch.T
 def upright(image: Image.Image) -> Image.Image:
     """An image of Pillow's as its EXIF says that it is seen; itself where that is how it lies."""
     image.load()  # which turns a TIFF, and says so in its EXIF
-    turned = _TURNED.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    turned = _TURNED.get(_orientation(image))
     return image if turned is None else image.transpose(turned)
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF's orientation, 1 to 8, of an image of Pillow's, which reads all of a directory for it.
+
+    Raises:
+        ImageError: with status 413, its EXIF holds more than anybody writes.
+    """
+    exif = image.info.get("exif")
+    if exif is None and (written := image.info.get("Raw profile type exif")) is not None:  # ImageMagick's, of PNG
+        exif = bytes.fromhex("".join(written.split("\n")[3:]))
+    if exif is not None:
+        check_exif(exif)
+    orientation: int = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return orientation
 
 
 def eight_bit(image: Image.Image) -> Image.Image:

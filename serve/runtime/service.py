@@ -35,7 +35,8 @@ _LOG = logging.getLogger(__name__)
 # Waiting for more images is worth it where a full batch costs at most this part of as many lone images.
 _BATCHING_PAYS = 0.8
 
-# A batch that takes so many times what one took when it was warmed up, and so many seconds, is no slow one.
+# A batch that takes so many times what one took when it was warmed up, and so many seconds, is no slow one; an image
+# in a decode thread that takes so many seconds is none either.
 _STALLS_TIMES, _STALLS_S = 10, 5.0
 
 _CLOSED = Refusal(503, "the server is shutting down: try again later")
@@ -92,9 +93,9 @@ class Service:
         self._emptied = threading.Condition(self._lock)
         self._accepted: dict[int, Work] = {}  # and not answered, by their futures
         self._refusing = False
-        self._jobs: dict[int, int] = {}  # what each thread is at, by its identity: a number that is given once
+        # What each thread is at, by its identity: a number that is given once, and when it began, of `time.monotonic`.
+        self._jobs: dict[int, tuple[int, float]] = {}
         self._numbers = itertools.count()
-        self._begun: float | None = None  # when the engine began with its batch, as of `time.monotonic`
         self._broken: BrokenError | None = None
         self._owner = owner or EngineThread()
         threads = self._owner.run(torch.get_num_threads).result() if owner else torch.get_num_threads()
@@ -131,9 +132,14 @@ class Service:
 
     @property
     def stalls(self) -> bool:
-        """Whether the engine is at a batch for much longer than any takes: ask elsewhere until it goes on."""
-        begun = self._begun
-        return begun is not None and time.monotonic() - begun > self._stalls_s
+        """Whether others wait for a batch, or for an image in each decode thread, for much longer than any takes.
+
+        Ask elsewhere until it goes on.
+        """
+        engine, decoding = self._at()
+        if engine is not None:
+            return time.monotonic() - engine[1] > self._stalls_s
+        return bool(decoding) and time.monotonic() - max(began for _, began in decoding) > _STALLS_S
 
     @property
     def holding(self) -> int | None:
@@ -142,11 +148,16 @@ class Service:
         It is what the engine is at; where that has nothing, and every decode thread something, the oldest of those.
         None: there is none.
         """
+        engine, decoding = self._at()
+        if engine is not None:
+            return engine[0]
+        return min(number for number, _ in decoding) if decoding else None
+
+    def _at(self) -> tuple[tuple[int, float] | None, list[tuple[int, float]]]:
+        """What the engine is at, and what the decode threads are at if none of them is idle."""
         jobs = dict(self._jobs)
         engine = jobs.pop(self._engine, None)
-        if engine is not None:
-            return engine
-        return min(jobs.values()) if len(jobs) == self.decode_threads else None
+        return engine, [*jobs.values()] if len(jobs) == self.decode_threads else []
 
     def submit(self, request: Request, *, deadline: float | None = None, here: bool = False) -> Future[Answered]:
         """Have a request answered.
@@ -249,7 +260,7 @@ class Service:
             most: pixels of an image beyond which all is left to the decode threads.
         """
         thread = threading.get_ident() if most is None else self._engine  # or who does its work
-        self._jobs[thread] = next(self._numbers)
+        self._jobs[thread] = next(self._numbers), time.monotonic()
         try:
             for work in works:
                 if work.todo is None:
@@ -317,7 +328,7 @@ class Service:
             self._waiting.end_here()
 
     def _run(self, batch: list[Ready]) -> None:
-        self._jobs[self._engine], self._begun = next(self._numbers), time.monotonic()
+        self._jobs[self._engine] = next(self._numbers), time.monotonic()
         try:
             self._infer(batch)
         except BrokenError as error:
@@ -328,7 +339,6 @@ class Service:
             self._refuse([ready.work for ready in batch], FAILED)
         finally:
             del self._jobs[self._engine]
-            self._begun = None
 
     def _next_batch(self) -> list[Ready]:
         """What is ready for the engine, as much as goes through it at once; empty: there will be nothing."""

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 
 from .budget import Budget
+from .directories import check_exif, check_tiff
 from .errors import ImageError
 
 # Pillow 13 reads what stands before the pixels in Python, a segment or a byte at a time (up to 0.25 s per
@@ -15,29 +16,30 @@ from .errors import ImageError
 _JPEG_SEGMENTS = 4096
 _JPEG_STRAY_BYTES = 65_536
 _JPEG_TAIL = 64
+_JPEG_EXIF_BYTES = 131_072  # a segment holds 65,533; Pillow puts several together, copying all of it for each
+_JPEG_PARSED_BYTES = 4 << 20  # of the two kinds of segments whose parts Pillow takes apart in Python, 0.1 s a megabyte
+_JPEG_PARSED = frozenset((0xDB, 0xED))
 _JPEG_CODING_TABLES = frozenset((0xC4, 0xDB))  # Huffman's, and of the quantization
 _PNG_CHUNKS = 4096  # beside those of the pixels
 _PNG_PIXEL_CHUNKS = 32_768
 _PNG_COMPRESSED = 32
-_TIFF_TAGS = 4096
 _GIF_BLOCKS = 32_768  # before the first image, of 255 bytes at most, and stray bytes
-_TIFF_STRIPS = 32_768  # or tiles; 10 s for a million
 
 # A marker, and not a fill byte, an escaped FF of the coded data (FF00) or a restart (FFD0 to FFD7).
 _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
-_JPEG_START, _JPEG_END, _JPEG_SCAN, _JPEG_TEMPORARY = 0xD8, 0xD9, 0xDA, 0x01
+_JPEG_START, _JPEG_END, _JPEG_SCAN, _JPEG_TEMPORARY, _JPEG_EXIF = 0xD8, 0xD9, 0xDA, 0x01, 0xE1
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # ITU-T T.81, table B.1
 _JPEG_PROGRESSIVE = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
 # Frames that libjpeg and Pillow read alike, and what may stand before the first scan: tables, comments, metadata.
 _JPEG_USUAL_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
 _JPEG_USUAL_TABLES = frozenset((0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)))
-_TIFF_STRIP_TAGS = frozenset((273, 279, 324, 325))  # offsets and byte counts of strips, and of tiles
 
 
 def check_structure(data: bytes, budget: Budget) -> None:
     """See that opening ``data`` takes Pillow milliseconds, and decoding it no time but for its pixels.
 
-    What is broken passes: a decoder will say so. BMP and WebP need no bounds of this kind.
+    What is broken passes: a decoder will say so. A BMP is bounded when it is open (`bmp_runs`), and WebP needs no such
+    bounds.
 
     Raises:
         ImageError: with status 413, it has more parts than anybody writes.
@@ -49,7 +51,7 @@ def check_structure(data: bytes, budget: Budget) -> None:
     elif data.startswith((b"GIF87a", b"GIF89a")):
         _check_gif(data)
     elif data.startswith((b"II", b"MM")) and len(data) > 8:
-        _check_tiff(data)
+        check_tiff(data)
 
 
 def plain_jpeg(data: bytes) -> tuple[int, int, int] | None:
@@ -129,7 +131,7 @@ def _check_jpeg(data: bytes, budget: Budget) -> None:
         ImageError: 413, there are more than anybody writes.
     """
     position = 2
-    segments = stray = scans = components = 0
+    segments = stray = scans = components = exif = parsed = 0
     progressive = False
     # Before the first scan it looks no further than what may be stray.
     while marker := _JPEG_MARKER.search(data, position, len(data) if scans else position + _JPEG_STRAY_BYTES + 2):
@@ -154,7 +156,16 @@ def _check_jpeg(data: bytes, budget: Budget) -> None:
                 return  # the first scan has all components: libjpeg reads no other
             if scans > budget.jpeg_scans:
                 raise ImageError(f"the JPEG has more than {budget.jpeg_scans} scans", 413)
-        position += max(2, int.from_bytes(data[position : position + 2], "big"))
+        length = max(2, int.from_bytes(data[position : position + 2], "big"))
+        if kind == _JPEG_EXIF and scans == 0 and data.startswith(b"Exif\0\0", position + 2):
+            exif += length
+            if exif > _JPEG_EXIF_BYTES:
+                raise ImageError(f"the JPEG has more than {_JPEG_EXIF_BYTES} bytes of EXIF", 413)
+            check_exif(data[position + 2 : position + length])
+        parsed += length if kind in _JPEG_PARSED and scans == 0 else 0
+        if parsed > _JPEG_PARSED_BYTES:
+            raise ImageError(f"the JPEG has more than {_JPEG_PARSED_BYTES} bytes of tables or of Photoshop's", 413)
+        position += length
     if scans == 0 and stray + len(data) - position > _JPEG_STRAY_BYTES:
         raise ImageError(f"the JPEG has more than {_JPEG_STRAY_BYTES} stray bytes between its segments", 413)
 
@@ -174,6 +185,8 @@ def _check_png(data: bytes) -> None:
         else:
             chunks += 1
             compressed += kind in (b"iCCP", b"zTXt", b"iTXt")
+        if kind == b"eXIf":
+            check_exif(data[position + 8 : position + 8 + length])
         if chunks > _PNG_CHUNKS or pixel_chunks > _PNG_PIXEL_CHUNKS or compressed > _PNG_COMPRESSED:
             raise ImageError(
                 f"the PNG has more than {_PNG_CHUNKS} chunks ({_PNG_PIXEL_CHUNKS} of pixels, "
@@ -203,26 +216,3 @@ def _check_gif(data: bytes) -> None:
         position += extension
         if blocks > _GIF_BLOCKS:
             raise ImageError(f"the GIF has more than {_GIF_BLOCKS} blocks before its first image", 413)
-
-
-def _check_tiff(data: bytes) -> None:
-    """Bound the tags of a TIFF's first directory, and its strips and tiles.
-
-    Raises:
-        ImageError: 413, there are more than anybody writes.
-    """
-    order = ">" if data.startswith(b"MM") else "<"
-    # BigTIFF as Pillow knows it; offset of the first directory, its number of entries, one entry's tag and count.
-    first, number, entry = ("8xQ", "Q", "H2xQ8x") if data[2] == 43 else ("4xL", "H", "H2xL4x")
-    try:
-        (position,) = struct.unpack_from(order + first, data)
-        (tags,) = struct.unpack_from(order + number, data, position)
-        if tags > _TIFF_TAGS:
-            raise ImageError(f"the TIFF has {tags} tags, more than {_TIFF_TAGS}", 413)
-        position += struct.calcsize(order + number)
-        entries = struct.iter_unpack(order + entry, data[position : position + tags * struct.calcsize(order + entry)])
-        for tag, count in entries:
-            if tag in _TIFF_STRIP_TAGS and count > _TIFF_STRIPS:
-                raise ImageError(f"the TIFF has {count} strips or tiles, more than {_TIFF_STRIPS}", 413)
-    except struct.error:
-        return  # it ends within: Pillow says so

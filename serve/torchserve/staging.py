@@ -49,6 +49,7 @@ def stage(
     else:
         pack(model.name, staged)
     told = instructions_in(staged)
+    policy.ceilings.check(archive, told.serving)
     if policy.known and told.known is None:
         policy.without_known(archive)
     if model.version != MODEL_VERSION:

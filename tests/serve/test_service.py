@@ -85,7 +85,12 @@ def gated(artifact: Path) -> Iterator[tuple[Service, Gate]]:
 
 
 def service_of(
-    artifact: Path, budget: Budget = SERVING, *, max_batch: int = 8, delay_ms: int = 1, queue_limit: int = 300
+    artifact: Path,
+    budget: Budget = SERVING,
+    *,
+    max_batch: int = 8,
+    delay_ms: int = 1,
+    queue_limit: int = 300,
 ) -> Service:
     serving = Serving(chain_for(load_card(artifact)), budget=budget, max_batch_delay_ms=delay_ms)
     predictor = Predictor(artifact, max_batch=max_batch, budget=serving.allowance)
@@ -300,6 +305,33 @@ def test_an_engine_that_is_at_a_batch_for_much_longer_than_any_takes_stalls_unti
         engine.open.set()
         first.result(30)
         until(lambda: not service.stalls)
+
+
+def test_decode_threads_that_are_all_at_an_image_for_seconds_stall_until_one_goes_on(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.runtime.service._STALLS_S", 0.3)
+    held = [threading.Event(), threading.Event()]
+    begun = []
+
+    def hold(jobs: Any, *arguments: Any) -> list[Loaded]:
+        begun.append(time.monotonic())
+        held[len(begun) - 1].wait(30)
+        return load(jobs, *arguments)
+
+    with service_of(artifact) as service, monkeypatch.context() as patched:
+        patched.setattr("serve.runtime.service.load", hold)
+        pair = service.submit(
+            Request((jpeg(1), jpeg(2)), 2, listed=True)
+        )  # more than one image is for the decode threads
+        until(lambda: len(begun) == 2)
+        assert not service.stalls
+        until(lambda: service.stalls)
+        assert time.monotonic() - max(begun) > 0.3
+        held[0].set()
+        until(lambda: not service.stalls)
+        held[1].set()
+        assert statuses(pair.result(30).outcomes) == [200, 200]
 
 
 def test_what_is_answered_together_goes_through_the_engine_together(
