@@ -131,8 +131,8 @@ def _check_jpeg(data: bytes, budget: Budget) -> None:
         ImageError: 413, there are more than anybody writes.
     """
     position = 2
-    segments = stray = scans = components = exif = parsed = 0
-    progressive = False
+    segments = stray = scans = components = 0
+    progressive, metadata = False, _JpegMetadata()
     # Before the first scan it looks no further than what may be stray.
     while marker := _JPEG_MARKER.search(data, position, len(data) if scans else position + _JPEG_STRAY_BYTES + 2):
         kind = marker[1][0]
@@ -157,17 +157,34 @@ def _check_jpeg(data: bytes, budget: Budget) -> None:
             if scans > budget.jpeg_scans:
                 raise ImageError(f"the JPEG has more than {budget.jpeg_scans} scans", 413)
         length = max(2, int.from_bytes(data[position : position + 2], "big"))
-        if kind == _JPEG_EXIF and scans == 0 and data.startswith(b"Exif\0\0", position + 2):
-            exif += length
-            if exif > _JPEG_EXIF_BYTES:
-                raise ImageError(f"the JPEG has more than {_JPEG_EXIF_BYTES} bytes of EXIF", 413)
-            check_exif(data[position + 2 : position + length])
-        parsed += length if kind in _JPEG_PARSED and scans == 0 else 0
-        if parsed > _JPEG_PARSED_BYTES:
-            raise ImageError(f"the JPEG has more than {_JPEG_PARSED_BYTES} bytes of tables or of Photoshop's", 413)
+        if scans == 0:
+            metadata.add(kind, data[position + 2 : position + length])
         position += length
     if scans == 0 and stray + len(data) - position > _JPEG_STRAY_BYTES:
         raise ImageError(f"the JPEG has more than {_JPEG_STRAY_BYTES} stray bytes between its segments", 413)
+
+
+class _JpegMetadata:
+    """What a JPEG has before its first scan that Pillow takes apart in Python."""
+
+    def __init__(self) -> None:
+        self._exif = self._parsed = 0
+
+    def add(self, kind: int, content: bytes) -> None:
+        """Count a segment.
+
+        Raises:
+            ImageError: 413, there is more than anybody writes.
+        """
+        if kind == _JPEG_EXIF and content.startswith(b"Exif\0\0"):
+            self._exif += len(content)
+            check_exif(content)
+        elif kind in _JPEG_PARSED:
+            self._parsed += len(content)
+        if self._exif > _JPEG_EXIF_BYTES:
+            raise ImageError(f"the JPEG has more than {_JPEG_EXIF_BYTES} bytes of EXIF", 413)
+        if self._parsed > _JPEG_PARSED_BYTES:
+            raise ImageError(f"the JPEG has more than {_JPEG_PARSED_BYTES} bytes of tables or of Photoshop's", 413)
 
 
 def _check_png(data: bytes) -> None:
