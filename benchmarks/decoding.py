@@ -122,8 +122,8 @@ def page(costs: Sequence[Cost], words: Sequence[str]) -> str:
     for cost in costs:
         bound_s = BOUNDS[cost.kind].of(cost.size, cost.pixels)
         sizes = (f"{cost.size / 1e6:.2f}", f"{cost.pixels / 1e6:.1f}" if cost.pixels else "–", str(cost.status))
-        row = (cost.kind, cost.title, *sizes, f"{cost.seconds:.3f}", f"{bound_s:.2f}")
-        lines.append(f"| {' | '.join(row)} |")
+        cells = (cost.kind, cost.title, *sizes, f"{cost.seconds:.3f}", f"{bound_s:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 

@@ -6,16 +6,14 @@ hold a thread, and Python's lock, for 16 s. A file needs no more commands than i
 
 from __future__ import annotations
 
-from typing import Any
-
 from PIL import Image
 
 from .errors import ImageError
 
-#: Pillow's name for the decoder of these files.
-DECODER = "bmp_rle"
-#: The most that any image may have: 0.3 s of Pillow's, with the file that counts them (`timed_file`).
-MOST_COMMANDS = 1 << 18
+# Pillow's name for the decoder of these files.
+_DECODER = "bmp_rle"
+# The most that any image may have: 0.3 s of Pillow's, with the file that counts them (`timed_file`).
+_MOST_COMMANDS = 1 << 18
 # Commands without effect that a careless encoder may write.
 _SPARE = 1024
 
@@ -33,11 +31,11 @@ def check_commands(data: bytes, image: Image.Image) -> None:
     Raises:
         ImageError: with status 413, it has more.
     """
-    tile: Any = image.tile[0]  # type: ignore[attr-defined]
+    _, _, offset, arguments = image.tile[0]  # type: ignore[attr-defined]
     width, height = image.size
-    most = min(width * height + height + _SPARE, MOST_COMMANDS)
-    half = bool(tile.args[1])  # two pixels a byte
-    if _count(data, tile.offset, half, most) > most:
+    most = min(width * height + height + _SPARE, _MOST_COMMANDS)
+    half = bool(arguments[1])  # two pixels a byte
+    if _count(data, offset, half, most) > most:
         raise ImageError(
             f"the BMP of {width}x{height} pixels has more than {most} run-length commands: send it as PNG", 413
         )
@@ -45,8 +43,7 @@ def check_commands(data: bytes, image: Image.Image) -> None:
 
 def is_run_length_encoded(image: Image.Image) -> bool:
     """Whether Pillow has opened such a file, and decoded nothing of it."""
-    tiles = getattr(image, "tile", None)
-    return bool(tiles) and tiles[0].codec_name == DECODER
+    return any(tile.codec_name == _DECODER for tile in getattr(image, "tile", ()))
 
 
 def _count(data: bytes, position: int, half: bool, most: int) -> int:

@@ -103,7 +103,7 @@ def test_the_store_raises_and_lowers_its_ceilings(folder: Path, tmp_path: Path) 
 
 def test_an_operator_who_asks_for_more_on_the_command_line_gets_it(folder: Path, tmp_path: Path) -> None:
     archive = packed(folder, tmp_path, {"budget": {"request_pixels": None}})
-    options = ServingOptions(workers=80, budget={"image_pixels": 300_000_000})  # type: ignore[arg-type]
+    options = ServingOptions(workers=80, budget={"image_pixels": 300_000_000})
     policy = policy_of(tmp_path, options=options)
     asked = {"image_pixels": 300_000_000, "workers": 80}
     assert policy.ceilings == Ceilings(**asked)
