@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from json import dumps
 from pathlib import Path
@@ -33,26 +32,39 @@ def lint(
 ) -> None:
     """Look for what is wrong with a quantized ONNX graph; exit code 1 if anything is.
 
-    Only its structure and constants are looked at: nothing runs.
+    Its structure and constants are looked at, and ONNX Runtime opens it: nothing runs. Exit code 2 if it is no valid
+    graph, if ONNX Runtime refuses it, or if a part could not be judged.
     """
     with reported():
-        from optimize.lint.base import TARGETS, read_graph
-        from optimize.lint.base import lint as judge
+        from optimize.lint.base import TARGETS, lint_file
 
         chosen = next((name for name in TARGETS if name == target), None)
         if chosen is None:
             raise UserError(f"--target is one of {', '.join(TARGETS)}, not {target!r}")
-        findings = judge(read_graph(file), chosen)
+        verdict = lint_file(file, chosen)
         if json:
-            found = [dataclasses.asdict(finding) for finding in findings]
-            sys.stdout.write(dumps({"file": str(file), "target": target, "findings": found}, indent=2) + "\n")
+            found = {"file": str(file), "target": target, **verdict.to_json()}
+            sys.stdout.write(dumps(found, indent=2) + "\n")
         else:
-            for finding in findings:
+            for finding in verdict.findings:
                 typer.echo(f"{finding.severity}: {finding.node}: {finding.said}; {finding.remedy} [{finding.rule}]")
-            typer.echo(
-                f"{len(findings)} findings" if findings else f"nothing found: {file} is well-formed for {target}"
-            )
-        if findings:
+            for entry in verdict.unjudged:
+                if not entry.failed:
+                    typer.echo(f"not judged: {entry.what}: {entry.why}")
+            if verdict.findings:
+                typer.echo(f"{len(verdict.findings)} findings")
+            elif verdict.whole and not verdict.unjudged:
+                typer.echo(f"nothing found: {file} is well-formed for {target}")
+            else:
+                typer.echo(f"nothing found in what was judged of {file} for {target}")
+        for why in verdict.refused:
+            typer.echo(f"error: {file}: not a valid graph: {why}", err=True)
+        for entry in verdict.unjudged:
+            if entry.failed:
+                typer.echo(f"error: {file}: not judged: {entry.what}: {entry.why}", err=True)
+        if not verdict.whole:
+            raise typer.Exit(2)
+        if verdict.findings:
             raise typer.Exit(1)
 
 

@@ -1,21 +1,24 @@
 """What a rule of the linter is, and the registry of them: each is a function of a module in ``optimize/lint/rules``.
 
 A rule looks at the structure and the constants of a graph, and runs nothing. What a device does with a graph that has
-no finding is not proven by that.
+no finding is not proven by that. A graph of one's own is given to `lint`, a file of anybody's to `lint_file`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
 
-from optimize.lint.graph import Graph
-from serve.runtime.errors import UserError, one_line
+from optimize.lint.acceptance import acceptance
+from optimize.lint.files import read_graph, weight_bytes
+from optimize.lint.graph import DOMAINS, Graph, label, printable
+from optimize.lint.shapes import misfits
+from serve.runtime.errors import PipelineError, UserError, message_of, one_line
 from serve.runtime.registry import Registry
 
 #: What a graph is for: ``cpu``, ONNX Runtime and OpenVINO on a CPU with VNNI; ``x86``, on any x86 CPU (weights or
@@ -24,6 +27,11 @@ LintTarget = Literal["cpu", "x86", "tensorrt"]
 TARGETS: tuple[LintTarget, ...] = get_args(LintTarget)
 CPUS: tuple[LintTarget, ...] = ("cpu", "x86")
 TENSORRT: tuple[LintTarget, ...] = ("tensorrt",)
+
+#: Domains whose operators ONNX Runtime (1.31) comes with, as far as it has them.
+KNOWN_TO_ONNXRUNTIME = frozenset(
+    {*DOMAINS, "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "ai.onnx.preview", "com.microsoft.nchwc"}
+)
 
 #: ``error``: the target refuses the graph or computes something else than was meant; ``warning``: it is slower, larger
 #: or less exact than it need be.
@@ -88,6 +96,48 @@ def rules() -> dict[str, Rule]:
     return _REGISTRY.all()
 
 
+@dataclass(frozen=True)
+class Unjudged:
+    """Something of a graph that the linter did not judge, and why.
+
+    ``failed`` says that it should have: a rule broke down, or ONNX Runtime gave no answer. Otherwise it is what no rule
+    looks at.
+    """
+
+    what: str
+    why: str
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the linter says of a graph.
+
+    Attributes:
+        findings: errors first.
+        unjudged: what these do not cover.
+        refused: why it is no valid graph, or none that ONNX Runtime opens; empty of a graph that was not read from a
+            file.
+    """
+
+    findings: tuple[Finding, ...]
+    unjudged: tuple[Unjudged, ...]
+    refused: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the graph is valid, and all was judged that the linter is there to judge."""
+        return not self.refused and not any(entry.failed for entry in self.unjudged)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for ``json.dumps``; ``not_judged`` is what the findings do not cover."""
+        return {
+            "findings": [asdict(finding) for finding in self.findings],
+            "not_judged": [asdict(entry) for entry in self.unjudged],
+            "refused": list(self.refused),
+        }
+
+
 def lint(model: onnx.ModelProto, target: LintTarget) -> tuple[Finding, ...]:
     """What is wrong with a quantized graph, errors first.
 
@@ -96,31 +146,119 @@ def lint(model: onnx.ModelProto, target: LintTarget) -> tuple[Finding, ...]:
         target: what it is for.
 
     Raises:
-        UserError: a tensor that a rule asks for cannot be read.
+        UserError: the graph cannot be read, or a rule failed on it; the message names the tensor or node.
     """
-    graph = Graph(model)
-    found = [
-        Finding(entry.name, entry.severity, fault.node, fault.said, fault.remedy)
-        for entry in rules().values()
-        if target in entry.targets
-        for fault in entry.check(graph, target)
-    ]
-    return tuple(sorted(found, key=lambda finding: (finding.severity, finding.rule)))
+    verdict = judge(model, target)
+    for entry in verdict.unjudged:
+        if entry.failed:
+            raise UserError(f"{entry.what} cannot be judged: {entry.why}")
+    return verdict.findings
 
 
-def read_graph(path: Path) -> onnx.ModelProto:
-    """Read an ONNX file, with its weights.
+def lint_file(path: Path, target: LintTarget) -> Verdict:
+    """What is wrong with a quantized ONNX file that nobody vouches for, as the rules, onnx and ONNX Runtime see it.
 
     Raises:
         UserError: it cannot be read, or is no valid ONNX graph.
     """
+    model = read_graph(path)
+    foreign = {node.domain for node in _all_nodes(model)} - {*KNOWN_TO_ONNXRUNTIME, *_local_domains(model)}
+    accepted = acceptance(path, weight_bytes(path, model), frozenset(map(printable, foreign)))
+    known = {value.name for value in (*model.graph.input, *model.graph.value_info)}
+    for name, sizes in accepted.shapes.items():
+        if name not in known:
+            model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, 0, sizes))
+    verdict = judge(model, target)
+    refused, unjudged = list[str](), list(verdict.unjudged)
+    graph = _read(model)
     try:
-        model = onnx.load(path)
-        onnx.checker.check_model(model)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or one_line(error)}") from None
-    except (DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: not a valid ONNX graph ({one_line(error)})") from None
-    if not model.graph.node:
-        raise UserError(f"{path}: not a valid ONNX graph (it has no nodes)")
-    return model
+        refused += misfits(graph)
+    except Exception as error:  # noqa: BLE001 - as of a rule: the graph is anybody's
+        unjudged.append(_failed("whether sizes fit each other", graph, error))
+    no_kernel = target == "tensorrt" and (accepted.refused or "").startswith("NotImplemented")
+    if accepted.refused is not None and not no_kernel:
+        refused.append(printable(f"ONNX Runtime does not open it: {accepted.refused}"))
+    # What it has no kernel for on a CPU, TensorRT may have one for.
+    if (why := accepted.refused if no_kernel else accepted.unjudged) is not None:
+        unjudged.append(Unjudged("whether ONNX Runtime opens the graph", printable(why), failed=True))
+    return Verdict(verdict.findings, tuple(unjudged), tuple(refused))
+
+
+def judge(model: onnx.ModelProto, target: LintTarget) -> Verdict:
+    """Apply the rules for a target; one that fails leaves the others their say.
+
+    Raises:
+        UserError: the graph cannot be read.
+    """
+    findings = list[Finding]()
+    with np.errstate(all="ignore"):  # NaN among scales is a finding, and no warning
+        graph = _read(model)
+        unjudged = list(_out_of_sight(model, graph))
+        for entry in rules().values():
+            if target not in entry.targets:
+                continue
+            graph.visited = None
+            try:
+                for fault in entry.check(graph, target):
+                    texts = map(printable, (fault.node, fault.said, fault.remedy))
+                    findings.append(Finding(entry.name, entry.severity, *texts))
+            except Exception as error:  # noqa: BLE001 - a rule may be anybody's, and the graph as well
+                unjudged.append(_failed(f"the rule {entry.name!r}", graph, error))
+    return Verdict(tuple(sorted(findings, key=lambda finding: (finding.severity, finding.rule))), tuple(unjudged))
+
+
+def _failed(what: str, graph: Graph, error: Exception) -> Unjudged:
+    where = "" if graph.visited is None else f", at {label(graph.visited)}"
+    return Unjudged(f"{what}{where}", printable(message_of(error)), failed=True)
+
+
+def _read(model: onnx.ModelProto) -> Graph:
+    try:
+        return Graph(model)
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise UserError(f"the graph cannot be read ({printable(one_line(error))})") from error
+
+
+def _out_of_sight(model: onnx.ModelProto, graph: Graph) -> Iterator[Unjudged]:
+    """What no rule looks at."""
+    foreign = {node.op_type for node in graph.nodes if node.domain not in DOMAINS}
+    if foreign:
+        yield Unjudged(_listed("operators", foreign), "rules know those of ONNX and com.microsoft", failed=False)
+    inner = {label(node) for node in graph.nodes if any(_inner(node))}
+    if inner:
+        yield Unjudged(_listed("the graphs within", inner), "rules look at the nodes of the main graph", failed=False)
+    if model.functions:
+        names = {f"{function.domain}.{function.name}" for function in model.functions}
+        yield Unjudged(_listed("the bodies of functions", names), "rules look at the main graph", failed=False)
+    if sparse := {tensor.values.name for tensor in model.graph.sparse_initializer}:
+        yield Unjudged(_listed("sparse tensors", sparse), "rules read dense ones", failed=False)
+
+
+def _listed(what: str, names: set[str], most: int = 5) -> str:
+    shown = ", ".join(map(printable, sorted(names)[:most]))
+    return f"{what} {shown}" + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _inner(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for entry in node.attribute:
+        if entry.HasField("g"):
+            yield entry.g
+        yield from entry.graphs
+
+
+def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of the graph, of those within it, and of its functions."""
+    waiting = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += [below for inner in _inner(node) for below in inner.node]
+
+
+def _local_domains(model: onnx.ModelProto) -> set[str]:
+    """Domains all of whose operators in the file are functions of the file."""
+    own = {(function.domain, function.name) for function in model.functions}
+    called = {(node.domain, node.op_type) for node in _all_nodes(model)}
+    return {domain for domain, _ in own} - {domain for domain, name in called if (domain, name) not in own}

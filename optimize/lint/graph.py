@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import AttributeProto, NodeProto, TensorProto, defs, helper, numpy_helper
 
-from serve.runtime.errors import UserError, one_line
+from optimize.lint.tensors import check_tensor, has_numbers, values_of
+from serve.runtime.errors import UserError
 
 #: Operators with weights, whose integer kernels are what quantization is for.
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -21,6 +23,10 @@ ACTIVATIONS = ("Relu", "LeakyRelu", "Clip", "BatchNormalization", "Identity", "D
 MOVES = ("Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Dropout")
 # What keeps integers to a range, or cuts off a border of theirs.
 _OF_INTEGERS = ("Clip", "Slice")
+#: Whose operators rules know by their names; other domains may have others of the same name.
+DOMAINS = ("", "ai.onnx", "com.microsoft")
+# Axes of images, channels and kernels: a convolution's weight has three or more.
+_LEAST_RANK = 3
 # How many channels of bytes AMX multiplies at once.
 _AT_ONCE = 64
 #: Channels that a group is wide enough with for its kernels for AMX.
@@ -28,39 +34,49 @@ WIDE_GROUP = 32
 
 
 class Graph:
-    """A read-only view of a model's main graph."""
+    """A read-only view of a model's main graph, for rules: its attributes and tensors have the types that ONNX says.
+
+    Operators of domains that no rule knows are named ``domain.operator`` in it.
+
+    Raises:
+        UserError: a tensor cannot be read, an attribute has another type than its operator's, or a node reads what no
+            node before it gives (so that no path through the graph is endless).
+    """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = model.graph
-        self.nodes: tuple[NodeProto, ...] = tuple(graph.node)
         self.opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=1)
+        #: The node that a rule was given last; see `of`.
+        self.visited: NodeProto | None = None
+        self.nodes: tuple[NodeProto, ...] = tuple(map(_named, graph.node))
+        _check(graph, self.nodes, self.opset)
         self.outputs = {value.name for value in graph.output}
         self.inputs = {value.name: value.type.tensor_type.elem_type for value in graph.input}
         self._tensors = {tensor.name: tensor for tensor in graph.initializer}
         self._types = {value.name: value.type.tensor_type for value in (*graph.input, *graph.value_info)}
-        self._producers = {output: node for node in graph.node for output in node.output if output}
+        self._producers = {output: node for node in self.nodes for output in node.output if output}
         self._takers: defaultdict[str, list[NodeProto]] = defaultdict(list)
-        for node in graph.node:
+        for node in self.nodes:
             for name in dict.fromkeys(filter(None, node.input)):
                 self._takers[name].append(node)
             if node.op_type == "Constant" and (value := _constant_of(node)) is not None:
                 self._tensors[node.output[0]] = value
-        for node in graph.node:  # weights that are stored in fewer bits: their integers are those of int8
-            if (
-                node.op_type == "Cast"
-                and node.input[0] in self._tensors
-                and attribute(node, "to", 0) == TensorProto.INT8
-            ):
-                integers = _values(self._tensors[node.input[0]]).astype(np.int8)
+        for node in self.nodes:  # weights that are stored in fewer bits: their integers are those of int8
+            stored = self.tensor(node, 0) if node.op_type == "Cast" else None
+            if stored is not None and attribute(node, "to", 0) == TensorProto.INT8 and has_numbers(stored):
+                integers = values_of(stored).astype(np.int8)
                 self._tensors[node.output[0]] = numpy_helper.from_array(integers, node.output[0])
         self._varying = self.inputs.keys() - self._tensors.keys()
-        for node in graph.node:  # a valid graph's nodes are in order
+        for node in self.nodes:
             if self._varying & set(node.input) or (not node.input and node.op_type != "Constant"):
                 self._varying |= set(node.output) - {""}  # an output that is left out is no input that is left out
 
     def of(self, *operators: str) -> Iterator[NodeProto]:
-        """The nodes of some operators."""
-        return (node for node in self.nodes if node.op_type in operators and node.output)
+        """The nodes of some operators, or all of them; `visited` is the last, for whoever reports a rule's failure."""
+        for node in self.nodes:
+            if node.output and (not operators or node.op_type in operators):
+                self.visited = node
+                yield node
 
     def producer(self, node: NodeProto, number: int = 0) -> NodeProto | None:
         """The node that makes an input; None for the graph's own inputs, constants, and inputs that are left out."""
@@ -79,9 +95,9 @@ class Graph:
         return self._tensors.get(node.input[number]) if number < len(node.input) else None
 
     def values(self, node: NodeProto, number: int) -> NDArray[Any] | None:
-        """The values of a constant input; None as `tensor`."""
+        """The values of a constant input; None as `tensor`, and where they are no real numbers but strings, say."""
         tensor = self.tensor(node, number)
-        return None if tensor is None else _values(tensor)
+        return None if tensor is None or not has_numbers(tensor) else values_of(tensor)
 
     def constant(self, name: str) -> bool:
         """Whether a tensor depends on nothing that the graph is given."""
@@ -89,8 +105,18 @@ class Graph:
 
     def rank(self, name: str) -> int | None:
         """How many axes a tensor has; None where the file does not say."""
+        shape = self.shape(name)
+        return None if shape is None else len(shape)
+
+    def shape(self, name: str) -> tuple[int | None, ...] | None:
+        """The sizes of a tensor, None for those that the file does not say; None where it says nothing of the tensor."""
+        if (tensor := self._tensors.get(name)) is not None:
+            return tuple(tensor.dims)
         kind = self._types.get(name)
-        return len(kind.shape.dim) if kind is not None and kind.HasField("shape") else None
+        if kind is None or not kind.HasField("shape"):
+            return None
+        # Old exporters write -1 for a size that varies, which ONNX Runtime (1.31) reads so.
+        return tuple(entry.dim_value if entry.dim_value > 0 else None for entry in kind.shape.dim)
 
     def integers(self, node: NodeProto) -> int:
         """The element type (of ``TensorProto``) that a QuantizeLinear makes, or a DequantizeLinear takes."""
@@ -137,11 +163,13 @@ class Graph:
     def kernel(self, convolution: NodeProto) -> tuple[int, ...] | None:
         """The sizes of a convolution's quantized weight, ``(out, in / groups, *kernel)``.
 
-        None where it is none, or is moved behind its DequantizeLinear: the file need not say what it is then.
+        None where it is none, or is moved behind its DequantizeLinear: the file need not say what it is then. None as
+        well where it has too few axes for a kernel.
         """
         scaled = self.weight(convolution)
         moved = scaled is None or scaled is not self.producer(convolution, 1)
-        return None if moved else self.stored_shape(scaled) or None
+        shape = () if moved else self.stored_shape(scaled)
+        return shape if len(shape) >= _LEAST_RANK else None
 
     def stored_shape(self, weight: NodeProto | None) -> tuple[int, ...]:
         """The shape of the constant that a DequantizeLinear takes, or that is quantized before it; empty: none."""
@@ -234,7 +262,18 @@ def counts_beside(epsilon: float, step: float) -> bool:
 
 def label(node: NodeProto) -> str:
     """How a finding names a node: by its name, or by what it gives."""
-    return node.name or f"{node.op_type} of {next(iter(node.output), 'nothing')}"
+    return printable(node.name or f"{node.op_type} of {next(iter(node.output), 'nothing')}")
+
+
+def qualified(node: NodeProto) -> str:
+    """The name of a node's operator, with its domain where that is not ONNX's own."""
+    return f"{node.domain}.{node.op_type}" if node.domain == "com.microsoft" else node.op_type
+
+
+def printable(text: str, most: int = 500) -> str:
+    """A text of a file as one line of a terminal: escaped where it has line ends or control characters, and cut off."""
+    shown = text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+    return shown if len(shown) <= most else f"{shown[:most]}…"
 
 
 def shown(integers: NDArray[Any]) -> str:
@@ -247,24 +286,69 @@ def attribute(node: NodeProto, name: str, default: Any) -> Any:
     return next((helper.get_attribute_value(entry) for entry in node.attribute if entry.name == name), default)
 
 
-def _values(tensor: TensorProto) -> NDArray[Any]:
-    """The values of a tensor; `onnx.checker` (1.23) lets pass tensors that cannot be read.
+def _named(node: NodeProto) -> NodeProto:
+    """A node as rules see it: one of a domain that they do not know is not taken for ONNX's of the same name."""
+    if node.domain in DOMAINS:
+        return node
+    renamed = NodeProto()
+    renamed.CopyFrom(node)
+    renamed.op_type = f"{node.domain}.{node.op_type}"
+    return renamed
 
-    Raises:
-        UserError: its type is none of ONNX's, or it has more or fewer bytes than its shape says.
-    """
+
+def _check(graph: onnx.GraphProto, nodes: Iterable[NodeProto], opset: int) -> None:
+    """Check what rules rely on; see `Graph`."""
+    for tensor in graph.initializer:
+        check_tensor(tensor)
+    sparse = (tensor.values.name for tensor in graph.sparse_initializer)
+    known = {*(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer), *sparse}
+    made = set[str]()
+    for node in nodes:
+        if lacking := next((name for name in node.input if name and name not in known), None):
+            raise UserError(f"{label(node)} reads {lacking[:200]!r}, which nothing in front of it gives")
+        if twice := next((name for name in node.output if name in made), None):
+            raise UserError(f"{label(node)} gives {twice[:200]!r}, which another node gives already")
+        given = set(node.output) - {""}
+        made |= given
+        known |= given
+        _check_attributes(node, opset)
+
+
+def _check_attributes(node: NodeProto, opset: int) -> None:
+    """Check that the attributes of an operator of ONNX's have its types, and that texts are UTF-8, as ONNX asks."""
+    types = _attribute_types(node.op_type, opset) if node.domain in ("", "ai.onnx") else {}
+    for entry in node.attribute:
+        wanted = types.get(entry.name)
+        if wanted is not None and entry.type != wanted:
+            names = [AttributeProto.AttributeType.Name(kind) for kind in (entry.type, wanted)]
+            raise UserError(f"the attribute {entry.name!r} of {label(node)} is {names[0]}, and must be {names[1]}")
+        if wanted == AttributeProto.STRING and node.op_type != "Constant":
+            try:
+                entry.s.decode()
+            except UnicodeDecodeError:
+                raise UserError(
+                    f"the attribute {entry.name!r} of {label(node)} is {entry.s[:80]!r}, which is not UTF-8"
+                ) from None
+        elif entry.type == AttributeProto.TENSOR:
+            check_tensor(entry.t)
+
+
+@functools.cache
+def _attribute_types(operator: str, opset: int) -> dict[str, int]:
+    """The types of an operator's attributes by their names; none of an operator that ONNX has not."""
     try:
-        return numpy_helper.to_array(tensor)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"the tensor {tensor.name!r} cannot be read ({one_line(error)}): the file is damaged") from None
+        schema = defs.get_schema(operator, min(max(opset, 1), defs.onnx_opset_version()), "")
+    except defs.SchemaError:
+        return {}
+    return {name: int(entry.type.value) for name, entry in schema.attributes.items()}
 
 
 def _constant_of(node: NodeProto) -> TensorProto | None:
     for entry in node.attribute:
-        if entry.name == "value":
+        if entry.name == "value" and node.output:
             tensor: TensorProto = entry.t
             return tensor
-        if entry.name in ("value_float", "value_floats", "value_int", "value_ints"):
+        if entry.name in ("value_float", "value_floats", "value_int", "value_ints") and node.output:
             kind = np.float32 if "float" in entry.name else np.int64
             return numpy_helper.from_array(np.asarray(helper.get_attribute_value(entry), kind), node.output[0])
     return None

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from optimize.export.kept_layers import keep_in_float
-from optimize.lint.base import lint, read_graph
+from optimize.lint.base import lint
+from optimize.lint.files import read_graph
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.store.artifact import REFERENCE_FILE

@@ -17,7 +17,8 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 
 from optimize.cli import app
-from optimize.lint.base import TARGETS, LintTarget, lint, read_graph, rules
+from optimize.lint.base import TARGETS, LintTarget, lint, rules
+from optimize.lint.files import read_graph
 from optimize.lint.graph import Graph
 from serve.runtime.errors import UserError
 

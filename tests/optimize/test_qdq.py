@@ -20,7 +20,8 @@ from torch import fx, nn
 from optimize.errors import PassError
 from optimize.export.onnx import export_onnx
 from optimize.export.trace import note_shapes
-from optimize.lint.base import lint, read_graph
+from optimize.lint.base import lint
+from optimize.lint.files import read_graph
 from optimize.passes import onnx_int8
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq

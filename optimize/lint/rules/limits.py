@@ -58,7 +58,7 @@ _VALUES: dict[str, dict[str, tuple[int | str, ...]]] = {
 @rule("operator-limit", "error", TENSORRT)
 def limits(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """An operator is used as the parser takes it: axes are constants, TopK takes less than 3840 (docs/operators.md)."""
-    for node in graph.nodes:
+    for node in graph.of():
         if node.domain in ("", "ai.onnx"):
             yield from (Fault(label(node), said, remedy) for said, remedy in _broken(graph, node))
 

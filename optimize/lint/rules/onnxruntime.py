@@ -78,13 +78,18 @@ def softmax_ranges(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
 def _steps(graph: Graph, node: NodeProto) -> Iterator[float]:
     """The scales of quantizers behind a node."""
-    for taker in graph.takers(node):
+    waiting, seen = graph.takers(node), set[str]()
+    while waiting:
+        taker = waiting.pop(0)
+        if taker.output[0] in seen:
+            continue
+        seen.add(taker.output[0])
         if taker.op_type == "QuantizeLinear":
             scale = graph.values(taker, 1)
             if scale is not None and scale.size == 1:
                 yield float(scale.item())
         elif taker.op_type in MOVES:
-            yield from _steps(graph, taker)
+            waiting += graph.takers(taker)
 
 
 def _border(graph: Graph, pool: NodeProto) -> NodeProto | None:

@@ -178,7 +178,7 @@ def narrow_groups(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     for node in graph.of("Conv"):
         weight, given, groups = graph.kernel(node), graph.dequantizer(node), attribute(node, "group", 1)
         zero = None if given is None else graph.values(given, 2)
-        if weight is None or zero is None or not zero.any():
+        if weight is None or zero is None or not zero.any() or groups < 1:
             continue
         answers, channels, *kernel = weight
         if misfits_amx_narrow(groups, channels, answers // groups, math.prod(kernel)):
@@ -246,7 +246,7 @@ def _put_together(graph: Graph, node: NodeProto, number: int) -> NodeProto | Non
 def _reduced(graph: Graph, node: NodeProto) -> Sequence[int]:
     """Which inputs a node sums or takes means of, over anything but a map."""
     if node.op_type == "Einsum":
-        return summed_alone(attribute(node, "equation", b"").decode())
+        return summed_alone(attribute(node, "equation", b"").decode(errors="replace"))
     axes = graph.values(node, 1)
     listed = attribute(node, "axes", ()) if axes is None else axes.ravel().tolist()
     return [] if node.op_type == "ReduceMean" and of_a_map(listed, graph.rank(node.input[0])) else [0]
@@ -293,9 +293,12 @@ def _counts(graph: Graph, node: NodeProto, number: int) -> bool:
 
 def _divides(graph: Graph, floored: NodeProto, given: NodeProto) -> bool:
     """Whether what a DequantizeLinear gives is divided by what a node gives, each moved or not, or copied."""
-    waiting = [floored]
+    waiting, seen = [floored], set[str]()
     while waiting:
         node = waiting.pop()
+        if node.output[0] in seen:  # or a graph of n moves that meet again would have 2 ** n ways
+            continue
+        seen.add(node.output[0])
         for taker in graph.takers(node):
             if taker.op_type in (*MOVES, "Cast", "Expand") and taker.input[0] == node.output[0]:
                 waiting.append(taker)

@@ -12,7 +12,7 @@ import numpy as np
 from onnx import TensorProto
 
 from optimize.lint.base import TENSORRT, Fault, LintTarget, rule
-from optimize.lint.graph import Graph, attribute, label
+from optimize.lint.graph import Graph, attribute, label, qualified
 
 _OPSETS = (9, 24)
 _PER_CHANNEL = 13
@@ -48,12 +48,12 @@ def operators(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
     Those of ONNX Runtime's domain (``com.microsoft``) are its own, and QLinearConv and its like are not imported.
     """
-    for node in graph.nodes:
+    for node in graph.of():
         foreign = node.domain not in ("", "ai.onnx")
         if foreign or node.op_type in _UNSUPPORTED:
             yield Fault(
                 label(node),
-                f"TensorRT's parser has no {node.domain + '.' if foreign else ''}{node.op_type}",
+                f"TensorRT's parser has no {qualified(node)}",
                 "write quantized layers as QuantizeLinear, DequantizeLinear and the float operator (quant_format QDQ)",
             )
 
@@ -82,6 +82,6 @@ def bytes_inside(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     docs/operators.md: "UINT8 is only supported as network input or output tensor types".
     """
     pixels = {name for name, kind in graph.inputs.items() if kind == TensorProto.UINT8}
-    for node in graph.nodes:
+    for node in graph.of():
         if pixels & set(node.input) and node.op_type != "Cast":
             yield Fault(label(node), "it computes with uint8", "cast the graph's input to float first")

@@ -70,7 +70,7 @@ def axes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
             continue
         given = int(attribute(weight, "axis", 1)) % len(shape)
         wanted = _output_axis(graph, layer, len(shape))
-        if wanted is not None and (given != wanted or shape[given] != count):
+        if wanted is not None and wanted < len(shape) and (given != wanted or shape[given] != count):
             yield Fault(
                 label(weight),
                 f"the weight {list(shape)} of {label(layer)} has {count} scales along axis {given}, and its output "

@@ -1,0 +1,163 @@
+"""Whether onnx's full check and ONNX Runtime accept a file, asked in a process of its own.
+
+What they crash on, hang on, or want too much memory for takes that process down, and not the one that asks. ONNX Runtime
+opens the graph without optimizing it, and runs none of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serve.runtime.errors import UserError, one_line
+
+# What the process may take beside the weights, which both libraries copy.
+_ROOM = 4 << 30
+_COPIES = 4
+# Time for the smallest graph on a busy machine, and for each gigabyte.
+_SECONDS = 120
+_SECONDS_A_GIGABYTE = 60
+# A variable by which ONNX Runtime (1.31) would take options from the model file, and one that lets it open what it warns
+# of; and what would have libraries compute with all cores.
+_UNSET = ("ORT_LOAD_CONFIG_FROM_MODEL", "ALLOW_RELEASED_ONNX_OPSET_ONLY")
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What the libraries say of a file.
+
+    Attributes:
+        refused: why ONNX Runtime does not open it; None if it does, or if that cannot be told.
+        unjudged: why it cannot be told whether ONNX Runtime would open it; None if it can.
+        shapes: what onnx's inference finds, by tensor: sizes, None for those that vary.
+    """
+
+    refused: str | None
+    unjudged: str | None
+    shapes: dict[str, list[int | None]]
+
+
+def acceptance(path: Path, size: int, domains: frozenset[str] = frozenset()) -> Acceptance:
+    """Ask onnx's full check, with strict inference of shapes and types, and then ONNX Runtime.
+
+    Args:
+        path: of the ONNX file.
+        size: bytes of its weights, by which memory and time are limited.
+        domains: of operators that ONNX Runtime does not have: they need a library of the user's, and what it says of
+            the graph without that library is no judgement.
+
+    Raises:
+        UserError: onnx's check refuses the file, or ends the process.
+    """
+    root = str(Path(__file__).parents[2])
+    environment = {name: value for name, value in os.environ.items() if name not in _UNSET}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    limit = _SECONDS + _SECONDS_A_GIGABYTE * size / 2**30
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "optimize.lint.acceptance", str(path), str(_COPIES * size + _ROOM)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            timeout=limit,
+            check=False,
+        )
+        printed, ended = done.stdout, _ending(done.returncode)
+    except subprocess.TimeoutExpired as error:
+        printed, ended = error.stdout or b"", f"it takes longer than {limit:.0f} s"
+    told = dict[str, Any]()
+    for line in printed.splitlines():
+        if line.startswith(b'{"lint": '):
+            told |= json.loads(line)["lint"]
+    if "invalid" in told:
+        raise UserError(f"{path}: not a valid ONNX graph ({told['invalid']})")
+    shapes = told.get("shapes")
+    if shapes is None:
+        raise UserError(f"{path}: onnx's check does not end well: {ended}")
+    if domains:
+        names = " and ".join(sorted(domains))
+        return Acceptance(None, f"it has no operators of {names} without their library", shapes)
+    if "load" not in told:
+        by_itself = ended.startswith("ended by")
+        return Acceptance(ended if by_itself else None, None if by_itself else ended, shapes)
+    if told["load"] is not None and "bad_alloc" in told["load"]:
+        return Acceptance(None, "it needs more memory than it is given here", shapes)
+    return Acceptance(told["load"], None, shapes)
+
+
+def _ending(code: int) -> str:
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _judge(path: str, room: int) -> None:
+    """What the process does: it prints what the libraries say as it learns it."""
+    _limit(room)
+    import onnx
+
+    try:
+        onnx.checker.check_model(path, full_check=True)
+        model = onnx.load_model_from_string(Path(path).read_bytes())
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except Exception as error:  # noqa: BLE001 - onnx (1.23) raises ValueError, RuntimeError and types of its own
+        _tell(invalid=_said(error))
+        return
+    _tell(shapes=_shapes(inferred))
+    del model, inferred
+    try:
+        _open(path)
+    except Exception as error:  # noqa: BLE001 - as does ONNX Runtime (1.31)
+        _tell(load=_said(error))
+    else:
+        _tell(load=None)
+
+
+def _limit(room: int) -> None:
+    import resource
+
+    taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + room, taken + room))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _open(path: str) -> None:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.enable_cpu_mem_arena = False
+    options.add_session_config_entry("session.load_model_format", "ONNX")
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _shapes(model: Any) -> dict[str, list[int | None]]:
+    found = {}
+    for value in model.graph.value_info:
+        if value.type.tensor_type.HasField("shape"):
+            dims = value.type.tensor_type.shape.dim
+            found[value.name] = [entry.dim_value if entry.dim_value > 0 else None for entry in dims]
+    return found
+
+
+def _said(error: Exception) -> str:
+    """A library's message in one line, without the places of its sources."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:600]}" if words else one_line(error)
+
+
+def _tell(**said: Any) -> None:
+    sys.stdout.write(json.dumps({"lint": said}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _judge(sys.argv[1], int(sys.argv[2]))
