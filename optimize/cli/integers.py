@@ -55,10 +55,10 @@ def lint(
                 typer.echo(f"{len(verdict.findings)} findings")
             elif verdict.whole and not verdict.unjudged:
                 typer.echo(f"nothing found: {file} is well-formed for {target}")
-            else:
+            elif not verdict.refused:
                 typer.echo(f"nothing found in what was judged of {file} for {target}")
         for why in verdict.refused:
-            typer.echo(f"error: {file}: not a valid graph: {why}", err=True)
+            typer.echo(f"error: {file} is not well-formed: {why}", err=True)
         for entry in verdict.unjudged:
             if entry.failed:
                 typer.echo(f"error: {file}: not judged: {entry.what}: {entry.why}", err=True)

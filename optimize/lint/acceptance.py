@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve.runtime.errors import UserError, one_line
+from serve.runtime.errors import UserError
 
 # What the process may take beside the weights, which both libraries copy.
 _ROOM = 4 << 30
@@ -149,9 +150,16 @@ def _shapes(model: Any) -> dict[str, list[int | None]]:
 
 
 def _said(error: Exception) -> str:
-    """A library's message in one line, without the places of its sources."""
+    """A library's message in one line: without the file, which the reader knows, and what follows from the first error.
+
+    ONNX Runtime (1.31) puts its own words, the place in its sources and a signature in front of some.
+    """
     words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:600]}" if words else one_line(error)
+    words = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from .*? failed: ?)?", "", words)
+    words = re.sub(r"(^|: )/\S+:\d+ .*?\)( const| \[with .*?\])? (?=[A-Z\w]+[ =!.])", r"\1", words, count=1)
+    first, mark, rest = words.partition("(op_type:")
+    words = first + mark + rest.partition("(op_type:")[0].rstrip()
+    return f"{type(error).__name__}: {words[:400]}" if words else type(error).__name__
 
 
 def _tell(**said: Any) -> None:

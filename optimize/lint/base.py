@@ -116,8 +116,8 @@ class Verdict:
     Attributes:
         findings: errors first.
         unjudged: what these do not cover.
-        refused: why it is no valid graph, or none that ONNX Runtime opens; empty of a graph that was not read from a
-            file.
+        refused: why the graph is not well-formed: what does not fit, or why ONNX Runtime does not open it. Only a file
+            is asked for it.
     """
 
     findings: tuple[Finding, ...]
@@ -168,9 +168,11 @@ def lint_file(path: Path, target: LintTarget) -> Verdict:
     for name, sizes in accepted.shapes.items():
         if name not in known:
             model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, 0, sizes))
-    verdict = judge(model, target)
+    try:
+        verdict, graph = judge(model, target), _read(model)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     refused, unjudged = list[str](), list(verdict.unjudged)
-    graph = _read(model)
     try:
         refused += misfits(graph)
     except Exception as error:  # noqa: BLE001 - as of a rule: the graph is anybody's

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+import warnings
 from pathlib import Path
 
 import onnx
 import psutil
-from google.protobuf.message import DecodeError
 from onnx import ModelProto, TensorProto, external_data_helper
 
 from optimize.lint.tensors import check_tensor, size_of, tensors
@@ -28,16 +28,18 @@ def read_graph(path: Path) -> ModelProto:
     """
     try:
         model = _parse(path)
-        if not model.graph.node:
-            raise UserError(f"{path}: not a valid ONNX graph (it has no nodes)")
-        _check_tensors(model, path)
+        _check_tensors(model, path.parent)
         onnx.checker.check_model(path)
-        external_data_helper.load_external_data_for_model(model, str(path.parent))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of keys that onnx (1.23) does not know
+            external_data_helper.load_external_data_for_model(model, str(path.parent))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or one_line(error)}") from None
     except MemoryError:
         raise UserError(f"{path}: it does not fit into this machine's memory") from None
-    except (DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - protobuf and onnx (1.23) raise what Python has, and types of their own
         raise UserError(f"{path}: not a valid ONNX graph ({one_line(error)})") from None
     return model
 
@@ -51,15 +53,16 @@ def _parse(path: Path) -> ModelProto:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # which a pipe without a writer would block
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path}: not a file" if not stat.S_ISDIR(status.st_mode) else f"{path}: Is a directory")
+            raise UserError("Is a directory" if stat.S_ISDIR(status.st_mode) else "not a file")
         if status.st_size > _MOST_BYTES:
-            raise UserError(
-                f"{path}: it has {status.st_size} bytes, and an ONNX file ends at {_MOST_BYTES}: keep weights beside it"
-            )
-        return ModelProto.FromString(file.read(_MOST_BYTES))
+            raise UserError(f"it has {status.st_size} bytes, and an ONNX file ends at {_MOST_BYTES}: keep weights apart")
+        model = ModelProto.FromString(file.read(status.st_size))
+    if not model.graph.node:
+        raise UserError("not a valid ONNX graph (it has no nodes)")
+    return model
 
 
-def _check_tensors(model: ModelProto, path: Path) -> None:
+def _check_tensors(model: ModelProto, folder: Path) -> None:
     """Check all tensors, and that the data which lies in other files is there, beside this one, and fits into memory.
 
     Raises:
@@ -67,15 +70,12 @@ def _check_tensors(model: ModelProto, path: Path) -> None:
     """
     external = 0
     for tensor in tensors(model):
-        try:
-            check_tensor(tensor)
-            if external_data_helper.uses_external_data(tensor):
-                external += _check_external(tensor, path.parent)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+        check_tensor(tensor)
+        if external_data_helper.uses_external_data(tensor):
+            external += _check_external(tensor, folder)
     free = psutil.virtual_memory().available
     if external > free:
-        raise UserError(f"{path}: its weights take {external} bytes, and this machine has {free} free")
+        raise UserError(f"its weights take {external} bytes, and this machine has {free} free")
 
 
 def _check_external(tensor: TensorProto, folder: Path) -> int:

@@ -24,6 +24,7 @@ _POOLS = ("MaxPool", "AveragePool", "LpPool")
 _LEAST_RANK = 3
 # Sizes are numbers of 32 bits in kernels.
 _MOST = 2**31 - 1
+_MOST_NUMBERS = 2**48  # bytes that a processor addresses
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE, TensorProto.FLOAT8E8M0)
 
 
@@ -34,6 +35,9 @@ def misfits(graph: Graph) -> Iterator[str]:
     DequantizeLinear: one scale, one for each channel of the axis or one for each block, of floats, and zero-points of
     the integers' type. Sizes that the file does not say are taken to fit.
     """
+    for name in graph.inputs:
+        if math.prod(size or 1 for size in graph.shape(name) or ()) > _MOST_NUMBERS:
+            yield f"the input {printable(name)}: its shape {list(graph.shape(name) or ())} is more than memory holds"
     for node in graph.of(*_CONVOLUTIONS, *_POOLS, *_PAIR):
         for said in _scales(graph, node) if node.op_type in _PAIR else _kernels(graph, node):
             yield f"{label(node)}: {printable(said)}"
