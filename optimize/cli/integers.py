@@ -18,6 +18,7 @@ from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from optimize.certify.records import Engine
+    from optimize.lint.base import Verdict
 
 _IMAGES = 8  # whose integers layers are run on
 
@@ -43,29 +44,31 @@ def lint(
             raise UserError(f"--target is one of {', '.join(TARGETS)}, not {target!r}")
         verdict = lint_file(file, chosen)
         if json:
-            found = {"file": str(file), "target": target, **verdict.to_json()}
-            sys.stdout.write(dumps(found, indent=2) + "\n")
+            sys.stdout.write(dumps({"file": str(file), "target": target, **verdict.to_json()}, indent=2) + "\n")
         else:
-            for finding in verdict.findings:
-                typer.echo(f"{finding.severity}: {finding.node}: {finding.said}; {finding.remedy} [{finding.rule}]")
-            for entry in verdict.unjudged:
-                if not entry.failed:
-                    typer.echo(f"not judged: {entry.what}: {entry.why}")
-            if verdict.findings:
-                typer.echo(f"{len(verdict.findings)} findings")
-            elif verdict.whole and not verdict.unjudged:
-                typer.echo(f"nothing found: {file} is well-formed for {target}")
-            elif not verdict.refused:
-                typer.echo(f"nothing found in what was judged of {file} for {target}")
+            _print_verdict(file, target, verdict)
         for why in verdict.refused:
             typer.echo(f"error: {file} is not well-formed: {why}", err=True)
-        for entry in verdict.unjudged:
-            if entry.failed:
-                typer.echo(f"error: {file}: not judged: {entry.what}: {entry.why}", err=True)
+        for entry in verdict.failures:
+            typer.echo(f"error: {file}: not judged: {entry.what}: {entry.why}", err=True)
         if not verdict.whole:
             raise typer.Exit(2)
         if verdict.findings:
             raise typer.Exit(1)
+
+
+def _print_verdict(file: Path, target: str, verdict: Verdict) -> None:
+    for finding in verdict.findings:
+        typer.echo(f"{finding.severity}: {finding.node}: {finding.said}; {finding.remedy} [{finding.rule}]")
+    for entry in verdict.unjudged:
+        if not entry.failed:
+            typer.echo(f"not judged: {entry.what}: {entry.why}")
+    if verdict.findings:
+        typer.echo(f"{len(verdict.findings)} findings")
+    elif verdict.whole and not verdict.unjudged:
+        typer.echo(f"nothing found: {file} is well-formed for {target}")
+    elif not verdict.refused:
+        typer.echo(f"nothing found in what was judged of {file} for {target}")
 
 
 def certify(  # noqa: PLR0917 - each is an option of the command line

@@ -1,6 +1,6 @@
 """Whether onnx's full check and ONNX Runtime accept a file, asked in a process of its own.
 
-What they crash on, hang on, or want too much memory for takes that process down, and not the one that asks. ONNX Runtime
+A file that makes them crash, hang or ask for too much memory ends that process, and not the one that asks. ONNX Runtime
 opens the graph without optimizing it, and runs none of it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optimize.lint.graph import printable
 from serve.runtime.errors import UserError
 
 # What the process may take beside the weights, which both libraries copy.
@@ -24,8 +26,7 @@ _COPIES = 4
 # Time for the smallest graph on a busy machine, and for each gigabyte.
 _SECONDS = 120
 _SECONDS_A_GIGABYTE = 60
-# A variable by which ONNX Runtime (1.31) would take options from the model file, and one that lets it open what it warns
-# of; and what would have libraries compute with all cores.
+# By the first ONNX Runtime (1.31) takes options from the model file, by the second any opset.
 _UNSET = ("ORT_LOAD_CONFIG_FROM_MODEL", "ALLOW_RELEASED_ONNX_OPSET_ONLY")
 
 
@@ -78,7 +79,7 @@ def acceptance(path: Path, size: int, domains: frozenset[str] = frozenset()) -> 
         if line.startswith(b'{"lint": '):
             told |= json.loads(line)["lint"]
     if "invalid" in told:
-        raise UserError(f"{path}: not a valid ONNX graph ({told['invalid']})")
+        raise UserError(f"{path}: not a valid ONNX graph ({printable(told['invalid'])})")
     shapes = told.get("shapes")
     if shapes is None:
         raise UserError(f"{path}: onnx's check does not end well: {ended}")
@@ -104,13 +105,10 @@ def _judge(path: str, room: int) -> None:
 
     try:
         onnx.checker.check_model(path, full_check=True)
-        model = onnx.load_model_from_string(Path(path).read_bytes())
-        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     except Exception as error:  # noqa: BLE001 - onnx (1.23) raises ValueError, RuntimeError and types of its own
         _tell(invalid=_said(error))
         return
-    _tell(shapes=_shapes(inferred))
-    del model, inferred
+    _tell(shapes=_shapes(path))
     try:
         _open(path)
     except Exception as error:  # noqa: BLE001 - as does ONNX Runtime (1.31)
@@ -120,11 +118,13 @@ def _judge(path: str, room: int) -> None:
 
 
 def _limit(room: int) -> None:
-    import resource
+    """Limit the address space to what is taken already and ``room`` bytes more, within a limit that there is."""
+    import psutil
 
-    taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + room, taken + room))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most, hard = psutil.Process().memory_info().vms + room, resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 def _open(path: str) -> None:
@@ -140,9 +140,16 @@ def _open(path: str) -> None:
     onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def _shapes(model: Any) -> dict[str, list[int | None]]:
+def _shapes(path: str) -> dict[str, list[int | None]]:
+    """Infer the shapes of a graph that the check, which hands out none, has accepted; nothing if that fails."""
+    from onnx import load_model_from_string, shape_inference
+
+    try:
+        inferred = shape_inference.infer_shapes(load_model_from_string(Path(path).read_bytes()), data_prop=True)
+    except Exception:  # noqa: BLE001 - as above, and the check has had its say
+        return {}
     found = {}
-    for value in model.graph.value_info:
+    for value in inferred.graph.value_info:
         if value.type.tensor_type.HasField("shape"):
             dims = value.type.tensor_type.shape.dim
             found[value.name] = [entry.dim_value if entry.dim_value > 0 else None for entry in dims]

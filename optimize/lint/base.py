@@ -127,7 +127,12 @@ class Verdict:
     @property
     def whole(self) -> bool:
         """Whether the graph is valid, and all was judged that the linter is there to judge."""
-        return not self.refused and not any(entry.failed for entry in self.unjudged)
+        return not self.refused and not self.failures
+
+    @property
+    def failures(self) -> tuple[Unjudged, ...]:
+        """What should have been judged, and was not."""
+        return tuple(entry for entry in self.unjudged if entry.failed)
 
     def to_json(self) -> dict[str, Any]:
         """The same for ``json.dumps``; ``not_judged`` is what the findings do not cover."""
@@ -149,9 +154,8 @@ def lint(model: onnx.ModelProto, target: LintTarget) -> tuple[Finding, ...]:
         UserError: the graph cannot be read, or a rule failed on it; the message names the tensor or node.
     """
     verdict = judge(model, target)
-    for entry in verdict.unjudged:
-        if entry.failed:
-            raise UserError(f"{entry.what} cannot be judged: {entry.why}")
+    for entry in verdict.failures:
+        raise UserError(f"{entry.what} cannot be judged: {entry.why}")
     return verdict.findings
 
 

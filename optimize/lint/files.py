@@ -11,6 +11,7 @@ import onnx
 import psutil
 from onnx import ModelProto, TensorProto, external_data_helper
 
+from optimize.lint.graph import printable
 from optimize.lint.tensors import check_tensor, size_of, tensors
 from serve.runtime.errors import UserError, one_line
 
@@ -40,7 +41,7 @@ def read_graph(path: Path) -> ModelProto:
     except MemoryError:
         raise UserError(f"{path}: it does not fit into this machine's memory") from None
     except Exception as error:  # noqa: BLE001 - protobuf and onnx (1.23) raise what Python has, and types of their own
-        raise UserError(f"{path}: not a valid ONNX graph ({one_line(error)})") from None
+        raise UserError(f"{path}: not a valid ONNX graph ({printable(one_line(error))})") from None
     return model
 
 
@@ -50,13 +51,14 @@ def weight_bytes(path: Path, model: ModelProto) -> int:
 
 
 def _parse(path: Path) -> ModelProto:
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # which a pipe without a writer would block
+    # A pipe without a writer would block.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise UserError("Is a directory" if stat.S_ISDIR(status.st_mode) else "not a file")
         if status.st_size > _MOST_BYTES:
-            raise UserError(f"it has {status.st_size} bytes, and an ONNX file ends at {_MOST_BYTES}: keep weights apart")
-        model = ModelProto.FromString(file.read(status.st_size))
+            raise UserError(f"it has {status.st_size} bytes, and an ONNX file has {_MOST_BYTES} at most")
+        model: ModelProto = ModelProto.FromString(file.read(status.st_size))
     if not model.graph.node:
         raise UserError("not a valid ONNX graph (it has no nodes)")
     return model

@@ -109,7 +109,7 @@ class Graph:
         return None if shape is None else len(shape)
 
     def shape(self, name: str) -> tuple[int | None, ...] | None:
-        """The sizes of a tensor, None for those that the file does not say; None where it says nothing of the tensor."""
+        """The sizes of a tensor, None for each that the file does not say; None where it does not say the rank."""
         if (tensor := self._tensors.get(name)) is not None:
             return tuple(tensor.dims)
         kind = self._types.get(name)
@@ -333,14 +333,14 @@ def _check_attributes(node: NodeProto, opset: int) -> None:
             check_tensor(entry.t)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _attribute_types(operator: str, opset: int) -> dict[str, int]:
     """The types of an operator's attributes by their names; none of an operator that ONNX has not."""
     try:
-        schema = defs.get_schema(operator, min(max(opset, 1), defs.onnx_opset_version()), "")
+        schema: Any = defs.get_schema(operator, min(max(opset, 1), defs.onnx_opset_version()), "")
     except defs.SchemaError:
         return {}
-    return {name: int(entry.type.value) for name, entry in schema.attributes.items()}
+    return {name: int(entry.type) for name, entry in schema.attributes.items()}
 
 
 def _constant_of(node: NodeProto) -> TensorProto | None:

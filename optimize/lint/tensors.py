@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
@@ -16,7 +15,7 @@ from serve.runtime.errors import UserError, one_line
 # NumPy's limit (2.4).
 _MOST_AXES = 64
 # How many bits a number has in `raw_data`.
-_BITS = {
+_BITS: dict[int, int] = {
     **dict.fromkeys((TensorProto.UINT2, TensorProto.INT2), 2),
     **dict.fromkeys((TensorProto.UINT4, TensorProto.INT4, TensorProto.FLOAT4E2M1), 4),
     **dict.fromkeys((TensorProto.FLOAT6E2M3, TensorProto.FLOAT6E3M2), 6),
@@ -64,8 +63,9 @@ def check_tensor(tensor: TensorProto) -> None:
 
 def size_of(tensor: TensorProto) -> int:
     """How many bytes a tensor's data has by its shape and type; `check_tensor` has accepted it."""
+    count: int = math.prod(tensor.dims)
     bits = _BITS.get(tensor.data_type) or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-    return -(-math.prod(tensor.dims) * bits // 8)
+    return -(-count * int(bits) // 8)
 
 
 def values_of(tensor: TensorProto) -> NDArray[Any]:
@@ -93,7 +93,7 @@ def _damaged(tensor: TensorProto, trouble: str) -> UserError:
 
 
 def _trouble(tensor: TensorProto) -> str | None:
-    kind = tensor.data_type
+    kind, apart = tensor.data_type, external_data_helper.uses_external_data(tensor)
     if kind == TensorProto.UNDEFINED or kind not in TensorProto.DataType.values():
         return f"its type is {kind}, which is none of ONNX's"
     if len(tensor.dims) > _MOST_AXES:
@@ -102,12 +102,14 @@ def _trouble(tensor: TensorProto) -> str | None:
         return f"its shape is {list(tensor.dims)}"
     if tensor.HasField("segment"):
         return "it is a segment of another"
-    if external_data_helper.uses_external_data(tensor):
-        return "strings lie in no other file" if kind == TensorProto.STRING else None
+    if kind == TensorProto.STRING and (apart or tensor.HasField("raw_data")):
+        return "texts are kept as such, and not as bytes"
+    return None if apart else _miscounted(tensor, kind)
+
+
+def _miscounted(tensor: TensorProto, kind: int) -> str | None:
     count = math.prod(tensor.dims)
     if tensor.HasField("raw_data"):
-        if kind == TensorProto.STRING:
-            return "strings have no raw data"
         given, wanted, what = len(tensor.raw_data), size_of(tensor), "bytes"
     else:
         given, wanted, what = len(getattr(tensor, helper.tensor_dtype_to_field(kind))), count, "numbers"
