@@ -1,7 +1,7 @@
 """The content-addressed store: folders of files under keys, whole or not there at all.
 
 An object is a folder whose name is a key (the hash of everything that its content depends on) and
-whose manifest gives the SHA-256 of each of its files. It is built in a temporary folder and appears
+whose manifest gives the SHA-256 of each of its files, and its own. It is built in a temporary folder and appears
 by one rename, so that a process killed at any moment leaves nothing half-written behind a key. Every
 time that an object is opened its files are hashed; one that does not match is thrown away and made
 again. An object may share files with another, by hard links; those are hashed once for both.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
 import shutil
 import time
@@ -28,6 +27,7 @@ from serve import layout
 from serve.hints import command
 from serve.runtime.card import sha256_file
 from serve.runtime.described import Described
+from serve.runtime.documents import sealed, unsealed
 from serve.runtime.errors import UserError
 
 MANIFEST = "object.json"
@@ -175,7 +175,7 @@ class Store(Described):
         folder = self._objects / key
         if not folder.is_dir() or fault(folder, shared) is not None:
             return None
-        return _stored(folder, json.loads((folder / MANIFEST).read_text(encoding="utf-8")), cached=True)
+        return _stored(folder, _manifest(folder), cached=True)
 
     def lock(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Hold the lock called ``name``, alone; waits for another process that holds it."""
@@ -237,14 +237,25 @@ def _build(
         "files": {path.name: _hash(path, shared) for path in sorted(content.iterdir())},
         "seconds": time.perf_counter() - started,
     }
-    write_json(manifest, content / MANIFEST)
+    write_json(sealed(manifest), content / MANIFEST)
+    return manifest
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of an object.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it was changed after it was written, or is another object's.
+    """
+    manifest = unsealed((folder / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["key"] != folder.name:
+        raise ValueError("it is another object's")
     return manifest
 
 
 def _stored(folder: Path, manifest: Mapping[str, Any], *, cached: bool) -> StoredObject:
-    return StoredObject(
-        folder, float(manifest["seconds"]), cached, str(manifest.get("created", "")), dict(manifest["files"])
-    )
+    return StoredObject(folder, float(manifest["seconds"]), cached, str(manifest["created"]), dict(manifest["files"]))
 
 
 def _hash(path: Path, shared: StoredObject | None) -> str:
@@ -266,10 +277,9 @@ def fault(folder: Path, shared: StoredObject | None = None) -> str | None:
     Files that it has in common with ``shared``, which is whole, are not hashed.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files: dict[str, str] = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"{MANIFEST} is missing or unreadable"
+        files: dict[str, str] = _manifest(folder)["files"]
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} is missing or damaged ({error})"
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():

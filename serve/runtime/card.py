@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 from . import fields
 from .certificate import Certificate
 from .described import Described
-from .documents import parse_document
+from .documents import SEAL, parse_document, seal_of, sealed
 from .errors import CardError
 
 SCHEMA = 1
@@ -189,7 +189,7 @@ class Card(Described):
     @property
     def content(self) -> str:
         """SHA-256 over the names and hashes of the artifact's files: equal contents, equal digest."""
-        return hashlib.sha256(_canonical(dict(self.files))).hexdigest()
+        return seal_of(dict(self.files))
 
 
 def sha256_file(path: Path) -> str:
@@ -200,8 +200,7 @@ def sha256_file(path: Path) -> str:
 
 def write_card(folder: Path, card: Card) -> None:
     """Write ``card`` into ``folder`` atomically, sealed with the SHA-256 of its own content."""
-    body = dataclasses.asdict(card)
-    body["seal"] = hashlib.sha256(_canonical(body)).hexdigest()
+    body = sealed(dataclasses.asdict(card))
     # A new file, whatever its name would be: a link that lies there is not followed.
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{CARD_FILE}.")
     try:
@@ -243,10 +242,10 @@ def parse_card(document: str, path: Path) -> Card:
     try:
         if not isinstance(body, dict):
             raise CardError(f"{path}: must hold one JSON object, found {type(body).__name__}")
-        seal = body.pop("seal", None)
+        seal = body.pop(SEAL, None)
         if type(body.get("schema")) is not int or body["schema"] != SCHEMA:
             raise CardError(f"{path}: schema {fields.shown(body.get('schema'))}; this runtime reads schema {SCHEMA}")
-        if hashlib.sha256(_canonical(body)).hexdigest() != seal:
+        if seal_of(body) != seal:
             raise CardError(f"{path}: the card was changed after it was written (its seal does not match)")
     except (ValueError, RecursionError) as error:  # NaN and numbers of thousands of digits are ValueErrors too
         raise CardError(f"{path}: cannot be read ({error})") from None
@@ -310,8 +309,3 @@ def _record(kind: type[_T], body: object, path: Path) -> _T:
         return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in body.items()})
     except TypeError as error:
         raise CardError(f"{path}: {kind.__name__} is incomplete ({error})") from None
-
-
-def _canonical(body: object) -> bytes:
-    """One byte string per JSON value, whatever the order of its keys."""
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

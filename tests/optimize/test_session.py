@@ -32,6 +32,7 @@ from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig, trains
 from serve.config import Config
 from serve.runtime.card import Preprocessing, load_card, sha256_file
+from serve.runtime.documents import sealed, unsealed
 from serve.runtime.errors import UserError
 from serve.runtime.program_file import load_program
 
@@ -343,8 +344,8 @@ def test_a_step_knows_when_it_was_made_and_not_when_it_was_looked_up(quick, chec
     made = session.baseline(checkpoint=checkpoint)
     assert before <= datetime.datetime.fromisoformat(made.created) <= datetime.datetime.now(datetime.UTC)
     manifest = session.store.objects / made.artifact.key / "object.json"
-    body = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**body, "created": "2025-01-31T12:00:00+00:00"}))
+    body = unsealed(manifest.read_text())
+    manifest.write_text(json.dumps(sealed({**body, "created": "2025-01-31T12:00:00+00:00"})))
     again = quick().baseline(checkpoint=checkpoint)
     assert again.cached
     assert again.created == "2025-01-31T12:00:00+00:00"
