@@ -7,13 +7,12 @@ built, its norms are folded, it is written as the engine reads it, and timed in 
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import torch
 from pydantic import Field
@@ -35,6 +34,7 @@ from optimize.store.files import write_json
 from optimize.training.checkpoints import fingerprint
 from serve.config import Config
 from serve.runtime.card import Card, Format, sha256_file, write_card
+from serve.runtime.documents import sealed, unsealed
 from serve.runtime.engines.base import execution_id, find_engine
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
@@ -158,8 +158,7 @@ class Race:
         worthless what a training that was interrupted behind it had come to.
         """
         known = self._known(module, part)
-        if known is not None and known.is_file():
-            found = json.loads(known.read_text(encoding="utf-8"))
+        if known is not None and (found := _kept(known)) is not None:
             self.notes = (*self.notes, found["note"])
             return list(found["kept"])
         share: float = self._config.share**part
@@ -181,7 +180,7 @@ class Race:
             if again.median <= share:
                 note = self._note(again, share, len(times))
                 if known is not None:
-                    write_json({"kept": stay, "note": note}, known)
+                    write_json(sealed({"kept": stay, "note": note}), known)
                 self.notes = (*self.notes, note)
                 return stay
             times[tuple(stay)] = again
@@ -237,6 +236,14 @@ class Race:
             ),
         )
         return folder
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    """The widths that were found before an interruption; None: there are none, or their file was changed."""
+    try:
+        return unsealed(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _interval(found: RatioInterval) -> str:

@@ -15,8 +15,12 @@ from torch import nn
 from optimize.listener import Listener
 from optimize.store.files import temporary_for
 from serve.config import Config
+from serve.runtime.card import sha256_file
 
 _FILE = "training-{}.pt"
+#: How many hexadecimal digits stand behind a checkpoint: its SHA-256. torch.load (2.14) compares no checksum.
+_DIGEST = 64
+_AT_ONCE = 1 << 20  # bytes
 
 #: A checkpoint is written no oftener than takes this share of the time.
 _MOST = 0.05
@@ -87,6 +91,7 @@ class Checkpoints:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             torch.save(state, temporary)
+            _append_digest(temporary)
             temporary.replace(path)
         except (OSError, RuntimeError) as error:  # torch.save's own for a full disk (2.14)
             self._listener.said(f"no checkpoint can be written, and training goes on without: {str(error)[:200]}")
@@ -105,6 +110,7 @@ class Checkpoints:
         for left in self._folder.glob(f".{self._file}.*"):
             left.unlink(missing_ok=True)
         try:
+            _check_digest(self._folder / self._file)
             state: dict[str, Any] = torch.load(self._folder / self._file, map_location="cpu", weights_only=True)
         except Exception:  # noqa: BLE001 - a damaged file fails in many ways
             self._listener.said("the checkpoint of the interrupted training cannot be read; it begins anew")
@@ -115,3 +121,26 @@ class Checkpoints:
         """Remove what was saved."""
         if self._folder is not None:
             (self._folder / self._file).unlink(missing_ok=True)
+
+
+def _append_digest(path: Path) -> None:
+    """Write a file's SHA-256 behind its content."""
+    digest = sha256_file(path)
+    with path.open("ab") as stream:
+        stream.write(digest.encode())
+
+
+def _check_digest(path: Path) -> None:
+    """See that a file is as `_append_digest` left it.
+
+    Raises:
+        ValueError: it was changed, or cut off.
+    """
+    left = path.stat().st_size - _DIGEST
+    found = hashlib.sha256()
+    with path.open("rb") as stream:
+        while left > 0 and (part := stream.read(min(left, _AT_ONCE))):
+            found.update(part)
+            left -= len(part)
+        if stream.read().decode() != found.hexdigest():
+            raise ValueError("its SHA-256 does not match")
