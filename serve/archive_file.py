@@ -158,11 +158,20 @@ class OpenArchive:
             # Before anything is read: a small file may unpack to any size, deflated or in entries that overlap.
             if sum(entry.file_size for entry in self._opened.infolist()) > self._path.stat().st_size:
                 raise CardError(f"{self._path}: unpacks to more than it has, and what this project packs does not")
-            card = parse_card(self._opened.read(CARD_FILE).decode(), self._path / CARD_FILE)
+            card = self.card()
             self._check_files({**card.files, **card.packed})
         if not card.packed:
             raise CardError(f"{self._path}: its card does not name the handler; pack it again")
         return card
+
+    def card(self) -> Card:
+        """Its card; the files that it names are not checked.
+
+        Raises:
+            CardError: it is no archive, or its card is damaged.
+        """
+        with _told_by_path(self._path):
+            return parse_card(self._opened.read(CARD_FILE).decode(), self._path / CARD_FILE)
 
     def _check_files(self, expected: Mapping[str, str]) -> None:
         names = [entry.orig_filename for entry in self._opened.infolist()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve import layout
+from serve import layout, sealed
 from serve.export.base import ExportSettings, Subject, Target, find_target
 from serve.runs import artifact_folders, model_name, recommended_among
 from serve.runtime.card import Card, load_card, read_card
@@ -59,7 +59,8 @@ def export_run(
     if chosen.format not in (None, cards[name].format):
         raise UserError(f"{name} is a {cards[name].format} file, and {target} is given {chosen.format} files only")
     source = layout.artifact_folder(store, run, name)
-    folder = folder or store / run / "export" / target
+    sealed.require(store / run, layout.REPORT_FILE, f"{layout.ARTIFACTS}/{name}")
+    folder = folder or store / run / layout.EXPORTS / target
     try:
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"{folder}: is not empty; remove it, or name another with --out")

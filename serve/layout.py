@@ -1,9 +1,10 @@
 """Where things lie in a store, and what a run is called: said once, for those who write it and those who serve it.
 
-``<store>/<run>/`` has ``run.json`` (which model and data it is of), ``report.json``, ``objects.json`` (what of the
-store it needs), ``artifacts/<name>/card.json``, ``archives/<run>-<name>.mar`` (with ``….mar.cdx.json``, and
-``….mar.sig`` if it is signed) and ``sample.<ext>``. What commands find of it lies beside it, in
-``<store>/<run>.search/`` and the like.
+``<store>/<run>/`` has ``run.json`` (which model and data it is of), ``report.json``, ``report.html``, ``pareto.svg``,
+``objects.json`` (what of the store it needs), ``artifacts/<name>/`` (``card.json``, the files that it names,
+``serving.json``, ``known.json``, ``measurements.json``), ``archives/<run>-<name>.mar`` (with ``….mar.cdx.json``, and
+``….mar.sig`` if it is signed), ``sample.<ext>``, and ``files.json``: the sealed list of all of these
+(`serve.sealed`). What commands find of it lies beside it, in ``<store>/<run>.search/`` and the like.
 """
 
 from __future__ import annotations
@@ -19,8 +20,19 @@ ARTIFACTS = "artifacts"
 ARCHIVES = "archives"
 REPORT_FILE = "report.json"
 PAGE_FILE = "report.html"
+PLOT_FILE = "pareto.svg"
 OBJECTS_FILE = "objects.json"
 IDENTITY_FILE = "run.json"
+#: The sealed list of a run's files.
+SEAL_FILE = "files.json"
+#: Where exports are written that are told no other place.
+EXPORTS = "export"
+#: How the file with the traceback of a failed stage ends.
+ERROR_ENDING = "-error.txt"
+#: What a tuning keeps beside an artifact's card while it lasts: what it has measured, and its server's process.
+JOURNAL_FILE = "tuning.journal"
+SERVER_FILE = "tuning.server"
+TUNING_STATE = (JOURNAL_FILE, SERVER_FILE)
 #: What lies beside an archive, by its ending: who vouches for it, and what it consists of.
 SIGNATURE_ENDING = ".sig"
 SBOM_ENDING = ".cdx.json"

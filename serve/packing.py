@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from serve import layout
+from serve import layout, sealed
 from serve.options import ServingOptions
 from serve.runs import DeviceChoice, Selection, artifact_folders, model_name
-from serve.runtime.card import read_card
+from serve.runtime.card import read_card, sha256_file
 from serve.runtime.engines.base import engines_for
 from serve.runtime.errors import UserError
+from serve.sbom import sbom_path, write_sbom
 from serve.torchserve.archive import build_archive
 from serve.torchserve.staging import Pack
 from serve.torchserve.state import ServedModel
@@ -22,7 +23,7 @@ def package_run(
     options: ServingOptions | None = None,
     on_packed: Callable[[Path, float], None] = lambda archive, share: None,
 ) -> list[Path]:
-    """Build an archive of every artifact of a run.
+    """Build an archive of every artifact of a run, each with its bill of materials, and seal them.
 
     Args:
         store: holds the run.
@@ -31,19 +32,32 @@ def package_run(
         on_packed: called with each archive, and which share of the run's bytes is packed with it.
 
     Raises:
-        UserError: the run is not in the store, or has no artifacts, or none that one of the engines opens.
+        UserError: the run is not in the store, has no artifacts, or none that one of the engines opens; or it is not as
+            it was sealed.
         CardError: an artifact's folder is not whole.
     """
+    folder = store / run
     artifacts = artifact_folders(store, run)
     if options is not None:
         _check_engines(run, artifacts, options)
     sizes = [sum(file.stat().st_size for file in artifact.iterdir()) for artifact in artifacts]
     packed = []
-    for number, artifact in enumerate(artifacts, 1):
-        archive = layout.archive_path(store, run, artifact.name)
-        packed.append(build_archive(artifact, archive, model_name=model_name(run, artifact.name), options=options))
-        on_packed(archive, sum(sizes[:number]) / sum(sizes))
+    with sealed.writing(folder):
+        sealed.require(folder, layout.ARTIFACTS, layout.REPORT_FILE)
+        for number, artifact in enumerate(artifacts, 1):
+            archive = layout.archive_path(store, run, artifact.name)
+            packed.append(build_archive(artifact, archive, model_name=model_name(run, artifact.name), options=options))
+            _seal_archive(folder, archive)
+            on_packed(archive, sum(sizes[:number]) / sum(sizes))
     return packed
+
+
+def _seal_archive(folder: Path, archive: Path) -> None:
+    """Write the bill of materials of an archive that was just packed, and both into the run's list of files."""
+    digest = sha256_file(archive)
+    intact = not sealed.is_sealed(folder) or sealed.holds(folder, sbom_path(archive).relative_to(folder).as_posix())
+    bill = write_sbom(archive, digest, keep=intact)
+    sealed.reseal(folder, [archive, bill], {archive: digest})
 
 
 def repacking(store: Path, selection: Selection, options: ServingOptions, device: DeviceChoice = "auto") -> Pack | None:
@@ -64,6 +78,8 @@ def repacking(store: Path, selection: Selection, options: ServingOptions, device
         return None
     models = [ServedModel.of(name, path) for name, path in selection.archives.items()]
     folders = {model.name: layout.artifact_folder(store, model.run, model.artifact) for model in models}
+    for model in models:
+        sealed.require(store / model.run, f"{layout.ARTIFACTS}/{model.artifact}")
     if device != "cuda":
         _check_engines(", ".join(dict.fromkeys(model.run for model in models)), list(folders.values()), options)
 

@@ -15,10 +15,10 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from serve import layout
-from serve.archive_file import check_archive, check_model_name
+from serve import layout, sealed
+from serve.archive_file import check_archive, check_model_name, open_archive
 from serve.hints import command
-from serve.runtime.card import CARD_FILE
+from serve.runtime.card import CARD_FILE, Card
 from serve.runtime.errors import CardError, UserError, did_you_mean
 from serve.torchserve.state import ServedModel
 
@@ -136,14 +136,30 @@ def _faults(wanted: Mapping[str, Path], device: DeviceChoice) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, path in wanted.items():
         try:
-            needs = check_archive(path).device
-        except CardError as error:
+            needs = _checked(path).device
+        except (CardError, sealed.SealError) as error:
             found[name] = str(error)
             continue
         # torch is imported to look for a GPU: not where nothing depends on it.
         if needs == "cuda" and (device == "cpu" or not _has_cuda()):
             found[name] = "it runs on CUDA only"
     return found
+
+
+def _checked(archive: Path) -> Card:
+    """The card of a run's archive that is whole: as the run was sealed, or, where it was not, as the card says.
+
+    Raises:
+        CardError: it is not an archive, or not whole.
+        SealError: it is not the one that the run was sealed with.
+    """
+    folder = archive.parents[1]
+    if not sealed.is_sealed(folder):
+        return check_archive(archive)
+    with open_archive(archive) as opened:
+        card = opened.card()
+    sealed.require(folder, archive.relative_to(folder).as_posix())
+    return card
 
 
 def _wanted(store: Path, target: Target, artifacts: Sequence[str]) -> list[tuple[str, Path]]:
@@ -202,15 +218,23 @@ def remove_left(store: Path, run: str) -> None:
     The caller has seen that no server of the store is running. Where the run is just being made, nothing is removed:
     it looks for itself.
     """
-    report = _report(store, run)
     locks = store / layout.LOCKS
+    try:
+        report = _report(store, run)
+    except UserError:  # nobody can tell what is left
+        return
     if report is None or not locks.is_dir():
         return
     lock = FileLock(locks / layout.run_lock(run))
     with contextlib.suppress(Timeout), lock.acquire(blocking=False):
-        for path in (store / run / layout.ARCHIVES).glob(f"{run}-*.mar*"):
-            if layout.archive_of(path).stem.removeprefix(f"{run}-") not in report.archives:
-                path.unlink(missing_ok=True)
+        left = [
+            path
+            for path in (store / run / layout.ARCHIVES).glob(f"{run}-*.mar*")
+            if layout.archive_of(path).stem.removeprefix(f"{run}-") not in report.archives
+        ]
+        for path in left:
+            path.unlink(missing_ok=True)
+        sealed.reseal(store / run, left)
 
 
 def artifact_folders(store: Path, run: str) -> list[Path]:
@@ -272,12 +296,21 @@ class _Report:
 
 
 def _report(store: Path, run: str) -> _Report | None:
+    """What serving reads of a run's report; None: it has none and was not sealed, and is served all the same.
+
+    Raises:
+        UserError: it is damaged, or the run was not sealed.
+    """
+    content = sealed.read(store / run, layout.REPORT_FILE)
+    if content is None:
+        return None
     try:
-        report = json.loads(layout.report_path(store, run).read_text(encoding="utf-8"))
+        report = json.loads(content)
         archives = frozenset(str(row["name"]) for row in report["rows"] if row["archive"] is not None)
         return _Report(archives, str(report["recommended"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # a run without a report is served all the same
+    except (ValueError, KeyError, TypeError, RecursionError):
+        path = layout.report_path(store, run)
+        raise UserError(f"{path} is not a report of this version; run the model again") from None
 
 
 def _has_cuda() -> bool:

@@ -44,12 +44,13 @@ def sbom_path(archive: Path) -> Path:
     return archive.with_name(archive.name + SBOM_ENDING)
 
 
-def write_sbom(archive: Path, digest: str | None = None) -> Path:
+def write_sbom(archive: Path, digest: str | None = None, *, keep: bool = True) -> Path:
     """Write an archive's bill of materials beside it; one that was written of the same bytes, here, stays.
 
     Args:
         archive: the ``.mar`` file.
         digest: its SHA-256, if that is known.
+        keep: whether one that says it is of the same bytes may stay; not where nobody knows that it is whole.
 
     Returns:
         Its path.
@@ -63,7 +64,7 @@ def write_sbom(archive: Path, digest: str | None = None) -> Path:
         raise UserError(f"{archive}: there is no such archive")
     digest = digest or sha256_file(archive)
     serial = uuid.uuid5(uuid.NAMESPACE_OID, f"{digest} {_environment()}")
-    if _serial_of(path) == serial.urn:
+    if keep and _serial_of(path) == serial.urn:
         return path
     from cyclonedx.output.json import JsonV1Dot6  # not before: it takes its time
 

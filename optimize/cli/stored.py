@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -62,7 +63,7 @@ def show(
 
 
 def verify(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")], store: Store = DEFAULT_STORE) -> None:
-    """Check every file of a run against its SHA-256; exit code 1 if one does not match."""
+    """Check every file of a run against its SHA-256, and name files that are not of it; exit code 1 if one is wrong."""
     with reported():
         from optimize.report.runs import faults_of
         from serve.progress import shown
@@ -72,8 +73,18 @@ def verify(name: Annotated[str, typer.Argument(help="A run, or run/artifact.")],
         for fault in faults:
             typer.echo(fault, err=True)
         if faults:
-            raise PipelineError(f"{len(faults)} of {checked} are damaged; run the model again to rebuild them")
+            parts = {_part(fault.name) for fault in faults}
+            count = f"{len(faults)} files" if None in parts else f"{len(parts)} of {checked}"
+            raise PipelineError(f"{count} are damaged; run the model again to rebuild them")
         typer.echo(f"{checked} artifacts and archives are whole")
+
+
+def _part(name: str) -> str | None:
+    """The artifact's folder or the archive that a file of a run belongs to; None: it is the run's own."""
+    folder, _, rest = name.partition("/")
+    if folder == layout.ARTIFACTS:
+        return f"{folder}/{rest.partition('/')[0]}"
+    return layout.archive_of(Path(name)).as_posix() if folder == layout.ARCHIVES else None
 
 
 def prune(

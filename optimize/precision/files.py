@@ -14,7 +14,7 @@ from optimize.precision.table import sensitivity_markdown
 from optimize.run.recipe import Recipe
 from optimize.store.files import write_atomically, write_json
 from optimize.store.objects import Store
-from serve import layout
+from serve import layout, sealed
 
 RECIPE_FILE: Final = "recipe.yaml"
 #: Of a recipe, beside its stages.
@@ -29,6 +29,7 @@ def write_sensitivity(found: Sensitivity, keys: Collection[str], store: Store, n
         write_json(found.to_json(), folder / "sensitivity.json")
         write_atomically(folder / "sensitivity.md", sensitivity_markdown(found).encode())
         write_atomically(folder / "sensitivity.svg", sensitivity_svg(found))
+        sealed.seal(folder)
     return folder
 
 
@@ -53,6 +54,7 @@ def write_search(found: Found, keys: Collection[str], store: Store, name: str, r
             write_atomically(folder / RECIPE_FILE, _recipe(found, recipe).encode())
         else:
             (folder / RECIPE_FILE).unlink(missing_ok=True)
+        sealed.seal(folder)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from optimize.report.words import number
 from optimize.store.files import write_atomically, write_json
 from optimize.store.keys import content
 from optimize.store.objects import Store
-from serve import layout
+from serve import layout, sealed
 from serve.runtime.card import read_card
 from serve.runtime.errors import CardError, UserError
 
@@ -36,28 +37,36 @@ def write_profile(found: Profiled, store: Path, run: str) -> Path:
 
     folder = _folder(store, run)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(found.to_json(), folder / f"{found.artifact}.json")
-    write_atomically(folder / f"{found.artifact}.md", markdown(found).encode())
-    for one in found.profiles:
-        title = f"{found.title}: {found.artifact} by {one.runs_on}, batch {found.batch}"
-        write_atomically(folder / f"{chart_name(found.artifact, one.runs_on)}.svg", profile_svg(title, one))
+    with Store(store).lock(layout.run_lock(folder.name)):
+        written = [folder / f"{found.artifact}.json", folder / f"{found.artifact}.md"]
+        write_json(found.to_json(), written[0])
+        write_atomically(written[1], markdown(found).encode())
+        for one in found.profiles:
+            title = f"{found.title}: {found.artifact} by {one.runs_on}, batch {found.batch}"
+            written.append(folder / f"{chart_name(found.artifact, one.runs_on)}.svg")
+            write_atomically(written[-1], profile_svg(title, one))
+        if sealed.is_sealed(folder):
+            sealed.reseal(folder, written)
+        else:
+            sealed.seal(folder)
     return folder
 
 
 def layer_charts(store: Path, run: str) -> list[LayerChart]:
-    """The charts of a run's profiles, those of artifacts that have been made anew since left out."""
+    """The charts of a run's profiles, without those of artifacts that were made anew since, and damaged ones."""
     found = []
+    whole = functools.partial(sealed.holds, _folder(store, run))
     for path in sorted(_folder(store, run).glob("*.json")):
         try:
             profiled = Profiled.from_json(json.loads(path.read_text(encoding="utf-8")))
             card = read_card(layout.artifact_folder(store, run, profiled.artifact))
         except (OSError, ValueError, CardError):  # of another version, or of an artifact that the run has not any more
             continue
-        if content(card) != profiled.content:
+        if content(card) != profiled.content or not whole(path.name):
             continue
         for one in profiled.profiles:
             drawn = path.with_name(f"{chart_name(profiled.artifact, one.runs_on)}.svg")
-            if drawn.is_file():
+            if drawn.is_file() and whole(drawn.name):
                 said = f"batch {profiled.batch}, {len(one.layers)} layers, {number(one.call_ms, 'ms')} a call"
                 found.append(LayerChart(f"{profiled.artifact} by {one.runs_on}", said, drawn.read_bytes()))
     return found
@@ -68,7 +77,9 @@ def write_page(store: Path, run: str) -> None:
     objects = Store(store)
     with objects.lock(layout.run_lock(run)):
         report = report_of(store, run)
-        write_html(report, store / run / layout.PAGE_FILE, stored_charts(report, objects), layer_charts(store, run))
+        page = store / run / layout.PAGE_FILE
+        write_html(report, page, stored_charts(report, objects), layer_charts(store, run))
+        sealed.reseal(page.parent, [page])
 
 
 def _folder(store: Path, run: str) -> Path:

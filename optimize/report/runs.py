@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from optimize.measure.rows import SCHEMA, Report
+from optimize.measure.rows import SCHEMA, Report, Row
 from optimize.report.words import NONE, moment, percent, times
-from serve import layout
-from serve.hints import command
-from serve.runtime.card import CARD_FILE, Card, load_card, read_card, sha256_file
-from serve.runtime.errors import CardError, UserError, did_you_mean
+from serve import layout, sealed
+from serve.runtime.card import CARD_FILE, Card, load_card, read_card
+from serve.runtime.errors import UserError, did_you_mean
 
 #: What stands above `RunSummary.cells`.
 HEADS = ("run", "model", "data", "artifacts", "recommended", "top-1 %", "speed", "measured")
@@ -75,9 +74,16 @@ def report_of(store: Path, run: str) -> Report:
     """A run's report.
 
     Raises:
-        UserError: there is no such run (the nearest is named), its report cannot be read, is damaged or of another
-            version.
+        UserError: there is no such run (the nearest is named), its report cannot be read, is of another version, or is
+            not what the run was sealed with.
     """
+    report = _parsed(store, run)
+    sealed.require(store / run, layout.REPORT_FILE)
+    return report
+
+
+def _parsed(store: Path, run: str) -> Report:
+    """A run's report, which may have been changed."""
     path = layout.report_path(store, run)
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -113,13 +119,14 @@ def card_of(store: Path, run: str, artifact: str) -> str:
     """
     folder = artifact_folder(store, run, artifact)
     read_card(folder)
+    sealed.require(store / run, (folder / CARD_FILE).relative_to(store / run).as_posix())
     return (folder / CARD_FILE).read_text(encoding="utf-8")
 
 
 def faults_of(
     store: Path, name: str, told: Callable[[float, str], None] = lambda share, name: None
-) -> tuple[int, list[str]]:
-    """Check the artifacts and archives of a run, or of ``run/artifact``.
+) -> tuple[int, list[sealed.Fault]]:
+    """Check every file of a run, or the folder and the archive of ``run/artifact``.
 
     Args:
         store: where the run is.
@@ -127,32 +134,32 @@ def faults_of(
         told: called before each artifact with the share of them, in [0, 1], that is checked, and its name.
 
     Returns:
-        How many were checked, and a line for each that is damaged.
+        How many artifacts and archives were checked, and what is wrong with files.
+
+    Raises:
+        UserError: there is no such run, it has no such artifact, its list of files is missing or damaged, or its report
+            cannot be read at all.
     """
     run, only = layout.run_and_artifact(name)
-    report = report_of(store, run)
+    folder = store / run
+    rows = _parsed(store, run).rows
     if only:
-        artifact_folder(store, run, only)
+        _check_artifact(run, only, rows)
+        rows = tuple(row for row in rows if row.name == only)
+    left = sealed.names(folder)
     checked = 0
     faults = []
-    rows = [row for row in report.rows if not only or row.name == only]
     for done, row in enumerate(rows):
         told(done / len(rows), row.name)
-        if row.file is None or row.archive is None:
+        if row.file is None:
             continue
-        folder = layout.artifact_folder(store, run, row.name)
-        archive = layout.archive_path(store, run, row.name)
         checked += 2
-        try:
-            load_card(folder)
-        except CardError as error:
-            faults.append(str(error))
-        if not archive.is_file():
-            faults.append(f"{archive}: missing")
-        elif sha256_file(archive) != row.archive.sha256:
-            again = command(f"serve package {run}", store)
-            faults.append(f"{archive}: its SHA-256 does not match the report's; `{again}` packs it as the run did")
-    return checked, faults
+        beneath = f"{layout.ARTIFACTS}/{row.name}/"
+        archive = layout.archive_path(store, run, row.name)
+        own = [each for each in left if each.startswith(beneath) or layout.archive_of(folder / each) == archive]
+        left = [each for each in left if each not in own]
+        faults += sealed.faults(folder, own)
+    return checked, faults if only else faults + sealed.faults(folder, left)
 
 
 def artifact_folder(store: Path, run: str, artifact: str) -> Path:
@@ -161,11 +168,15 @@ def artifact_folder(store: Path, run: str, artifact: str) -> Path:
     Raises:
         UserError: there is no such run, or it has no such artifact: the nearest is named.
     """
-    names = [row.name for row in report_of(store, run).rows if row.file is not None]
+    _check_artifact(run, artifact, report_of(store, run).rows)
+    return layout.artifact_folder(store, run, artifact)
+
+
+def _check_artifact(run: str, artifact: str, rows: Sequence[Row]) -> None:
+    names = [row.name for row in rows if row.file is not None]
     if artifact not in names:
         near = did_you_mean(artifact, names)
         raise UserError(f"run {run!r} has no artifact {artifact!r}{near}; it has {', '.join(names)}")
-    return layout.artifact_folder(store, run, artifact)
 
 
 def line_of(store: Path, run: str, artifact: str) -> Iterator[tuple[Path, Card]]:

@@ -27,7 +27,7 @@ from optimize.report.runs import report_of
 from optimize.run.recommendation import Recommend, recommend
 from optimize.run.turns import turns
 from optimize.store.objects import Store
-from serve import layout
+from serve import layout, sealed
 from serve.runs import sample_image
 from serve.runtime.card import read_card
 from serve.runtime.engines.base import executions_for, pair_id
@@ -235,6 +235,7 @@ def _turn(store: Path, contestant: _Contestant, opened: _Opened, timing: Timing)
     sample = sample_image(store, contestant.run)
     if sample is None:
         raise UserError(f"{store / contestant.run} has no sample image; run {contestant.run} again")
+    sealed.require(store / contestant.run, sample.name)
     image = load(sample.read_bytes(), read_card(contestant.folder).preprocessing)
     worker = opened.loaded.worker
     for size in timing.batch_sizes:

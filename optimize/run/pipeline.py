@@ -35,7 +35,7 @@ from optimize.run.results import measure
 from optimize.run.session import BASELINE, Step
 from optimize.store.files import write_atomically, write_json
 from optimize.training.config import trains
-from serve import layout
+from serve import layout, sealed
 from serve.runtime.errors import EngineError, PipelineError, UserError, message_of
 
 
@@ -118,10 +118,13 @@ def run(job: Job, listener: Listener) -> Outcome:
             )
             charts = stored_charts(report, session.store)
             write_json(sorted(measured.keys | published.keys | {charts.key}), folder / layout.OBJECTS_FILE)
-            write_json(report.to_json(), folder / layout.REPORT_FILE)
             write_html(report, folder / layout.PAGE_FILE, charts, layer_charts(job.store, folder.name))
             if charts.paper is not None:
-                write_atomically(folder / "pareto.svg", charts.paper)
+                write_atomically(folder / layout.PLOT_FILE, charts.paper)
+            else:
+                (folder / layout.PLOT_FILE).unlink(missing_ok=True)
+            write_json(report.to_json(), folder / layout.REPORT_FILE)
+            sealed.seal(folder, published.digests)  # the last: what is killed before it is made again by the next run
     return Outcome(report, folder)
 
 

@@ -18,7 +18,7 @@ from optimize.store.files import TEMPORARY, write_atomically, write_json
 from optimize.store.keys import ArchiveKey
 from optimize.store.objects import Store
 from optimize.store.sources import code_of
-from serve import layout
+from serve import layout, sealed
 from serve.options import ServingOptions
 from serve.runtime.card import CARD_FILE, Card, write_card
 from serve.runtime.engines.base import chain_for, execution_id
@@ -26,7 +26,7 @@ from serve.runtime.evidence import Evidence
 from serve.runtime.execution import Execution
 from serve.runtime.known import KNOWN_FILE, KnownAnswer
 from serve.runtime.serving import SERVING_FILE, Serving
-from serve.sbom import write_sbom
+from serve.sbom import sbom_path, write_sbom
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
@@ -37,10 +37,17 @@ MEASUREMENTS_FILE = "measurements.json"
 
 @dataclass(frozen=True)
 class Published:
-    """A run's rows with the paths of what was published, and the keys of the objects that the run now uses."""
+    """What was published of a run.
+
+    Attributes:
+        rows: the run's, with the paths of what was published.
+        keys: of the objects that the run now uses.
+        digests: SHA-256 of the published files that have just been hashed as files of an object.
+    """
 
     rows: tuple[Row, ...]
     keys: frozenset[str]
+    digests: Mapping[Path, str]
 
 
 def publish(
@@ -75,6 +82,7 @@ def publish(
         first: what measured pairs answered to the first of the validation split, logits by id.
     """
     keys: set[str] = set()
+    digests: dict[Path, str] = {}
     published = []
     for row in rows:
         artifact = artifacts.get(row.name)
@@ -93,6 +101,13 @@ def publish(
         _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()}, beside)
         path = layout.archive_path(folder.parent, folder.name, artifact.name)
         key, digest = _publish_archive(store, target, card, beside, path)
+        digests |= {
+            target / name: file_digest
+            for name, file_digest in card.files.items()
+            if (target / name).samefile(artifact.folder / name)
+        }
+        if path.samefile(store.objects / key / path.name):
+            digests[path] = digest
         file = row.file.model_copy(update={"path": str(target / card.file)})
         archived = Archive(path=str(path), bytes=path.stat().st_size, sha256=digest)
         published.append(row.model_copy(update={"file": file, "archive": archived}))
@@ -101,7 +116,7 @@ def publish(
     write_atomically(folder / f"sample.{suffix}", sample)
     served = server.running(store.root)
     _remove_stale(folder, artifacts, f"sample.{suffix}", served.archives if served else ())
-    return Published(tuple(published), frozenset(keys))
+    return Published(tuple(published), frozenset(keys), digests)
 
 
 def preferred_executions(row: Row, card: Card, recommended: str | None = None) -> tuple[Execution, ...]:
@@ -202,7 +217,9 @@ def _publish_archive(
     stored = store.obtain(key, pack, about=f"{card.model} on {card.data['name']}: archive")
     store.link(stored.folder / path.name, path)
     digest = stored.files[path.name]
-    write_sbom(path, digest)  # of this environment: beside the archive, and not of it
+    run = path.parents[1]
+    intact = sealed.holds(run, sbom_path(path).relative_to(run).as_posix())
+    write_sbom(path, digest, keep=intact)  # of this environment: beside the archive, and not of it
     return key, digest
 
 

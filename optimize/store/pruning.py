@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from optimize.store.locks import is_free, unshared
 from optimize.store.objects import MANIFEST, Store
-from serve import layout
+from serve import layout, sealed
 from serve.runtime.errors import UserError
 from serve.torchserve import server
 
@@ -82,9 +83,12 @@ def _prunable(store: Store, *, alone: bool) -> Prunable:
     wanted: set[str] = set()
     for path in store.root.glob(f"*/{layout.OBJECTS_FILE}"):
         try:
-            wanted.update(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
-            raise UserError(f"{path} cannot be read; run the model again or remove {path.parent}") from None
+            wanted.update(_listed(path))
+        except (ValueError, TypeError, UserError):
+            raise UserError(
+                f"{path} cannot be read as it was written; run what made {path.parent.name} again, or remove "
+                f"{path.parent}"
+            ) from None
     served = server.running(store.root)
     archives = served.archives if served else frozenset()
     found = {folder for folder in sorted(store.objects.iterdir()) if folder.name not in wanted}
@@ -94,6 +98,20 @@ def _prunable(store: Store, *, alone: bool) -> Prunable:
     runs = ", ".join(served.runs) if served else ""
     reason = (f"{len(kept)} archives stay: a server is serving them (run {runs})",) if kept else ()
     return Prunable(objects, _freed(objects), reason)
+
+
+def _listed(path: Path) -> list[str]:
+    """The keys that a run's ``objects.json`` names.
+
+    Raises:
+        ValueError: it cannot be read, or was changed.
+        TypeError: it is not a list.
+        UserError: the sealed list that says whether it was is damaged.
+    """
+    folder, content = path.parent, path.read_text(encoding="utf-8")
+    if os.path.lexists(folder / layout.SEAL_FILE):  # an older version sealed nothing
+        sealed.require(folder, path.name)
+    return [*json.loads(content)]
 
 
 def _freed(folders: Mapping[Path, str]) -> int:

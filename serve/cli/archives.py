@@ -38,13 +38,13 @@ def package(
         from serve.packing import package_run
         from serve.progress import shown
         from serve.runs import find_run
-        from serve.sbom import write_sbom
+        from serve.sbom import sbom_path
         from serve.signing import sign as sign_archive
 
         with shown("package") as bar:
 
             def complete(archive: Path, share: float) -> None:
-                made = [f"{archive}  {archive.stat().st_size / 1e6:.1f} MB", f"{write_sbom(archive)}"]
+                made = [f"{archive}  {archive.stat().st_size / 1e6:.1f} MB", f"{sbom_path(archive)}"]
                 if sign is not None:
                     made.append(f"{sign_archive(archive, sign, password=password_in(password_file))}")
                 with bar.aside():

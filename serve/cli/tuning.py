@@ -51,11 +51,12 @@ def tune(
     takes 4 to 10 minutes, on a machine that does nothing else. Archives are left as they are: pack them again.
     """
     with reported():
-        from serve import layout, runs
+        from serve import layout, runs, sealed
+        from serve.runtime.serving import SERVING_FILE
         from serve.tune.search import Goal, Objective
         from serve.tune.servers import KINDS, ended_in_order
         from serve.tune.space import told
-        from serve.tune.tuning import CURVE_FILE, Settings
+        from serve.tune.tuning import CURVE_FILE, TUNING_FILE, Settings
         from serve.tune.tuning import tune as find
 
         if objective not in ("throughput", "latency"):
@@ -78,6 +79,7 @@ def tune(
         if target.name is not None:
             raise UserError(f"what is tuned gets no name: say RUN/ARTIFACT, and not {run}")
         folder = layout.artifact_folder(store, target.run, target.artifact or runs.recommended(store, target.run))
+        sealed.require(store / target.run, folder.relative_to(store / target.run).as_posix())
         settings = Settings(
             server,
             seconds=1.0 if short else seconds or Settings.seconds,
@@ -88,6 +90,8 @@ def tune(
         typer.echo(f"{folder}: {server}, {objective} with a p99 of at most {goal.p99_ms:g} ms")
         with ended_in_order():
             found = find(folder, goal, settings, typer.echo)
+            with sealed.writing(store / target.run):
+                sealed.reseal(store / target.run, [folder / name for name in (TUNING_FILE, CURVE_FILE, SERVING_FILE)])
         way, outcome = told(found.chosen.way, server), found.chosen.outcome
         if found.chosen is found.usual:
             typer.echo(f"it stays as it was: {way} ({outcome}); nothing was shown to be better")

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from serve.layout import JOURNAL_FILE, SERVER_FILE
 from serve.load import known
 from serve.load.pictures import make_pictures, read_pictures
 from serve.load.plan import Plan
@@ -31,8 +32,6 @@ from serve.tune.space import Stage, certain, cores, stages, told
 
 TUNING_FILE = "tuning.json"
 CURVE_FILE = "tuning.svg"
-JOURNAL_FILE = "tuning.journal"
-SERVER_FILE = "tuning.server"
 
 _MODEL = "tuned"
 _CLIENTS = 16  # of the closed loop that finds the saturation, for each process that they are dealt out to

@@ -40,6 +40,7 @@ from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.runtime.predictor import Predictor
 from serve.runtime.program_file import load_program
+from serve.sealed import seal
 from tests.programs import Programs
 
 from .runs_fixtures import Heard, TinyRun, command, copied_store, tiny_run
@@ -305,6 +306,7 @@ def with_data(store: Path, **changes: object) -> None:
     report = json.loads(path.read_text())
     report["data"] |= changes
     path.write_text(json.dumps(report))
+    seal(path.parent)
 
 
 def test_layers_are_run_on_no_other_images_than_the_run_was_measured_on(copied_store: Path) -> None:

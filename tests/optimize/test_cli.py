@@ -17,6 +17,7 @@ from optimize import cli, noise
 from optimize.report.runs import faults_of
 from optimize.report.terminal import Display
 from serve.runtime.errors import PipelineError
+from serve.sealed import seal
 from tests.processor import BF16
 
 from .runs_fixtures import (
@@ -224,6 +225,7 @@ def test_show_lists_the_best_execution_of_each_artifact_or_all_of_them(tmp_path:
     path = tmp_path / "toynet" / "report.json"
     path.parent.mkdir()
     path.write_text(json.dumps(synthetic().to_json()))
+    seal(path.parent)
     best, every = (invoke("show", "toynet", "--store", tmp_path, *words).stdout for words in ((), ("--all",)))
     assert [line.split()[1] for line in best.splitlines() if line.split()[:1] == ["onnx"]] == ["openvino"]
     engines = [line.split()[1] for line in every.splitlines() if line.split()[:1] == ["onnx"]]
@@ -250,6 +252,7 @@ def test_a_damaged_report_is_one_line_and_the_other_runs_are_listed(fault: str |
     whole, damaged = (tmp_path / run / "report.json" for run in ("toynet", "damaged"))
     whole.parent.mkdir()
     whole.write_text(json.dumps(synthetic().to_json()))
+    seal(whole.parent)
     damaged.parent.mkdir()
     if fault is None:
         damaged.mkdir()
@@ -271,6 +274,7 @@ def test_a_damaged_card_is_shown_as_one_line(fault: str | bytes | None, tmp_path
     report.write_text(json.dumps(synthetic().to_json()))
     if fault is not None:
         card.write_bytes(fault.encode() if isinstance(fault, str) else fault)
+    seal(report.parent)
     result = invoke("show", "toynet/ptq", "--store", tmp_path)
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()

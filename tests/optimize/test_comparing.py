@@ -19,6 +19,7 @@ from optimize.run.comparing import compare_runs
 from optimize.run.recommendation import Recommend
 from serve.runtime.errors import UserError
 from serve.runtime.predictor import Predictor
+from serve.sealed import seal
 
 from .runs_fixtures import RECIPE, TinyRun, made_run, run_recipe, shared_folder, tiny_run, with_stages
 from .workbench import OtherRun
@@ -93,6 +94,7 @@ def test_runs_that_were_judged_by_different_images_do_not_compare(two_runs: Path
     report = json.loads(path.read_text())
     report["data"] |= {"val_fingerprint": "0123456789abcdef", "name": "cifar10"}
     path.write_text(json.dumps(report))
+    seal(path.parent)
     with pytest.raises(UserError, match=r"tiny by 359 of digits \(.{12}\); other by 359 of cifar10 \(0123456789ab\)"):
         compared(store, "tiny", "other")
     result = CliRunner().invoke(cli.app, ["compare", "tiny", "other", "--store", str(store)])
@@ -114,6 +116,7 @@ def test_a_baseline_that_guesses_and_answers_of_another_machine_are_told(two_run
     report["data"]["classes"] = 1  # among which every answer is a guess
     report["machine"]["cpu"] = "Imaginary CPU"
     path.write_text(json.dumps(report))
+    seal(path.parent)
     guesses, elsewhere = remarks(store)
     assert "guessing among 1 classes gives (100.00 %)" in guesses
     assert elsewhere.startswith("The answers of tiny are of another machine (Imaginary CPU), and speed and memory of ")

@@ -284,7 +284,8 @@ def test_the_run_folder_holds_what_the_report_names_and_nothing_else(tiny_run: T
     made = {row.name for row in tiny_run.report.rows if row.file}
     assert made >= {"baseline", *STAGES} - {"half-bf16"}
     assert {path.name for path in tiny_run.folder.iterdir()} == {
-        "artifacts", "archives", "objects.json", "pareto.svg", "report.json", "report.html", "run.json", "sample.png",
+        "artifacts", "archives", "files.json", "objects.json", "pareto.svg", "report.json", "report.html", "run.json",
+        "sample.png",
     }  # fmt: skip
     assert {path.name for path in (tiny_run.folder / "artifacts").iterdir()} == made
     assert {path.name for path in (tiny_run.folder / "archives").glob("*.mar")} == {f"tiny-{name}.mar" for name in made}
@@ -444,7 +445,7 @@ def test_damage_is_noticed_and_repaired(tiny_run: TinyRun, copied_store: Path) -
     (folder / f".report.json.{'0' * 32}").write_text("of a process that was killed")
     (folder / "sample.jpg").write_text("of other data")
     _, faults = faults_of(copied_store, "tiny")
-    assert len(faults) == 4  # the object in the store is not the run's copy here
+    assert len(faults) == 5  # the object in the store is not the run's copy here
     outcome, heard = run_recipe(copied_store, RECIPE)
     assert "ptq" in heard.made()
     # A rebuilt TorchScript file may differ in its mangled names, and then its child is made again too.

@@ -26,6 +26,7 @@ from optimize.store.objects import Store
 from optimize.store.pruning import prunable
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
+from serve.sealed import seal
 
 from .runs_fixtures import TinyRun, copied_store, tiny_run
 
@@ -114,6 +115,7 @@ def test_a_run_that_left_unreadable_images_out_is_opened_to_do_so_again(copied_s
     report = json.loads(path.read_text())
     report["rows"][0]["pairs"][0]["measured"]["accuracy"]["left_out"] = 1
     path.write_text(json.dumps(report))
+    seal(path.parent)
     session, _ = reopen_run(copied_store, "tiny", SILENT, device="cpu")
     assert session.context.skip_unreadable
     session.close()

@@ -36,6 +36,7 @@ from serve.runtime.errors import RequestError, UserError
 from serve.runtime.logs import JsonLines, RequestLog
 from serve.runtime.observing import Observation
 from serve.runtime.stages import Stages
+from serve.sealed import seal
 from tests.serve import artifacts
 
 A, B, C = "a" * 20, "b" * 20, "c" * 20
@@ -444,6 +445,7 @@ def test_a_run_is_served_by_its_recommended_artifact_or_by_another(tmp_path: Pat
     package_run(tmp_path, "small")
     rows: list[dict[str, object]] = [{"name": name, "archive": {}} for name in ("one", "two")]
     (tmp_path / "small" / "report.json").write_text(json.dumps({"rows": rows, "recommended": "two"}))
+    seal(tmp_path / "small")
     wanted = Plan(("small", "small/one", "cat=small/one"), None, tmp_path).read()
     assert [(entry.name, entry.version, entry.archive.stem) for entry in wanted] == [
         ("small-two", "1.0", "small-two"),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from serve import cli, layout
 from serve.runs import Target, find_run, select
+from serve.sealed import seal
 from tests.serve import artifacts
 
 from .test_server import archived
@@ -202,5 +203,6 @@ def test_an_archive_that_the_report_no_longer_has_is_not_served(tmp_path: Path) 
     kept.write_bytes(layout.archive_path(store, "small", "script").read_bytes())
     rows = [{"name": "script", "archive": {}}, {"name": "skipped", "archive": None}]
     layout.report_path(store, "small").write_text(json.dumps({"rows": rows, "recommended": "script"}))
+    seal(store / "small")
     found = select(store, [Target("small")], ["all"], device="cpu")
     assert (set(found.archives), found.default_model) == ({"small-script"}, "small-script")

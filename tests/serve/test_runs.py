@@ -16,6 +16,7 @@ from serve.packing import repacking
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
+from serve.sealed import seal
 from serve.torchserve.archive import build_archive
 from tests.serve import artifacts
 
@@ -29,6 +30,7 @@ def left_by_a_server(store: Path) -> Path:
         (folder / name).write_bytes(b"an archive")
     rows = [{"name": "fuse", "archive": {"path": "x"}}, {"name": "ptq", "archive": None}]
     (store / "small" / "report.json").write_text(json.dumps({"rows": rows, "recommended": "fuse"}))
+    seal(store / "small")
     return folder
 
 
@@ -78,6 +80,7 @@ def two_runs(tmp_path: Path) -> Path:
         build_archive(folder, path, model_name=path.stem)
     rows: list[dict[str, object]] = [{"name": name, "archive": {}} for name in ("b-c", "gpu", "x")]
     layout.report_path(tmp_path, "a").write_text(json.dumps({"rows": rows, "recommended": "b-c"}))
+    seal(tmp_path / "a")
     return tmp_path
 
 
@@ -128,6 +131,7 @@ def test_models_have_one_name_each_and_what_is_not_there_is_named(
 
 def test_a_run_that_recommends_nothing_asks_for_a_name(two_runs: Path) -> None:
     layout.report_path(two_runs, "a").unlink()
+    (two_runs / "a" / layout.SEAL_FILE).unlink()
     with pytest.raises(UserError, match=r"name one, as in a/b-c, or all with --artifact all; it has b-c, gpu, x"):
         chosen(two_runs, "a")
 

@@ -24,6 +24,7 @@ from serve import layout
 from serve.cli import app
 from serve.options import ServingOptions
 from serve.runtime.errors import UserError
+from serve.sealed import seal
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.configuration import HOST, Ports, check_host, properties
@@ -242,6 +243,7 @@ def test_from_package_to_stop_with_the_printed_curl_line(tmp_path: Path) -> None
     rows = [{"name": "script", "archive": {}}, {"name": "half", "archive": {}}]
     (store / "small" / "report.json").write_text(json.dumps({"rows": rows, "recommended": "script"}))
     (store / "small" / "sample.jpg").write_bytes(artifacts.jpeg(1))
+    seal(store / "small")
     packed = command("package", "small", "--store", store)
     assert packed.returncode == 0, packed.stderr
     archive = store / "small" / "archives" / "small-script.mar"
