@@ -8,7 +8,7 @@ from pathlib import Path
 from serve import layout, sealed
 from serve.export.base import ExportSettings, Subject, Target, find_target
 from serve.runs import artifact_folders, model_name, recommended_among
-from serve.runtime.card import Card, load_card, read_card
+from serve.runtime.card import CARD_FILE, Card, load_card, read_card
 from serve.runtime.errors import UserError, did_you_mean
 
 
@@ -52,14 +52,16 @@ def export_run(
     """
     chosen = find_target(target)
     _check_useful(chosen, settings, signed=key is not None or public_key is not None)
-    cards = {folder.name: read_card(folder) for folder in artifact_folders(store, run)}
+    folders = artifact_folders(store, run)
+    sealed.require(store / run, *(f"{layout.ARTIFACTS}/{folder.name}/{CARD_FILE}" for folder in folders))
+    cards = {folder.name: read_card(folder) for folder in folders}
     if artifact is not None and artifact not in cards:
         raise UserError(f"{run} has no artifact {artifact!r}{did_you_mean(artifact, cards)}; it has {', '.join(cards)}")
     name = artifact or _best(store, run, cards, chosen.format)
     if chosen.format not in (None, cards[name].format):
         raise UserError(f"{name} is a {cards[name].format} file, and {target} is given {chosen.format} files only")
     source = layout.artifact_folder(store, run, name)
-    sealed.require(store / run, layout.REPORT_FILE, f"{layout.ARTIFACTS}/{name}")
+    sealed.require(store / run, f"{layout.ARTIFACTS}/{name}")
     folder = folder or store / run / layout.EXPORTS / target
     try:
         if folder.exists() and any(folder.iterdir()):

@@ -114,12 +114,12 @@ def card_of(store: Path, run: str, artifact: str) -> str:
     """The card of an artifact as JSON text.
 
     Raises:
-        UserError: as `artifact_folder`.
+        UserError: as `artifact_folder`; or the card is not what the run was sealed with.
         CardError: the card is missing or damaged.
     """
     folder = artifact_folder(store, run, artifact)
-    read_card(folder)
     sealed.require(store / run, (folder / CARD_FILE).relative_to(store / run).as_posix())
+    read_card(folder)
     return (folder / CARD_FILE).read_text(encoding="utf-8")
 
 
