@@ -192,6 +192,10 @@ def test_widths_that_were_found_stay_where_the_run_is_interrupted_behind_them(
     kept, notes, asked = found(module)
     assert (kept, asked > 2) == ([5], True)
     assert found(module) == (kept, notes, 0)
+    (file,) = (tmp_path / "unfinished").glob("widths-*.json")
+    for damaged in (file.read_text().replace("5", "6"), "[]", "{"):
+        file.write_text(damaged)
+        assert found(module) == (kept, notes, asked), "what was changed is looked for anew"
     another = copy.deepcopy(module)
     another.get_parameter("0.weight").data.mul_(2)
     assert found(another)[2] == asked, "of another network nothing is known"

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from optimize.data.loading import loader
 from optimize.listener import Silent
@@ -116,6 +118,22 @@ def test_unfinished_work_goes_with_its_object_and_can_be_pruned(tmp_path):
     assert not store.unfinished("b").exists()
 
 
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_any_flipped_bit_of_a_checkpoint_is_noticed(place, bit, tmp_path_factory):
+    folder, heard = tmp_path_factory.mktemp("unfinished"), Heard()
+    checkpoints = Checkpoints(folder, "start", 0.0, heard)
+    checkpoints.save({"weights": torch.arange(8.0)})
+    saved = checkpoints.load()
+    assert saved is not None
+    assert torch.equal(saved["weights"], torch.arange(8.0))
+    (path,) = folder.iterdir()
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1 << bit
+    path.write_bytes(content)
+    assert checkpoints.load() is None
+    assert heard.lines == ["the checkpoint of the interrupted training cannot be read; it begins anew"]
+
+
 def test_two_trainings_for_one_object_go_on_each_from_its_own_checkpoint(tmp_path):
     context = dataclasses.replace(brightness(), unfinished=tmp_path, checkpoint_seconds=0.0)
     heard = Heard()
@@ -145,6 +163,6 @@ def test_a_loader_goes_on_within_an_epoch(streamed, digits, monkeypatch):
     rest = list(batches.placed(2, 5))
     assert [place for place, *_ in whole] == list(range(len(batches)))
     assert [place for place, *_ in rest] == list(range(5, len(batches)))
-    for expected, given in zip(whole[5:], rest, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(expected[1:4], given[1:4], strict=True))
+    for expected, found in zip(whole[5:], rest, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(expected[1:4], found[1:4], strict=True))
     assert list(batches.placed(2, len(batches))) == []

@@ -19,9 +19,11 @@ from optimize.report.runs import faults_of, report_of
 from optimize.store.keys import make_key
 from optimize.store.objects import Store
 from optimize.store.pruning import prunable, prune
+from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError
 
 from .runs_fixtures import Heard, made_run, run_recipe, shared_folder, with_stages
+from .workbench import noting
 
 SMALL = with_stages({"pass": "fuse"})
 #: A file of each kind, and the commands beside `verify` that read it.
@@ -126,6 +128,17 @@ def test_running_again_mends_whatever_was_changed_and_makes_nothing_anew(small_s
     repeat, heard = again(small_store)
     assert heard.made() == set()
     assert numbers(repeat) == numbers(first)
+
+
+def test_a_run_that_finds_everything_made_hashes_no_model_and_no_archive_to_seal(
+    small_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again(small_store)  # from here on the run's files are those of the store: links
+    hashed: list[str] = []
+    monkeypatch.setattr("serve.sealed.sha256_file", noting(hashed, sha256_file, lambda path: path.name))
+    run_recipe(small_store, SMALL)
+    assert "report.json" in hashed
+    assert not [name for name in hashed if name.endswith((".pt2", ".safetensors", ".mar"))]
 
 
 def test_a_changed_owner_of_a_run_does_not_keep_the_run_from_being_made_again(small_store: Path) -> None:
