@@ -365,7 +365,7 @@ def test_the_command_writes_figures_tables_charts_and_a_trace(copied_store: Path
     assert one.call_ms > 0
     folder = copied_store / "tiny.profile"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"onnx-int8.json", "onnx-int8.md", "onnx-int8@openvino.svg"}
+    assert names == {"files.json", "onnx-int8.json", "onnx-int8.md", "onnx-int8@openvino.svg"}
     assert {event["name"] for event in json.loads(trace.read_text())["traceEvents"]} >= {
         layer.name for layer in one.layers
     }

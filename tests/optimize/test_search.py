@@ -222,7 +222,7 @@ def test_where_nothing_was_found_no_recipe_stays_behind(tmp_path: Path) -> None:
     nothing = ended_with(chosen(Case("baseline", 10), max_latency_ms=1.0), stages=stages)
     assert nothing.pair is None
     assert write_search(nothing, {"0" * 64}, store, "net", given) == folder
-    assert {path.name for path in folder.iterdir()} == {"search.json", "objects.json"}
+    assert {path.name for path in folder.iterdir()} == {"files.json", "search.json", "objects.json"}
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_search_that_was_killed_goes_on_where_it_was(bench, checkpoint, tmp_pa
     assert cached[:2] == [True, True]
     assert not all(cached)
     leaves_the_broken_layer_in_float(Found.from_json(json.loads(second.stdout)))
-    assert {path.name for path in folder.iterdir()} == {"search.json", "objects.json", "recipe.yaml"}
+    assert {path.name for path in folder.iterdir()} == {"files.json", "search.json", "objects.json", "recipe.yaml"}
     never = CliRunner().invoke(cli.app, [*words, "--max-latency-ms", "0.000001"])
     assert never.exit_code == 1
     assert never.stderr.splitlines()[-1] == "error: nothing keeps the budget"
