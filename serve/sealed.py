@@ -252,7 +252,7 @@ def _fault(folder: Path, name: str, entry: Entry | None) -> Fault | None:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            reason = "is not a regular file"
+            reason = "is not a regular file; remove it"
         elif status.st_size != entry.bytes:
             reason = f"corrupted, it has {status.st_size} bytes and not {entry.bytes}"
         elif sha256_file(path) != entry.sha256:

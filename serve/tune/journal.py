@@ -1,4 +1,7 @@
-"""What was measured, line by line on disk, so that a tuning that was killed goes on where it ended."""
+"""What was measured, line by line on disk, so that a tuning that was killed goes on where it ended.
+
+Each line holds its own hash: what was changed, and all behind it, is measured anew.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from serve.runtime.documents import sealed, unsealed
 from serve.runtime.serving import Serving
 from serve.tune.search import Point
 
@@ -40,8 +44,9 @@ class Journal:
         fresh = not self.path.exists()
         with self.path.open("a", encoding="utf-8") as stream:
             if fresh:
-                stream.write(json.dumps(self._subject) + "\n")
-            stream.write(json.dumps({"key": key, "point": asdict(point)}) + "\n")
+                stream.write(_line(self._subject))
+            # The point as text, for its p99 may be NaN, which no seal covers.
+            stream.write(_line({"key": key, "point": json.dumps(asdict(point))}))
         return point
 
     def remove(self) -> None:
@@ -51,22 +56,26 @@ class Journal:
     def _read(self) -> int:
         """Take what the file has of this subject; how many points that is."""
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return 0
         whole = []
         for line in lines:
             try:
-                whole.append(json.loads(line))
-            except ValueError:  # the last line of a process that was killed while it wrote
+                whole.append(unsealed(line))
+            except ValueError:  # the last line of a process that was killed while it wrote, or one that was changed
                 break
         if not whole or whole[0] != self._subject:
             self.path.unlink()
             return 0
         for entry in whole[1:]:
-            self._known[entry["key"]].append(Point(**entry["point"]))
+            self._known[entry["key"]].append(Point(**json.loads(entry["point"])))
         if len(whole) < len(lines):
             kept = self.path.with_name(f".{self.path.name}.kept")
-            kept.write_text("".join(json.dumps(entry) + "\n" for entry in whole), encoding="utf-8")
+            kept.write_text("".join(map(_line, whole)), encoding="utf-8")
             kept.replace(self.path)
         return len(whole) - 1
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return json.dumps(sealed(entry)) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -21,6 +22,8 @@ from optimize.store.objects import Store
 from optimize.store.pruning import prunable, prune
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError
+from serve.runtime.execution import Execution
+from serve.runtime.serving import Serving
 
 from .runs_fixtures import Heard, made_run, run_recipe, shared_folder, with_stages
 from .workbench import noting
@@ -181,10 +184,24 @@ def test_packing_again_mends_an_archive_and_its_bill_as_verify_says(small_store:
     assert verified(small_store) == f"4 {WHOLE}"
 
 
-def test_what_package_and_profile_write_is_sealed(small_store: Path) -> None:
+def test_what_other_commands_write_into_a_run_is_sealed(small_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke(small_store, "package tiny --workers 2").exit_code == 0
     write_page(small_store, "tiny")
+    assert invoke(small_store, "export tiny --to kubernetes").exit_code == 0
     assert verified(small_store) == f"4 {WHOLE}"
+    way = SimpleNamespace(way=Serving((Execution("exported"),), batch_size=2), outcome="well")
+
+    def tuned(artifact: Path, *_: object) -> SimpleNamespace:
+        for name in ("tuning.json", "tuning.svg", "tuning.journal"):
+            (artifact / name).touch()
+        (artifact / "serving.json").unlink()  # which no link to the store shares
+        (artifact / "serving.json").write_text(way.way.text)
+        return SimpleNamespace(chosen=way, usual=way)
+
+    monkeypatch.setattr("serve.tune.tuning.tune", tuned)
+    assert invoke(small_store, "tune tiny/fuse --short").exit_code == 0
+    assert verified(small_store) == f"4 {WHOLE}"
+    assert invoke(small_store, "package tiny").exit_code == 0
 
 
 def test_a_run_that_is_killed_before_it_seals_says_so_and_the_next_one_mends_it(

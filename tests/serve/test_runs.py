@@ -16,7 +16,7 @@ from serve.packing import repacking
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
 from serve.runtime.serving import Serving
-from serve.sealed import seal
+from serve.sealed import faults, names, seal
 from serve.torchserve.archive import build_archive
 from tests.serve import artifacts
 
@@ -38,6 +38,7 @@ def test_archives_that_were_kept_for_a_server_go_when_it_has_stopped(tmp_path: P
     folder = left_by_a_server(tmp_path)
     runs.remove_left(tmp_path, "small")
     assert [path.name for path in folder.iterdir()] == ["small-fuse.mar"]
+    assert faults(folder.parent, names(folder.parent)) == [], "the list has them no more"
 
 
 def test_nothing_goes_while_the_run_is_being_made_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve.runtime.documents import unsealed
 from serve.runtime.engines.base import unavailable
 from serve.runtime.errors import PipelineError
 from serve.runtime.execution import Execution
@@ -317,10 +319,31 @@ def test_measurements_of_another_subject_are_not_taken(tmp_path: Path) -> None:
     point = Point(None, 1, 1, 1, 1, 0, 0, False, 1)
     one = Journal(tmp_path / "journal", {"content": "a"})
     one.point(USUAL, None, 1.0, lambda: point)
-    assert json.loads((tmp_path / "journal").read_text().splitlines()[0]) == {"content": "a"}
+    assert unsealed((tmp_path / "journal").read_text().splitlines()[0]) == {"content": "a"}
     assert Journal(tmp_path / "journal", {"content": "a"}).resumed == 1
     assert Journal(tmp_path / "journal", {"content": "b"}).resumed == 0
     assert not (tmp_path / "journal").exists()
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_in_what_a_killed_tuning_has_measured_is_noticed_and_measured_anew(
+    place: float, bit: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("tuning") / "journal"
+    points = [Point(rate, 1.0, 3.0, 4.0, 5.25, 0, 0, False, 1) for rate in (1.0, 2.0)]
+
+    def measured() -> list[Point]:
+        journal = Journal(path, {"content": "a"})
+        return [
+            journal.point(USUAL, point.rate, 1.0, functools.partial(dataclasses.replace, point)) for point in points
+        ]
+
+    assert measured() == points
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1 << bit
+    path.write_bytes(content)
+    assert measured() == points
+    assert Journal(path, {"content": "a"}).resumed == 2
 
 
 def test_every_setting_is_tried_by_engines_that_are_there_and_threads_that_there_are() -> None:
