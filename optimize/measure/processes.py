@@ -22,7 +22,7 @@ import torch
 from optimize.measure.timing import Timing
 from optimize.measure.worker import receive, send
 from serve.runtime.errors import EngineError, PipelineError, UserError
-from serve.runtime.execution import ENVIRONMENT, Execution
+from serve.runtime.execution import ENVIRONMENT, STARTED_WITH, Execution
 
 #: Beginnings of the names of variables that change how fast, or how, the libraries compute.
 _READ_BY_LIBRARIES: Final = (
@@ -44,6 +44,9 @@ _READ_BY_LIBRARIES: Final = (
     "FBGEMM_",
 )
 
+#: Those of them that say where something lies, and not how anything is computed.
+_PLACES: Final = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
+
 _START_S = 300.0
 _TIMEOUT_S = 600.0  # of one command: a network that is compiled takes minutes
 _LAST_LINES = 3
@@ -52,12 +55,12 @@ _LAST_LINES = 3
 def environment() -> dict[str, str]:
     """The variables that an execution's process has and its libraries read: `ENVIRONMENT`, and the user's own.
 
-    What the user has set wins.
+    What the user has set wins, as it was when this process began: see `STARTED_WITH`.
     """
     return {
         name: value
-        for name, value in sorted({**ENVIRONMENT, **os.environ}.items())
-        if name.startswith(_READ_BY_LIBRARIES)
+        for name, value in sorted({**ENVIRONMENT, **STARTED_WITH}.items())
+        if name.startswith(_READ_BY_LIBRARIES) and name not in _PLACES
     }
 
 
@@ -205,7 +208,7 @@ class Template:
                 stdout=self._errors,
                 stderr=self._errors,
                 # Our own sources, wherever this process is now, and no module of the folder that it is in.
-                env=os.environ
+                env={name: value for name, value in os.environ.items() if not name.startswith(_READ_BY_LIBRARIES)}
                 | variables
                 | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
                 start_new_session=True,  # Ctrl-C is for us, who end it

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serve.runtime.errors import UserError
+from serve.runtime.execution import STARTED_WITH
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -145,5 +146,6 @@ def _take_back_one_thread(started: Launch) -> None:
         if any(entry.startswith(f"{_THREADS}=".encode()) for entry in said):
             return
     del os.environ[_THREADS]
+    STARTED_WITH.pop(_THREADS, None)  # nobody has said it
     if torch := sys.modules.get("torch"):  # which has read it
         torch.set_num_threads(len(os.sched_getaffinity(0)))

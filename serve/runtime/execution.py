@@ -29,6 +29,11 @@ Option = bool | int | float | str
 #: has work (torch 2.14, libgomp of GCC 13).
 ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType({"GOMP_SPINCOUNT": "10000"})
 
+#: The environment as it was before any library was loaded. Some write into it: torch's optimizers import
+#: ``torch._dynamo``, which sets ``TORCHINDUCTOR_CACHE_DIR`` (torch 2.14). A measurement depends on what the user
+#: has set, and not on what this process did before.
+STARTED_WITH: Final[dict[str, str]] = dict(os.environ)
+
 #: Of mallopt(3): M_ARENA_MAX, M_MMAP_MAX and M_TRIM_THRESHOLD (bytes).
 _KEPT: Final = ((-8, 1), (-4, 0), (-1, (1 << 31) - 1))
 

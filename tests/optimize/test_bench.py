@@ -40,7 +40,7 @@ from optimize.store.sources import closure
 from serve import runtime
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import EngineError, UserError
-from serve.runtime.execution import Execution
+from serve.runtime.execution import STARTED_WITH, Execution
 from serve.runtime.predictor import Predictor
 from tests.narrow import encoded
 
@@ -204,9 +204,9 @@ def test_how_it_is_run_is_in_the_key_of_every_measurement(
     plain = keys(store, digits_context, trained)
     assert plain == keys(store, digits_context, trained, Execution("exported"))
     threads = keys(store, digits_context, trained, Execution("exported", threads=1))
-    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    monkeypatch.setitem(STARTED_WITH, "GOMP_SPINCOUNT", "77")
     spinning = keys(store, digits_context, trained)
-    monkeypatch.setenv("NOBODY_READS_THIS", "1")
+    monkeypatch.setitem(STARTED_WITH, "NOBODY_READS_THIS", "1")
     assert spinning == keys(store, digits_context, trained)
     for name in plain:
         assert len({plain[name], threads[name], spinning[name]}) == 3

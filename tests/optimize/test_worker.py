@@ -21,11 +21,12 @@ from optimize.measure import pool, processes
 from optimize.measure.pool import Pool
 from optimize.measure.processes import Worker, environment, template, worker
 from optimize.measure.references import open_reference, pickled
+from optimize.measure.surroundings import timing_here
 from optimize.measure.timing import Timing
 from serve.runtime.card import Preprocessing, load_card
 from serve.runtime.engines.base import executions_for
 from serve.runtime.errors import EngineError, PipelineError, UserError
-from serve.runtime.execution import ENVIRONMENT, Execution
+from serve.runtime.execution import ENVIRONMENT, STARTED_WITH, Execution
 from serve.runtime.predictor import Predictor
 from tests.programs import Programs
 from tests.serve import artifacts
@@ -81,11 +82,55 @@ def test_the_environment_of_executions_is_set_before_anything_is_loaded(monkeypa
             assert {name: variables[name] for name in ENVIRONMENT} == {"GOMP_SPINCOUNT": "10000"}
 
 
+def began_with(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    """As if this process had been started with these."""
+    for name, value in variables.items():
+        monkeypatch.setitem(STARTED_WITH, name, value)
+
+
 def test_the_users_own_setting_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOMP_SPINCOUNT", "123")
+    began_with(monkeypatch, GOMP_SPINCOUNT="123")
     assert environment()["GOMP_SPINCOUNT"] == "123"
     with worker() as started:
         assert "GOMP_SPINCOUNT=123" in Path(f"/proc/{started.pid}/environ").read_text().split("\0")
+
+
+def test_what_this_process_writes_into_its_environment_changes_no_key_and_reaches_no_execution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, running = timing_here(Execution("onnxruntime")), template()
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_FREEZING", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    assert timing_here(Execution("onnxruntime")) == before
+    assert template() is running
+    running.close()
+    with worker() as started:
+        entries = Path(f"/proc/{started.pid}/environ").read_text().split("\0")
+    read = dict(
+        entry.split("=", 1) for entry in entries if entry.startswith(("OMP_", "TORCHINDUCTOR_", "MKL_", "GOMP_"))
+    )
+    assert read == before["environment"]
+
+
+def test_training_writes_into_the_environment_and_keys_stay() -> None:
+    """What `torch.optim` imports does it (torch 2.14), in a process that begins as `python -m optimize` does."""
+    program = """
+        import os
+        import optimize
+        from optimize.measure.surroundings import timing_here
+        from serve.runtime.execution import Execution
+        before = timing_here(Execution("exported"))
+        import torch
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        import torch._inductor.runtime.cache_dir_utils as places
+        places.cache_dir()
+        print("TORCHINDUCTOR_CACHE_DIR" in os.environ, timing_here(Execution("exported")) == before)
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR")}
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["True", "True"]
 
 
 def test_what_executions_are_forked_from_has_started_no_thread() -> None:
@@ -264,6 +309,7 @@ def test_a_compiler_that_is_switched_off_gives_no_time_of_a_compiled_module(
 ) -> None:
     before = environment()
     monkeypatch.setenv(switch, "1")
+    began_with(monkeypatch, **{switch: "1"})
     assert environment() == before | {switch: "1"}  # and so in the keys of what is measured
     with pytest.raises(EngineError, match=f"torch.compile is switched off by {switch}=1"):
         open_reference("torch.compile", Net(), GREY8, "cpu")
