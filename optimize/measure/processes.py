@@ -209,7 +209,7 @@ class Template:
                 stderr=self._errors,
                 # Our own sources, wherever this process is now, and no module of the folder that it is in.
                 env={name: value for name, value in os.environ.items() if not name.startswith(_READ_BY_LIBRARIES)}
-                | variables
+                | dict(variables)
                 | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
                 start_new_session=True,  # Ctrl-C is for us, who end it
             )

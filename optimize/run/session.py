@@ -21,6 +21,7 @@ from optimize.export.sparsity import sparsity
 from optimize.measure.machine import installed_version, machine, versions
 from optimize.measure.surroundings import timing_here
 from optimize.memory import collect
+from optimize.models.built import architecture_of
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.preprocessing import ChosenPreprocessing
 from optimize.models.source import ModelSource
@@ -134,6 +135,11 @@ class Session(Described):
         """How images reach the network, and by whose word."""
         return ChosenPreprocessing(self.context.preprocessing, self.origins)
 
+    @functools.cached_property
+    def architecture(self) -> tuple[str, str]:
+        """What the network's code is known by in keys; see `architecture_of`."""
+        return architecture_of(self.source, len(self.context.data.classes), self.context.preprocessing)
+
     def close(self) -> None:
         """Let others prune the store, before the last of this session's artifacts is gone."""
         self._hold.close()
@@ -158,8 +164,7 @@ class Session(Described):
         training = None if checkpoint else inputs(config)
         teaching = None if checkpoint else self.teaching(config, None)
         key = BaselineKey(
-            # One file may hold many factories.
-            architecture=(self.source.fingerprint, self.source.name),
+            architecture=self.architecture,
             weights=(checkpoint.sha256, checkpoint.place) if checkpoint else None,
             training=training,
             processes=1 if checkpoint else self.context.processes,
@@ -240,7 +245,7 @@ class Session(Described):
             ancestors=tuple(content(artifact.card) for artifact in parent.line()),
             target=x86_target().name,
             device=self.context.device.type if step.reads_device else None,
-            architecture=(self.source.fingerprint, self.source.name) if trains(config) else None,
+            architecture=self.architecture if trains(config) else None,
             processes=self.context.processes if trains(config) else 1,
             zeros=code_of(sparsity) if zeros else None,
             timed=timing_here(*timed) if (timed := step.timed(config)) else None,

@@ -11,6 +11,7 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.measure.machine import installed_version
+from optimize.models.built import architecture_of
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
 from optimize.models.fitting import load_into
 from optimize.models.module import module_source
@@ -110,9 +111,8 @@ def _model(given: TeacherModel | nn.Module, context: Context) -> Teaching:
             raise UserError(f"distil.teacher: {source.name}: {said}") from None
         return Teacher(source.name, digest, module.eval(), own.mean, own.std)
 
-    digest = _digest(
-        make_key(source=[source.fingerprint, source.name], weights=[checkpoint.sha256, checkpoint.place]), own
-    )
+    architecture = architecture_of(source, len(context.data.classes), context.preprocessing)
+    digest = _digest(make_key(source=architecture, weights=[checkpoint.sha256, checkpoint.place]), own)
     return Teaching(digest, build)
 
 

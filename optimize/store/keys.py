@@ -84,7 +84,8 @@ class BaselineKey(Making):
     """A baseline, before it has a name.
 
     Attributes:
-        architecture: the model's fingerprint, and which factory of that source builds it.
+        architecture: the model's fingerprint, with the digest of what the user's own factory builds, and which
+            factory of that source builds it.
         weights: SHA-256 of the checkpoint, and which of its state dicts; None if the baseline is trained.
         training: how it is trained; None if it has a checkpoint.
         processes: how many train together; 1 where nothing is trained. Dropout draws in each, and some norms see the
