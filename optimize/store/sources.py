@@ -14,9 +14,12 @@ import io
 import pkgutil
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
+
+from optimize.store.source_cache import SourceCache
 
 #: The packages whose sources belong to the project; others are covered by their versions.
 PROJECT = ("optimize", "serve")
@@ -41,7 +44,8 @@ def source_digest(*modules: str) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(closure(*modules)):
-        digest.update(f"{name}\0".encode() + without_comments(_source(name)[0]) + b"\0")
+        digest.update(f"{name}\0{_facts(name).digest}\0".encode())
+    _CACHE.save()
     return digest.hexdigest()
 
 
@@ -62,9 +66,9 @@ def closure(*modules: str) -> frozenset[str]:
         package = name.rpartition(".")[0]
         if "." in package:  # it is run too; what the top of a distribution exports changes no result
             waiting.append(package)
-        imported, registered = _reached_from(name)
-        waiting += [entry for entry in imported if entry.partition(".")[0] in inside and _found(entry) is not None]
-        for room in registered:
+        facts = _facts(name)
+        waiting += [entry for entry in facts.imports if entry.partition(".")[0] in inside and _found(entry) is not None]
+        for room in facts.registries:
             if not any(root.startswith(f"{room}.") for root in modules):
                 waiting += _members(room)
     return frozenset(found)
@@ -102,13 +106,39 @@ def without_comments(source: bytes) -> bytes:
     return "\n".join(line for row, line in enumerate(lines, start=1) if row not in blank).encode()
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What a module's source says.
+
+    Attributes:
+        digest: SHA-256 of the source without comments.
+        imports: absolute names of what it imports when it is loaded or run.
+        registries: packages that its registries are made for.
+    """
+
+    digest: str
+    imports: tuple[str, ...]
+    registries: tuple[str, ...]
+
+
+_CACHE = SourceCache(Path(__file__).read_bytes())
+
+
 @functools.cache
-def _reached_from(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Absolute names of what ``name`` imports when it is loaded or run, and packages of its registries."""
+def _facts(name: str) -> _Facts:
     source, is_package = _source(name)
+    found = _CACHE.fact((name.encode(), bytes([is_package]), source), lambda: _read(name, source, is_package))
+    return _Facts(found["digest"], tuple(found["imports"]), tuple(found["registries"]))
+
+
+def _read(name: str, source: bytes, is_package: bool) -> dict[str, Any]:
     package = name if is_package else name.rpartition(".")[0]
-    nodes = list(_walk(ast.parse(source)))  # once for both: a run that makes nothing spends most of its own time here
-    return tuple(_imported(nodes, package)), tuple(_registered_packages(nodes, name, package))
+    nodes = list(_walk(ast.parse(source)))
+    return {
+        "digest": hashlib.sha256(without_comments(source)).hexdigest(),
+        "imports": _imported(nodes, package),
+        "registries": list(_registered_packages(nodes, name, package)),
+    }
 
 
 def _registered_packages(nodes: Iterable[ast.AST], name: str, package: str) -> Iterator[str]:
