@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -15,6 +17,9 @@ from optimize.store.artifact import WEIGHTS_FILE
 from serve.runtime.card import Format
 from serve.runtime.errors import EngineError, one_line
 from serve.runtime.program_file import save_program
+
+
+_MANGLED = re.compile(rb"___torch_mangle_\d+")
 
 
 def write_weights(module: nn.Module, folder: Path) -> None:
@@ -67,4 +72,31 @@ def write_script(module: nn.Module, example: torch.Tensor, folder: Path, *, stem
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(torch.jit.freeze(traced), str(folder / file))
+    _rename_types(folder / file)
     return file
+
+
+def _rename_types(path: Path) -> None:
+    """Write a TorchScript file anew with type names that depend on the module alone.
+
+    torch (2.14) tells types of one name apart by a number that counts up in the process (``___torch_mangle_7``): the
+    same module gave other bytes after an interruption. They are counted anew in the file. What tells where code came
+    from (``.debug_pkl``) has these names, too, and the id of the file is a hash of all that; no reader needs either.
+    """
+    numbers: dict[bytes, bytes] = {}
+
+    def renamed(text: bytes) -> bytes:
+        return _MANGLED.sub(lambda found: numbers.setdefault(found[0], b"___torch_mangle_%d" % len(numbers)), text)
+
+    with zipfile.ZipFile(path) as opened:
+        records = {entry.filename: opened.read(entry) for entry in opened.infolist()}
+    root = next(name for name in records if name.endswith("/data.pkl")).removesuffix("data.pkl")
+    kept = {f"{root}data.pkl": renamed(records.pop(f"{root}data.pkl"))}  # the first: it names the module's own type
+    for name, content in records.items():
+        if name.endswith((".py", ".pkl")):
+            kept[renamed(name.encode()).decode()] = renamed(content)
+        elif not name.endswith((".debug_pkl", "/serialization_id")):
+            kept[name] = content
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as written:
+        for name in sorted(kept):
+            written.writestr(zipfile.ZipInfo(name), kept[name])

@@ -84,6 +84,30 @@ def test_a_second_run_takes_everything_from_the_cache(quick, checkpoint):
     assert second.apply(again.artifact, Fuse()).artifact.folder == fused.artifact.folder
 
 
+@pytest.mark.parametrize(
+    "configs",
+    [
+        (Fuse(), Half(dtype="bfloat16")),
+        (Fuse(), Ptq()),
+        (Fuse(), Dynamic()),
+        (Fuse(), Ptq(), OnnxInt8()),
+        (Qat(epochs=1, images=32, augment=False),),
+    ],
+    ids=["half", "ptq", "dynamic", "onnx-int8", "qat"],
+)
+def test_equal_inputs_give_equal_bytes_whatever_the_process_made_before(tmp_path, checkpoint, configs):
+    files = []
+    for number in range(2):
+        session = Session(Store(tmp_path / str(number)), resolve_model(f"{TINY_NET}:tiny"), noise_context())
+        artifact = session.baseline(checkpoint=checkpoint).artifact
+        for config in configs:
+            artifact = session.apply(artifact, config).artifact
+        files.append(artifact.card.files)
+        # Names of types count up in a process, and those of this module's are taken now.
+        torch.jit.trace(Tiny(4).eval(), torch.zeros(1, 1, 16, 16), check_trace=False)
+    assert files[0] == files[1]
+
+
 CHANGES = {
     "the seed": lambda context: dataclasses.replace(context, seed=1),
     "an image": lambda context: noise_context(train=noise(64, 77)),
