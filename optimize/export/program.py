@@ -18,7 +18,6 @@ from serve.runtime.card import Format
 from serve.runtime.errors import EngineError, one_line
 from serve.runtime.program_file import save_program
 
-
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
 
 
