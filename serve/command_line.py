@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
+import io
 import itertools
 import os
 import sys
@@ -35,6 +37,7 @@ class OneLineGroup(TyperGroup):
     ) -> Any:
         """Run a command; see `TyperGroup.main`."""
         args = sys.argv[1:] if args is None else args
+        _write_what_the_terminal_can()
         try:
             _refuse_empty(args)
             outcome = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
@@ -86,6 +89,43 @@ def _write_sections(formatter: Any, entries: Sequence[tuple[str, tuple[str, str]
     for title in dict.fromkeys(title for title, _ in entries):
         with formatter.section(title):
             formatter.write_dl([entry for other, entry in entries if other == title])
+
+
+#: What stands for a character that an output's encoding does not have.
+_PLAIN = {
+    "Δ": "d",
+    "Σ": "S",
+    "“": "'",
+    "”": "'",
+    "²": "2",
+    "×": "x",
+    "−": "-",
+    "–": "-",
+    "…": "...",
+    "±": "+-",
+    "≤": "<=",
+    "≥": ">=",
+    "·": ".",
+    "µ": "u",
+    "→": "->",
+    "★": "*",
+}
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Plain characters for those that cannot be encoded: a handler of `codecs`."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("plain", _plain)
+
+
+def _write_what_the_terminal_can() -> None:
+    """Have output in another encoding than UTF-8 go on with plain characters, where Python would raise."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="plain")
 
 
 def _refuse_empty(words: Sequence[str]) -> None:

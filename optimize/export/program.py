@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import warnings
 import zipfile
@@ -70,13 +71,14 @@ def write_script(module: nn.Module, example: torch.Tensor, folder: Path, *, stem
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
-        torch.jit.save(torch.jit.freeze(traced), str(folder / file))
-    _rename_types(folder / file)
+        memory = io.BytesIO()  # torch's own writer (2.14) ends the process where the disk is full
+        torch.jit.save(torch.jit.freeze(traced), memory)
+    (folder / file).write_bytes(_with_names_of_its_own(memory))
     return file
 
 
-def _rename_types(path: Path) -> None:
-    """Write a TorchScript file anew with type names that depend on the module alone.
+def _with_names_of_its_own(written: io.BytesIO) -> bytes:
+    """A TorchScript file with type names that depend on the module alone.
 
     torch (2.14) tells types of one name apart by a number that counts up in the process (``___torch_mangle_7``): the
     same module gave other bytes after an interruption. They are counted anew in the file. What tells where code came
@@ -87,7 +89,7 @@ def _rename_types(path: Path) -> None:
     def renamed(text: bytes) -> bytes:
         return _MANGLED.sub(lambda found: numbers.setdefault(found[0], b"___torch_mangle_%d" % len(numbers)), text)
 
-    with zipfile.ZipFile(path) as opened:
+    with zipfile.ZipFile(written) as opened:
         records = {entry.filename: opened.read(entry) for entry in opened.infolist()}
     root = next(name for name in records if name.endswith("/data.pkl")).removesuffix("data.pkl")
     kept = {f"{root}data.pkl": renamed(records.pop(f"{root}data.pkl"))}  # the first: it names the module's own type
@@ -96,6 +98,8 @@ def _rename_types(path: Path) -> None:
             kept[renamed(name.encode()).decode()] = renamed(content)
         elif not name.endswith((".debug_pkl", "/serialization_id")):
             kept[name] = content
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as written:
+    anew = io.BytesIO()
+    with zipfile.ZipFile(anew, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(kept):
-            written.writestr(zipfile.ZipInfo(name), kept[name])
+            archive.writestr(zipfile.ZipInfo(name), kept[name])
+    return anew.getvalue()

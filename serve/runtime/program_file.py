@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import io
 import json
 import re
 import sys
@@ -173,6 +174,7 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
 
     Raises:
         EngineError: `load_program` would refuse it.
+        OSError: it cannot be written.
     """
     for module in program.graph_module.modules():  # with the blocks under torch.no_grad and the like
         if isinstance(module, torch.fx.GraphModule):
@@ -184,7 +186,9 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
     program.example_inputs = None
     # Python source that `ExportedProgram.module` executes; the input's shape is checked without it.
     program._guards_code = []
-    torch.export.save(program, path)
+    memory = io.BytesIO()  # torch's own writer (2.14) ends the process where the disk is full
+    torch.export.save(program, memory)
+    path.write_bytes(memory.getbuffer())
     check_program(path)
 
 

@@ -233,6 +233,24 @@ def test_show_lists_the_best_execution_of_each_artifact_or_all_of_them(tmp_path:
     assert "qat@torchscript" in invoke("list", "--store", tmp_path).stdout
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("words", [("list",), ("show", "toynet")])
+def test_a_terminal_that_is_not_utf_8_gets_plain_characters(
+    words: tuple[str, ...], encoding: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "toynet" / "report.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(synthetic().to_json()))
+    seal(path.parent)
+    run = [sys.executable, "-m", "optimize", *words, "--store", str(tmp_path)]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "200"}
+    found = subprocess.run(run, capture_output=True, check=False, timeout=60, env=environment)
+    assert found.returncode == 0, found.stderr
+    text = found.stdout.decode(encoding)
+    assert "qat" in text
+    assert ("1.6x" in text) == (encoding == "ascii") or "\xd7" in text  # the sign of a speed is in Latin-1
+
+
 @pytest.mark.parametrize("words", [("show", "toynet"), ("compare", "toynet/ptq", "toynet/qat")])
 def test_a_report_of_an_older_version_is_one_line_that_says_what_to_do(words: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "toynet" / "report.json"
