@@ -8,6 +8,7 @@ where everything is in the store, no process is started.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,12 @@ import torch
 from optimize.context import Context
 from optimize.data.loading import loader
 from optimize.measure.accuracy import Answers, answer, load_answers, save_answers
+from optimize.measure.contention import Watch
 from optimize.measure.figures import Footprint
 from optimize.measure.latency import Speed, Turn, measure_speed
 from optimize.measure.pool import MAX_BATCH, Loaded, Pool
 from optimize.measure.processes import Worker
-from optimize.measure.references import pickled, references_on
+from optimize.measure.references import REFERENCES, pickled, references_on
 from optimize.measure.surroundings import surroundings
 from optimize.measure.timing import Timing
 from optimize.measure.wanted import wanted_executions
@@ -258,15 +260,17 @@ class Bench:
         def build(folder: Path) -> None:
             skipped: dict[str, str] = {}
             with self._pool.alone():
-                turns = self._turns(distinct, skipped) | self._eager_turns(eager, references, skipped)
-                speeds = measure_speed(turns, self.timing, self.context.listener)
-            write_json(
-                {
-                    "speeds": {name: {str(k): v for k, v in speed.rounds.items()} for name, speed in speeds.items()},
-                    "skipped": skipped,
-                },
-                folder / _SPEED_FILE,
-            )
+                eager_turns = self._eager_turns(eager, references, skipped)
+                turns = self._turns(distinct, skipped) | eager_turns.turns
+                speeds = measure_speed(
+                    turns,
+                    self.timing,
+                    self.context.listener,
+                    renew=lambda name: self._renewed(name, skipped) if name in distinct else eager_turns.renewed(name),
+                    watch=Watch(self._pool.pids),
+                )
+            body = {name: _speed_as_json(speed) for name, speed in speeds.items()}
+            write_json({"speeds": body, "skipped": skipped}, folder / _SPEED_FILE)
 
         executions = [candidate.execution for candidate in distinct.values()]
         makers = {maker for candidate in distinct.values() for maker in self._makers(candidate)}
@@ -315,29 +319,32 @@ class Bench:
                 skipped[digest] = str(error)
         return found
 
+    def _renewed(self, digest: str, skipped: dict[str, str]) -> Turn:
+        """The turns of a pair in a new process, warmed up; the one before has ended."""
+        try:
+            return self._warmed(digest, self._pool.renew(digest), skipped)
+        except PipelineError as error:
+            skipped[digest] = str(error)
+            raise
+
     def _eager_turns(
         self, eager: Artifact | None, references: Mapping[str, tuple[str, str]], skipped: dict[str, str]
-    ) -> dict[str, Turn]:
+    ) -> _EagerTurns:
+        found = _EagerTurns(self, references, skipped)
         if not references:
-            return {}
+            return found
         if eager is None:
             skipped |= dict.fromkeys(references, "no eager module to run: of a quantized artifact alone")
-            return {}
+            return found
         try:
-            body = pickled(eager.module, self.context.preprocessing)
+            found.body = pickled(eager.module, self.context.preprocessing)
         except Exception as error:  # noqa: BLE001 - the user's module may refuse in any way
             skipped |= dict.fromkeys(references, f"the module does not travel to another process: {one_line(error)}")
-            return {}
-        found: dict[str, Turn] = {}
-        for name, (kind, device) in references.items():
+            return found
+        for name in references:
             self.context.listener.progressed(0.0, f"warming up {name}")  # a compiler takes its time
-            worker = self._pool.another()
-            try:
-                worker.reference(kind, device, body)
-                found[name] = self._warmed(name, worker, skipped)
-            except PipelineError as error:  # Inductor raises whatever its compiler does
-                skipped[name] = f"does not run here: {error}"
-                worker.close()
+            with contextlib.suppress(PipelineError):
+                found.open(name)
         return found
 
     def _warmed(self, name: str, worker: Worker, skipped: dict[str, str]) -> Turn:
@@ -390,6 +397,58 @@ class Bench:
         return Kept(read(stored.folder), key.digest, stored.seconds, stored.cached, stored.created)
 
 
+class _EagerTurns:
+    """The turns of an eager module's references, each in a process of its own.
+
+    Args:
+        bench: whose processes and images they take.
+        references: kind and device of each, by name.
+        skipped: gets why one has no turns.
+    """
+
+    def __init__(self, bench: Bench, references: Mapping[str, tuple[str, str]], skipped: dict[str, str]) -> None:
+        self.turns: dict[str, Turn] = {}
+        self.body = b""
+        self._bench, self._references, self._skipped = bench, references, skipped
+        self._workers: dict[str, Worker] = {}
+
+    def open(self, name: str) -> Turn:
+        """Start the process of a reference, and end the one that it had.
+
+        Raises:
+            PipelineError: it does not run here.
+        """
+        kind, device = self._references[name]
+        if name in self._workers:
+            self._workers.pop(name).close()
+        worker = self._workers[name] = self._bench._pool.another()
+        try:
+            worker.reference(kind, device, self.body)
+            self.turns[name] = self._bench._warmed(name, worker, self._skipped)
+        except PipelineError as error:  # Inductor raises whatever its compiler does
+            self._skipped[name] = f"does not run here: {error}"
+            worker.close()
+            raise
+        return self.turns[name]
+
+    def renewed(self, name: str) -> Turn:
+        """Its turns from then on, in a new process; a compiled module keeps its own, as compiling takes minutes."""
+        return self.turns[name] if REFERENCES[self._references[name][0]].compiled else self.open(name)
+
+
+def _speed_as_json(speed: Speed) -> dict[str, Any]:
+    return {
+        "rounds": {str(size): turns for size, turns in speed.rounds.items()},
+        "starts": list(speed.starts),
+        "others": {str(size): shares for size, shares in speed.others.items()},
+    }
+
+
+def _speed_from_json(body: Mapping[str, Any]) -> Speed:
+    rounds, others = ({int(size): turns for size, turns in body[name].items()} for name in ("rounds", "others"))
+    return Speed(rounds, tuple(body["starts"]), others)
+
+
 def eager_origin(artifact: Artifact) -> Artifact | None:
     """The artifact itself, or the nearest that it was made from, that has an eager float module; None if none has."""
     origin: Artifact | None = artifact
@@ -400,7 +459,7 @@ def eager_origin(artifact: Artifact) -> Artifact | None:
 
 def _speed_table(folder: Path, candidates: Sequence[Candidate], references: Mapping[str, object]) -> SpeedTable:
     body = _read(folder / _SPEED_FILE)
-    found = {name: Speed({int(size): turns for size, turns in r.items()}) for name, r in body["speeds"].items()}
+    found = {name: _speed_from_json(speed) for name, speed in body["speeds"].items()}
     digests = {candidate.id: candidate.digest for candidate in candidates} | {name: name for name in references}
     return SpeedTable(
         speeds={name: found[digest] for name, digest in digests.items() if digest in found},

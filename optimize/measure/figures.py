@@ -6,7 +6,7 @@ milliseconds at batch 1, sizes bytes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,6 +14,10 @@ from serve.runtime.described import Described
 
 if TYPE_CHECKING:
     from optimize.measure.statistics import PairedDifference
+
+
+#: Two variants whose speeds differ by less than this factor are level.
+LEVEL: Final = 0.97
 
 
 class Record(Described, BaseModel):
@@ -38,7 +42,7 @@ class Record(Described, BaseModel):
 class Ratio(Record):
     """How many times as fast as another: median over the rounds, its interval, and that interval's confidence.
 
-    ``slower``: plainly slower, by the rule of `latency.compare`.
+    ``slower``: the whole interval says so, see `latency.compare`.
     """
 
     value: float
@@ -46,6 +50,11 @@ class Ratio(Record):
     high: float
     coverage: float
     slower: bool
+
+    @property
+    def unclear(self) -> bool:
+        """Whether it seems slower, and the interval does not say so."""
+        return self.value < LEVEL and not self.slower
 
 
 class Latency(Record):

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from optimize.listener import SILENT, Listener
-from optimize.measure.figures import Latency, Ratio, Timed
-from optimize.measure.statistics import percentile_summary, ratio_interval
+from optimize.measure.contention import UNSTEADY, Watch
+from optimize.measure.figures import LEVEL, Latency, Ratio, Timed
+from optimize.measure.statistics import ENOUGH, percentile_summary, ratio_interval, student_ratio
 from optimize.measure.timing import Timing
 from serve.runtime.errors import PipelineError
 
-#: Two variants whose speeds differ by less than this factor are level.
-LEVEL = 0.97
+#: Seconds in all for turns that are taken again because others took the cores.
+_AGAIN_S = 20.0
 
 #: ``uint8 (N, C, H, W)`` on the host to logits on the host.
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -35,22 +37,43 @@ Clock = Callable[[Call, torch.Tensor], float]
 
 @dataclass(frozen=True)
 class Speed:
-    """Times of one variant: for each batch size and round, the milliseconds of each call."""
+    """Times of one variant.
+
+    Attributes:
+        rounds: for each batch size and turn, the milliseconds of each call.
+        starts: the turns at batch 1 that were the first of a process; empty: all were of one. A larger batch size has
+            a turn in each process then.
+        others: for each batch size and turn, the share of the cores that other processes took meanwhile; None where
+            that could not be told.
+    """
 
     rounds: Mapping[int, Sequence[Sequence[float]]]
+    starts: Sequence[int] = ()
+    others: Mapping[int, Sequence[float | None]] = field(default_factory=dict)
+
+    @property
+    def shares(self) -> list[float | None]:
+        """What others took of the cores in each turn."""
+        return [share for shares in self.others.values() for share in shares]
+
+    @property
+    def processes(self) -> int:
+        """How many processes it was timed in."""
+        return max(1, len(self.starts))
 
     def against(self, yardstick: Speed, eager: Speed) -> Timed:
         """Latency at batch 1, throughput by batch size, and the speed-up over ``yardstick`` and over ``eager``.
 
-        p50 is the median of the rounds' medians; p95 and p99 are those of all calls, because a tail is
-        made of the rare ones; throughput is the median of the rounds'.
+        p50 is the geometric mean of the processes' medians, so that a ratio of two is that of their p50s; of one
+        process it is the median of the rounds' medians. p95 and p99 are those of all calls, because a tail is made of
+        the rare ones. Throughput is the median of the processes', or of one process of the rounds'.
         """
         single = [value for turn in self.rounds[1] for value in turn]
         tail = percentile_summary(single)
         throughput = {
             size: statistics.median(1e3 / milliseconds for milliseconds in self.per_image(size)) for size in self.rounds
         }
-        p50 = statistics.median(self.medians())
+        p50 = (statistics.geometric_mean if self.processes > 1 else statistics.median)(self.medians())
         return Timed(
             latency_ms=Latency(p50=p50, p95=tail.p95, p99=tail.p99, samples=len(single)),
             throughput=throughput,
@@ -59,54 +82,122 @@ class Speed:
         )
 
     def medians(self) -> list[float]:
-        """Median latency at batch 1 in each round, ms."""
+        """Median latency at batch 1, ms: in each process the median of its rounds' medians; of one, in each round."""
         return self._medians
 
     @functools.cached_property
     def _medians(
         self,
     ) -> list[float]:  # every comparison asks for them: a fifth of a second of a run that makes nothing
-        return [statistics.median(turn) for turn in self.rounds[1]]
+        return [statistics.median(map(statistics.median, turns)) for turns in self._by_process(1)]
 
     def tails(self) -> list[float]:
-        """95th percentile of the latency at batch 1 in each round, ms."""
-        return [percentile_summary(turn).p95 for turn in self.rounds[1]]
+        """95th percentile of the latency at batch 1 in each process, or of one process in each round, ms."""
+        calls = ([call for turn in turns for call in turn] for turns in self._by_process(1))
+        return [percentile_summary(every).p95 for every in calls]
 
     def per_image(self, size: int) -> list[float]:
-        """Time per image at this batch size in each round, ms."""
-        return [sum(turn) / len(turn) / size for turn in self.rounds[size]]
+        """Time per image at this batch size in each process, or of one process in each round, ms."""
+        return [statistics.mean(sum(turn) / len(turn) / size for turn in turns) for turns in self._by_process(size)]
+
+    def _by_process(self, size: int) -> list[Sequence[Sequence[float]]]:
+        """The turns of each process; of one process, each turn by itself."""
+        turns = self.rounds[size]
+        if self.processes == 1 or size != 1:
+            return [[turn] for turn in turns]
+        return [turns[start:end] for start, end in itertools.pairwise((*self.starts, len(turns)))]
 
 
 def measure_speed(
-    turns: Mapping[str, Turn], timing: Timing, listener: Listener = SILENT, sizes: Sequence[int] | None = None
+    turns: Mapping[str, Turn],
+    timing: Timing,
+    listener: Listener = SILENT,
+    sizes: Sequence[int] | None = None,
+    *,
+    renew: Callable[[str], Turn] | None = None,
+    watch: Watch | None = None,
 ) -> dict[str, Speed]:
     """Time every variant in turns, one at a time.
+
+    A turn in which others took the cores is taken again, within a budget; the one that they took less of is kept.
 
     Args:
         turns: the variants by name, warmed up at every batch size.
         timing: see `Timing`.
         listener: told how far it is.
         sizes: batch sizes, where they are not those of ``timing``.
+        renew: starts a variant's process anew, and warms it up: its turns from then on. None: all are of one process.
+        watch: tells what others take of the cores; None: nobody looks.
 
     Returns:
         Times by variant; one whose turn raised a `PipelineError` has left, and is absent.
     """
     sizes = sizes or timing.batch_sizes
-    times: dict[str, dict[int, list[list[float]]]] = {name: {size: [] for size in sizes} for name in turns}
-    names = list(turns)
+    starts = timing.starts if renew is not None and min(timing.processes, timing.rounds) > 1 else ()
+    present = dict(turns)
+    times: dict[str, _Taken] = {name: _Taken(sizes) for name in turns}
+    names, steady = list(turns), _Steady(watch)
     for number in range(timing.rounds):
+        if renew is not None and number in starts[1:]:
+            for name in list(present):
+                listener.progressed(number / timing.rounds, f"starting {name} anew")
+                try:
+                    present[name] = renew(name)
+                except PipelineError:
+                    del present[name]
         # Each round begins with another variant: none always follows the same neighbour's heat.
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
-            for size in sizes if name in times else ():
+            for size in sizes if name in present else ():
+                if starts and size != 1 and number not in starts:
+                    continue
                 try:
-                    times[name][size].append(turns[name](size))
+                    times[name].add(size, *steady.take(present[name], size))
                 except PipelineError:
-                    del times[name]
+                    del present[name]
                     break
             done = (number * len(names) + place + 1) / (timing.rounds * len(names))
             listener.progressed(done, f"speed, round {number + 1}/{timing.rounds}")
-    return {name: Speed(rounds) for name, rounds in times.items()}
+    return {name: Speed(times[name].rounds, starts, times[name].others) for name in present}
+
+
+class _Taken:
+    """The turns of a variant so far: milliseconds of each call, and the share that others took."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.rounds: dict[int, list[list[float]]] = {size: [] for size in sizes}
+        self.others: dict[int, list[float | None]] = {size: [] for size in sizes}
+
+    def add(self, size: int, calls: list[float], others: float | None) -> None:
+        self.rounds[size].append(calls)
+        self.others[size].append(others)
+
+
+class _Steady:
+    """Takes turns, and takes one again where others had the cores, as long as there is time for it."""
+
+    def __init__(self, watch: Watch | None) -> None:
+        self._watch = watch
+        self._left = _AGAIN_S
+
+    def take(self, turn: Turn, size: int) -> tuple[list[float], float | None]:
+        """A turn at a batch size, and the share of the cores that others took meanwhile."""
+        if self._watch is None:
+            return turn(size), None
+        calls, others = self._once(turn, size)
+        while others is not None and others > UNSTEADY and self._left > 0:
+            began = time.perf_counter()
+            again, then = self._once(turn, size)
+            self._left -= time.perf_counter() - began
+            if then is None or then >= others:
+                break  # it is no calmer now
+            calls, others = again, then
+        return calls, others
+
+    def _once(self, turn: Turn, size: int) -> tuple[list[float], float | None]:
+        assert self._watch is not None
+        self._watch.begin()
+        return turn(size), self._watch.others()
 
 
 def take_turn(call: Call, images: torch.Tensor, clock: Clock, timing: Timing) -> list[float]:
@@ -139,19 +230,35 @@ def clock_of(device: str) -> Clock:
 
 
 def compare(parent: Speed, child: Speed) -> Ratio:
-    """How many times as fast the child is at batch 1, round by round, and whether it is slower than its parent.
+    """How many times as fast the child is at batch 1, process by process, and whether it is slower than its parent.
 
-    It is called slower where the median ratio is below `LEVEL`, or the whole interval below 1. The first
-    does not wait for certainty: of a few rounds one that was disturbed would hide a plain loss.
+    It is called slower only where the whole interval says so.
     """
     return level(parent.medians(), child.medians())
 
 
 def level(parent: Sequence[float], child: Sequence[float]) -> Ratio:
-    """The same of any cost that is lower the better, one number for each round; of one number there is no interval."""
-    ratio = ratio_interval(parent, child)
-    slower = ratio.median < LEVEL or (len(parent) > 1 and ratio.high < 1)
-    return Ratio(value=ratio.median, low=ratio.low, high=ratio.high, coverage=ratio.coverage, slower=slower)
+    """The same of any cost that is lower the better, a number for each process or round; of one there is no interval.
+
+    The interval is between order statistics where there are enough numbers for 95 %, else Student's.
+    """
+    several = len(parent) > 1
+    ratio = (student_ratio if 1 < len(parent) < ENOUGH else ratio_interval)(parent, child)
+    return Ratio(
+        value=ratio.median,
+        low=ratio.low,
+        high=ratio.high,
+        coverage=ratio.coverage,
+        slower=several and ratio.high < 1,
+    )
+
+
+def falls_behind(ratio: Ratio) -> bool:
+    """Whether what is compared is no choice for who wants speed: more than level behind, or surely behind.
+
+    A choice has to be made, and does not wait for certainty as a statement does.
+    """
+    return ratio.value < LEVEL or ratio.slower
 
 
 def _wall_clock(call: Call, images: torch.Tensor) -> float:

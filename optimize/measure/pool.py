@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -33,8 +33,9 @@ MAX_BATCH = 64
 
 @dataclass(frozen=True)
 class Loaded:
-    """An artifact, opened by an execution in a process of its own; ``provider`` is what executes it."""
+    """An artifact in ``folder``, opened by an execution in a process of its own; ``provider`` is what executes it."""
 
+    folder: Path
     worker: Worker
     execution: Execution
     provider: str
@@ -124,6 +125,27 @@ class Pool:
         if (loaded := self._loaded.pop(key, None)) is not None:
             loaded.worker.close()
 
+    def renew(self, key: str) -> Worker:
+        """Open what has this key in a new process, and end the one that it had; it is not weighed again.
+
+        Raises:
+            PipelineError: opening it failed; nothing has this key any more.
+        """
+        loaded = self._loaded.pop(key)
+        loaded.worker.close()
+        worker = processes.worker()
+        try:
+            worker.open(loaded.folder, loaded.execution, self._max_batch)
+        except BaseException:
+            worker.close()
+            raise
+        self._loaded[key] = replace(loaded, worker=worker)
+        return worker
+
+    def pids(self) -> list[int]:
+        """Ids of all processes of it."""
+        return [worker.pid for worker in (*(each.worker for each in self._loaded.values()), *self._others)]
+
     def another(self) -> Worker:
         """A process with nothing in it, which ends with the others."""
         worker = processes.worker()
@@ -137,7 +159,7 @@ class Pool:
         provider, load_ms = worker.open(folder, execution, self._max_batch)
         worker.warm(sorted({1, self._sizes[-1]}))
         memory = self._used(execution.device) - before if on_cuda else worker.memory()
-        loaded = Loaded(worker, execution, provider, Footprint(load_ms=load_ms, memory_bytes=max(0, memory)))
+        loaded = Loaded(folder, worker, execution, provider, Footprint(load_ms=load_ms, memory_bytes=max(0, memory)))
         if not on_cuda:
             self._must_fit(memory)
         return loaded

@@ -239,12 +239,20 @@ class Recommendation(Record):
 
 
 class Measurement(Record):
-    """How and when the speeds were taken; ``cached``: they are those of an earlier run of the same set."""
+    """How and when the speeds were taken; ``cached``: they are those of an earlier run of the same set.
+
+    ``others`` is the share of the cores that other processes took meanwhile, on average, and ``busiest`` that of the
+    turn in which they took most; None where the system does not tell. ``warning`` says that the speeds are provisional,
+    and why; empty: they are not.
+    """
 
     timing: Timing
     taken: datetime.datetime
     seconds: float
     cached: bool
+    others: float | None = None
+    busiest: float | None = None
+    warning: str = ""
 
 
 class Results(Record):

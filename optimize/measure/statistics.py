@@ -224,6 +224,36 @@ def ratio_interval(a_rounds: ArrayLike, b_rounds: ArrayLike) -> RatioInterval:
     )
 
 
+#: Numbers from which on the interval between order statistics has 95 %.
+ENOUGH = 6
+
+#: The 97.5th percentile of Student's distribution by degrees of freedom, from 1.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def student_ratio(a: ArrayLike, b: ArrayLike) -> RatioInterval:
+    """How many times as large a is as b: the geometric mean of a/b, and its 95 % interval by Student's distribution.
+
+    For a few numbers, each the median of a process: of their logarithms' mean, whose error is told by how they differ.
+
+    Args:
+        a: One positive number per process, 2 to 11.
+        b: The same of the other side, in the same order.
+
+    Raises:
+        ValueError: The two differ in length, are too few or too many, or a number is not positive and finite.
+    """
+    first, second = _finite(a, "a"), _finite(b, "b")
+    if first.shape != second.shape or first.min() <= 0 or second.min() <= 0:
+        raise ValueError(f"ratios need two equally long vectors of positive numbers, got {first.shape}, {second.shape}")
+    if not 2 <= first.size <= len(_STUDENT) + 1:
+        raise ValueError(f"2 to {len(_STUDENT) + 1} numbers are needed, got {first.size}")
+    logarithms = np.log(first / second)
+    mean = float(logarithms.mean())
+    half = _STUDENT[first.size - 2] * float(logarithms.std(ddof=1)) / math.sqrt(first.size)
+    return RatioInterval(median=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half), coverage=0.95)
+
+
 def _median_rank(n: int) -> int:
     """The largest rank r for which [r-th smallest, r-th largest] holds the median with 95 %; at least 1.
 

@@ -37,8 +37,13 @@ class Timing(Config):
         "by default every engine that can. The baseline is measured in any case, as the rest is compared with it",
     )
 
-    rounds: int = Field(
-        default=7, ge=1, description="turns that each variant gets; from 6 on, ratios have a 95 % interval"
+    rounds: int = Field(default=8, ge=1, description="turns that each variant gets at batch 1")
+    processes: int = Field(
+        default=4,
+        ge=1,
+        description="processes that each variant is timed in, one after the other, with as many of the rounds each: a "
+        "network may be slow in one and quick in the next. A larger batch size gets a turn in each of them, or of one "
+        "process a turn in each round",
     )
     batch_sizes: tuple[int, ...] = Field(
         default=(1, 8, 32),
@@ -48,6 +53,12 @@ class Timing(Config):
     seconds: float = Field(default=0.2, gt=0, description="time of one turn of one variant at one batch size")
     minimum: int = Field(default=3, ge=1, description="fewest timed calls in a turn; five times as many at batch 1")
     warm_up: int = Field(default=2, ge=0, description="untimed calls at the start of each turn")
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The rounds that begin in new processes, ascending from 0."""
+        processes = min(self.processes, self.rounds)
+        return tuple(number * self.rounds // processes for number in range(processes))
 
     @property
     def of_a_turn(self) -> dict[str, object]:

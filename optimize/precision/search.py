@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, field_validator
 from optimize.errors import NotApplicableError
 from optimize.measure.bench import Bench, Candidate
 from optimize.measure.figures import Difference, Measured, Ratio
-from optimize.measure.latency import Speed, compare, level
+from optimize.measure.latency import Speed, compare, falls_behind, level
 from optimize.measure.machine import machine
 from optimize.measure.rows import Judgement, Pair, Row, Skip
 from optimize.measure.statistics import paired_difference
@@ -340,7 +340,7 @@ def _as_good(other: tuple[Row, Pair, Measured], first: tuple[Row, Pair, Measured
     """Whether another int8 pair is as fast as the first; a float one is returned only if it is the fastest itself."""
     if any(entry[0].file is None or entry[0].file.is_float for entry in (other, first)):
         return False
-    return not level(speeds[first[1].id].medians(), speeds[other[1].id].medians()).slower
+    return not falls_behind(level(speeds[first[1].id].medians(), speeds[other[1].id].medians()))
 
 
 def _judged(choice: Choice, final: Measurements, parts: Halves) -> Judgement | None:

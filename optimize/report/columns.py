@@ -137,7 +137,8 @@ def _vs_parent(measured: Measured) -> Cell:
     ratio = measured.vs_parent
     if ratio is None:
         return EMPTY
-    return Cell(times(ratio.value), (_spread(ratio),), "slower" if ratio.slower else "")
+    unclear = ("unclear",) if ratio.unclear else ()
+    return Cell(times(ratio.value), (_spread(ratio), *unclear), "slower" if ratio.slower else "")
 
 
 def _spread(ratio: Ratio) -> str:

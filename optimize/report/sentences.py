@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from optimize.measure.figures import Accuracy, Measured
 from optimize.measure.rows import Data, Judgement, Measurement, Pair, Report, Results, Row
+from optimize.measure.statistics import ENOUGH
 from optimize.report.lines import lines
 from optimize.report.words import (
     NONE,
@@ -118,10 +119,13 @@ def method(results: Results) -> list[str]:
     """How the numbers were taken."""
     timing = results.measurement.timing
     sizes = ", ".join(count(b) for b in timing.batch_sizes)
+    processes = len(timing.starts)
+    p50 = "the geometric mean of the processes' medians" if processes > 1 else "the median of the rounds' medians"
     return [
         "Every pair of artifact and execution, and every reference, was measured in "
         f"{plural(timing.rounds, 'round')} that take turns, so that a slow minute of the machine does not favour one "
-        "of them; p50 is the median of the rounds' medians, p95 and p99 are of all calls.",
+        f"of them; p50 is {p50}, p95 and p99 are of all calls.",
+        *_processes(processes),
         *(said for said in (*explained(results), tail(results)) if said),
         f"{plural(timing.warm_up, 'call')} before each measurement warm it up and are not counted.",
         f"Throughput was taken at batch sizes {sizes}; the best of them is in the table.",
@@ -134,6 +138,25 @@ def method(results: Results) -> list[str]:
         "Memory is the peak of the process above that of an idle one.",
         *_gpu_memory(results),
         _taken(results.measurement),
+        *_others(results.measurement),
+    ]
+
+
+def _processes(processes: int) -> list[str]:
+    if processes == 1:
+        return []
+    return [
+        f"Each was started {processes} times, across the measuring time: one process of a network may be half as fast "
+        "again as the next. torch.compile keeps its process, for it compiles for minutes."
+    ]
+
+
+def _others(measurement: Measurement) -> list[str]:
+    if measurement.others is None or measurement.busiest is None:
+        return []
+    return [
+        f"Meanwhile other processes took {percent(measurement.others)} % of the cores on average, and "
+        f"{percent(measurement.busiest)} % in the turn in which they took most."
     ]
 
 
@@ -141,6 +164,11 @@ def _coverage(results: Results) -> list[str]:
     ratios = [line.measured.speedup for line in lines(results) if line.measured]
     if not ratios:
         return []
+    if 1 < len(results.measurement.timing.starts) < ENOUGH:
+        return [
+            "The interval of a ratio of speeds is Student's, of the logarithms of the processes' ratios, and holds the "
+            f"true ratio with {100 * ratios[0].coverage:.0f} % confidence."
+        ]
     return [
         "The interval of a ratio of speeds lies between two of the rounds' ratios and holds the true median with "
         f"{100 * ratios[0].coverage:.1f} % confidence."

@@ -93,7 +93,9 @@ def _style(line: Line) -> str | None:
 def _caption(results: Results, found: Sequence[Line], more: Sequence[str]) -> Text:
     """The verdict, the rule, and in words whatever a cell has no room for."""
     chosen = results.recommendation
-    lines = [Text(("★ " if chosen.name else "") + verdict(results), style="bold")]
+    warning = results.measurement.warning
+    lines = [Text(warning, style="bold yellow")] if warning else []
+    lines += [Text(("★ " if chosen.name else "") + verdict(results), style="bold")]
     lines += [Text(chosen.selection)] if chosen.selection else []
     lines += [Text(f"Rule: {chosen.rule}")]
     lines += [Text(remark, style="yellow") for remark in chosen.remarks]

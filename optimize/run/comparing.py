@@ -7,6 +7,7 @@ difference is a paired one even between two models.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,12 @@ import torch
 
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, load_answers
+from optimize.measure.contention import Watch, disturbance
 from optimize.measure.figures import Measured
 from optimize.measure.latency import Turn, compare, measure_speed
 from optimize.measure.machine import machine
 from optimize.measure.pool import MAX_BATCH, Loaded, Pool
+from optimize.measure.processes import Worker
 from optimize.measure.rows import Machine, Measurement, Pair, Report, Results, Row, Skip
 from optimize.measure.timing import Timing
 from optimize.report.runs import report_of
@@ -102,10 +105,18 @@ def compare_runs(
             raise UserError(f"{first}, with which the others are compared, cannot run here: {skips[first].reason}")
         listener.started("speed")
         with pool.alone():
+            by_id = {opened[c.name].id: c for c in contestants if c.name in opened}
             takers = {
-                opened[c.name].id: _turn(store, c, opened[c.name], timing) for c in contestants if c.name in opened
+                name: _turn(store, contestant, opened[contestant.name].loaded.worker, timing)
+                for name, contestant in by_id.items()
             }
-            speeds = measure_speed(takers, timing, listener)
+            speeds = measure_speed(
+                takers,
+                timing,
+                listener,
+                renew=lambda name: _turn(store, by_id[name], pool.renew(by_id[name].name), timing),
+                watch=Watch(pool.pids),
+            )
         taken = sum(sum(map(sum, turns)) for speed in speeds.values() for turns in speed.rounds.values()) / 1e3
         listener.ended("speed", taken, cached=False, skipped=None)
     for name, each in opened.items():
@@ -150,7 +161,15 @@ def compare_runs(
         yardstick=every.yardstick,
         eager=every.eager,
         recommendation=recommendation.model_copy(update={"remarks": remarks}),
-        measurement=Measurement(timing=timing, taken=begun, seconds=taken, cached=False),
+        measurement=Measurement(
+            timing=timing,
+            taken=begun,
+            seconds=taken,
+            cached=False,
+            **dataclasses.asdict(
+                disturbance((share for speed in speeds.values() for share in speed.shares), "compare them again")
+            ),
+        ),
     )
 
 
@@ -230,14 +249,13 @@ def _open(pool: Pool, contestant: _Contestant, devices: Sequence[str]) -> _Opene
     raise EngineError("; ".join(dict.fromkeys(reasons)) or f"runs on {card.device} only")
 
 
-def _turn(store: Path, contestant: _Contestant, opened: _Opened, timing: Timing) -> Turn:
+def _turn(store: Path, contestant: _Contestant, worker: Worker, timing: Timing) -> Turn:
     """Give a contestant its images, each network having its own input size, and warm it up."""
     sample = sample_image(store, contestant.run)
     if sample is None:
         raise UserError(f"{store / contestant.run} has no sample image; run {contestant.run} again")
     sealed.require(store / contestant.run, sample.name)
     image = load(sample.read_bytes(), read_card(contestant.folder).preprocessing)
-    worker = opened.loaded.worker
     for size in timing.batch_sizes:
         worker.keep(image.expand(size, -1, -1, -1))
     worker.warm(timing.batch_sizes)

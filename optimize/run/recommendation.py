@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from optimize.measure.figures import Measured
-from optimize.measure.latency import LEVEL, Speed, level
+from optimize.measure.figures import LEVEL, Measured
+from optimize.measure.latency import Speed, falls_behind, level
 from optimize.measure.rows import Pair, Recommendation, Row
 from optimize.measure.statistics import (
     PairedDifference,
@@ -185,7 +185,7 @@ def _best(candidates: Sequence[_Candidate], by: Recommend) -> tuple[_Candidate, 
     equals = []
     for candidate in candidates:
         ratio = level(goal.costs(first), goal.costs(candidate))
-        if candidate is first or not ratio.slower:
+        if candidate is first or not falls_behind(ratio):
             equals.append(candidate)
         else:
             reasons[candidate.id] = f"{1 / ratio.value:.2f} times the {goal.worse} of {first.id}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
+from optimize.measure.contention import disturbance
 from optimize.measure.figures import Measured
 from optimize.measure.latency import compare
 from optimize.measure.rows import Measurement, ModelFile, Pair, Reference, Row, Skip
@@ -125,6 +127,7 @@ def measure(
             taken=datetime.datetime.fromisoformat(speed.created),
             seconds=speed.seconds,
             cached=speed.cached,
+            **dataclasses.asdict(disturbance(_shares(speed.value), "measure again with --remeasure")),
         ),
         turns=every.turns,
         right={pair.id: answers[pair.id].value.first.numpy() for pair in remaining()},
@@ -139,6 +142,11 @@ def measure(
             | {kept.key for kept in weighed.values()}
         ),
     )
+
+
+def _shares(table: SpeedTable) -> Iterator[float | None]:
+    for speed in table.speeds.values():
+        yield from speed.shares
 
 
 def _must_remain(pairs: Sequence[Candidate], skips: Mapping[str, Skip]) -> list[str]:

@@ -1,0 +1,104 @@
+"""What other processes take of the cores while something is timed: a busy machine gives numbers of its own."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+#: Share of the cores from which on a turn is taken again, within a budget. /proc/stat counts in hundredths of a second,
+#: a turn takes some twenty of them on each core, and so this is as little as can be told of one turn.
+UNSTEADY: Final = 0.2
+#: Share of the cores, over all turns, from which on speeds are provisional.
+BUSY: Final = 0.1
+
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+# Fields of a line of /proc/stat (proc(5)): user, nice, system, irq, softirq and steal. Not idle, nor waiting for disks.
+_BUSY_FIELDS: Final = (1, 2, 3, 6, 7, 8)
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What others took of the cores while speeds were taken; see `optimize.measure.rows.Measurement`."""
+
+    others: float | None = None
+    busiest: float | None = None
+    warning: str = ""
+
+
+def disturbance(shares: Iterable[float | None], remedy: str) -> Disturbance:
+    """What others took in all, and whether the speeds are provisional.
+
+    Args:
+        shares: of each turn, as `Watch.others` gives them.
+        remedy: how they are measured again, a few words.
+    """
+    known = [share for share in shares if share is not None]
+    if not known:
+        return Disturbance()
+    others, busiest = statistics.fmean(known), max(known)
+    warning = ""
+    if others > BUSY:
+        warning = (
+            f"Provisional: other processes took {others:.0%} of the cores while speeds were measured, more than "
+            f"{BUSY:.0%}. On a quiet machine, {remedy}."
+        )
+    return Disturbance(round(others, 4), round(busiest, 4), warning)
+
+
+class Watch:
+    """Tells what share of the cores others take. To be used from one thread.
+
+    The cores are those that this process may use. What this process and the given ones compute is not others'; what a
+    hypervisor takes is.
+
+    Args:
+        own: ids of the processes whose work is timed.
+    """
+
+    def __init__(self, own: Callable[[], Iterable[int]]) -> None:
+        self._own = own
+        self._cores = frozenset(os.sched_getaffinity(0))
+        self.begin()
+
+    def begin(self) -> None:
+        """Start to count."""
+        self._began, self._busy, self._ours = time.perf_counter(), self._busy_seconds(), self._our_seconds()
+
+    def others(self) -> float | None:
+        """The share that others took since `begin`, 0 to 1; None where the system does not tell."""
+        busy = self._busy_seconds()
+        elapsed = (time.perf_counter() - self._began) * len(self._cores)
+        if busy is None or self._busy is None or elapsed <= 0:
+            return None
+        ours = sum(max(0.0, seconds - self._ours.get(pid, 0.0)) for pid, seconds in self._our_seconds().items())
+        return min(1.0, max(0.0, (busy - self._busy - ours) / elapsed))
+
+    def _busy_seconds(self) -> float | None:
+        try:
+            lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return None
+        ticks = 0
+        for line in lines:
+            name, *fields = line.split()
+            if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in self._cores:
+                ticks += sum(int(fields[number - 1]) for number in _BUSY_FIELDS if number <= len(fields))
+        return ticks / _TICKS
+
+    def _our_seconds(self) -> dict[int, float]:
+        """Processor time of each of our processes, by its id."""
+        found = {os.getpid(): time.process_time()}
+        for pid in self._own():
+            try:
+                fields = (
+                    Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+                )
+            except OSError:
+                continue
+            found[pid] = (int(fields[11]) + int(fields[12])) / _TICKS  # utime and stime, the 14th and 15th of all
+        return found
