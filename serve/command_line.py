@@ -124,8 +124,9 @@ codecs.register_error("plain", _plain)
 def _write_what_the_terminal_can() -> None:
     """Have output in another encoding than UTF-8 go on with plain characters, where Python would raise."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="plain")
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            with contextlib.suppress(OSError):  # something was written that cannot be flushed
+                stream.reconfigure(errors="plain")
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
