@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_MOST_IMAGES = 10**9
+#: More than anybody will evaluate on.
+MOST_IMAGES = 10**9
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def images_needed(loss: float, confidence: float = 0.95, *, gained: float = 0.0,
     enough = 1
     while not excludes(enough):
         enough *= 2
-        if enough > _MOST_IMAGES:
+        if enough > MOST_IMAGES:
             return None
     short = enough // 2
     while enough - short > 1:
@@ -120,6 +121,54 @@ def images_needed(loss: float, confidence: float = 0.95, *, gained: float = 0.0,
 def smallest_loss(n: int, confidence: float = 0.95) -> float:
     """The smallest loss of accuracy that n images can exclude: that of an artifact that answers all of them alike."""
     return -_tango(0, 0, n, confidence)[0]
+
+
+def loss_score(gained: float, lost: float, n: int, loss: float) -> float:
+    """Tango's score statistic against the hypothesis that the second model loses ``loss`` of accuracy or more.
+
+    It is above a normal quantile exactly where the lower end of `paired_interval` at that quantile is above ``-loss``.
+
+    Args:
+        gained: images that only the second model gets right.
+        lost: those that only the first does.
+        n: all images.
+        loss: of accuracy, a fraction, from 0.
+
+    Returns:
+        The statistic, standard normal where the loss is exactly ``loss``: the higher, the surer that it is smaller.
+        Where the rates of gained and lost images stay, it grows with the square root of ``n``.
+    """
+    distance = gained - lost + n * loss
+    variance = n * _paired_variance(-loss, gained, lost, n)
+    if variance == 0.0:
+        return math.copysign(math.inf, distance) if distance else 0.0
+    return distance / math.sqrt(variance)
+
+
+def holm(p_values: Sequence[float], error: float, each: float) -> list[tuple[bool, float]]:
+    """Test several hypotheses together: the chance that any true one is rejected is at most ``error``.
+
+    Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979),
+    65-70. The smallest p-value is compared with ``error`` divided by the number of hypotheses, the next one with
+    ``error`` divided by the number that is left, until one is not small enough. That holds however the p-values depend
+    on each other.
+
+    Args:
+        p_values: one for each hypothesis.
+        error: the chance for all together.
+        each: no hypothesis is tested at a higher level than this, however few are left.
+
+    Returns:
+        For each hypothesis whether it is rejected, and the level that it was last compared with.
+    """
+    found = [(False, 0.0)] * len(p_values)
+    level, rejecting = 0.0, True
+    for done, place in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
+        if rejecting:
+            level = min(each, error / (len(p_values) - done))
+            rejecting = p_values[place] < level
+        found[place] = rejecting, level
+    return found
 
 
 def wilson_interval(part: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
