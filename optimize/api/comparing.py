@@ -50,10 +50,10 @@ def compare(
         measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
         executions: engines' names, such as ``openvino``, or executions; by default all. The first variant is measured
             in any case.
-        max_drop: loss of top-1, as a fraction, that an artifact's interval must exclude to be recommended.
+        max_drop: loss of top-1, as a fraction, that an artifact must be shown not to have to be recommended.
         objective: what the recommended artifact is best at: ``latency`` (median, one image), ``p95``,
             ``throughput`` (at the best batch size) or ``size``.
-        confidence: of that interval.
+        confidence: that no artifact passes which has that loss, over all of them together.
 
     Raises:
         UserError: there are none, two share a name, they come from different sessions, the rule is none, or there is
@@ -88,11 +88,7 @@ def compare(
             yardstick=measured.turns.yardstick,
             eager=measured.turns.eager,
             recommendation=recommend(
-                measured.rows,
-                measured.turns.speeds,
-                rule,
-                measured.right,
-                classes=len(session.context.data.classes),
+                measured.rows, measured.turns.speeds, rule, classes=len(session.context.data.classes)
             ),
             measurement=measured.measurement,
         )

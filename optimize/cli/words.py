@@ -41,7 +41,7 @@ MaxDrop = Annotated[
 ]
 Confidence = Annotated[
     Optional[float],  # noqa: UP045
-    typer.Option(help="With which that is shown: 0.95.", metavar="FRACTION"),
+    typer.Option(help="With which that is shown, for all pairs together: 0.95.", metavar="FRACTION"),
 ]
 
 

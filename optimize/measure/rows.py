@@ -23,7 +23,7 @@ from serve.runtime.errors import CardError, UserError
 from serve.runtime.execution import Execution
 
 #: Version of ``report.json``.
-SCHEMA: Final = 3
+SCHEMA: Final = 4
 
 
 def _execution(body: object) -> Execution:
@@ -177,6 +177,10 @@ class Row(Record):
         }
 
 
+#: What runs the references that are the float graph, by their names; the others are run by PyTorch.
+FLOAT_GRAPHS: Final = {"onnxruntime FP32": "onnxruntime", "openvino FP32": "openvino"}
+
+
 class Reference(Record):
     """An eager reference: the baseline's weights, run in another way in the same rounds."""
 
@@ -210,13 +214,25 @@ class Judgement(Record):
     difference: Difference | None
 
 
+class Proof(Record):
+    """How it was shown that the chosen pair loses less than the rule allows, on all images.
+
+    ``tested`` pairs were tested together, by the procedure of `optimize.run.proof`. The chosen one was tested at the
+    one-sided ``level``, where the lower bound of its difference to the baseline is ``low``.
+    """
+
+    tested: int
+    level: float
+    low: float
+
+
 class Recommendation(Record):
     """The chosen pair (None if none was measured), the rule, and the reason against each other one.
 
     ``name`` is its artifact's, ``pair`` its id, ``execution`` what is to run it. ``rejected`` is by pair's id, and by
     row's name where no pair of it was measured. ``unproven`` is the id of the pair that would be chosen if more images
     showed what these suggest; ``remarks`` are sentences about what the rule does not see. ``selection`` says by what it
-    was chosen of how many, and ``judged`` is its accuracy where only half of the images chose.
+    was chosen of how many, and ``proof`` how it was shown to be accurate; the baseline needs none.
     """
 
     name: str | None
@@ -227,7 +243,7 @@ class Recommendation(Record):
     unproven: str | None = None
     remarks: tuple[str, ...] = ()
     selection: str | None = None
-    judged: Judgement | None = None
+    proof: Proof | None = None
 
     def _facts(self) -> dict[str, str]:
         unproven = {"unproven best": self.unproven} if self.unproven else {}
@@ -354,7 +370,7 @@ class Data(Record):
 class Report(Results):
     """A finished run, as ``report.json`` holds it; ``title`` is its name, ``recommended`` the artifact to serve."""
 
-    schema_version: Literal[3] = Field(default=SCHEMA, alias="schema")
+    schema_version: Literal[4] = Field(default=SCHEMA, alias="schema")
     model: str
     created: datetime.datetime
     seconds: float

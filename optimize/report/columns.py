@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from optimize.measure.figures import Measured, Ratio, Timed
-from optimize.measure.rows import Results
+from optimize.measure.rows import FLOAT_GRAPHS, Results
 from optimize.report.lines import Line, lines
 from optimize.report.words import (
     NONE,
@@ -184,13 +184,9 @@ def _apart(measured: Measured) -> Cell:
     return Cell(small(measured.parity.max_abs), (f"mean {small(measured.parity.mean_abs)}",))
 
 
-#: What runs the references that PyTorch does not.
-_ENGINES = {"onnxruntime FP32": "onnxruntime", "openvino FP32": "openvino"}
-
-
 def _runs_on(line: Line, _: Results) -> Cell:
     if line.row is None:
-        return Cell(_ENGINES.get(line.name, "PyTorch")) if line.measured else EMPTY
+        return Cell(FLOAT_GRAPHS.get(line.name, "PyTorch")) if line.measured else EMPTY
     return Cell(line.pair.runs_on) if line.pair else EMPTY
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from optimize.measure.figures import Accuracy, Measured
-from optimize.measure.rows import Data, Judgement, Measurement, Pair, Report, Results, Row
+from optimize.measure.rows import Data, Measurement, Pair, Report, Results, Row
 from optimize.measure.statistics import ENOUGH
 from optimize.report.lines import lines
 from optimize.report.words import (
@@ -31,7 +31,7 @@ def verdict(results: Results) -> str:
     if chosen is None or pair is None or pair.measured is None:
         return "No artifact is recommended."
     found = [*_why_the_baseline(results), _speed(results, pair, pair.measured), *_smaller(chosen, start)]
-    found.append(_as_accurate(pair.measured.accuracy, results.recommendation.judged))
+    found.append(_as_accurate(pair.measured.accuracy))
     return f"{pair.id} is recommended: {'; '.join(found)}."
 
 
@@ -66,13 +66,12 @@ def _smaller(chosen: Row, start: Row) -> list[str]:
     return [f"{size(chosen.file.bytes)} instead of {size(start.file.bytes)}"]
 
 
-def _as_accurate(accuracy: Accuracy, judged: Judgement | None) -> str:
-    top1, d = (judged.top1, judged.difference) if judged else (accuracy.top1, accuracy.difference)
-    of = f", on the {count(judged.images)} images that had no part in the choice" if judged else ""
+def _as_accurate(accuracy: Accuracy) -> str:
+    d = accuracy.difference
     if d is None:
-        return f"top-1 {percent(top1)} %{of}"
-    bounds = f"95 % interval {points(d.low)} to {points(d.high)}"
-    return f"top-1 {percent(top1)} % ({points(d.delta)} points, {bounds}{of})"
+        return f"top-1 {percent(accuracy.top1)} %"
+    interval = f"95 % interval {points(d.low)} to {points(d.high)}"
+    return f"top-1 {percent(accuracy.top1)} % ({points(d.delta)} points, {interval})"
 
 
 def yardsticks(results: Results) -> str:

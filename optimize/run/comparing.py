@@ -152,8 +152,7 @@ def compare_runs(
         )
         for c in contestants
     ]
-    right = {each.id: answers[name].first.numpy() for name, each in opened.items()}
-    recommendation = recommend(rows, speeds, rule, right, classes=contestants[0].report.data.classes)
+    recommendation = recommend(rows, speeds, rule, classes=contestants[0].report.data.classes)
     remarks = (*recommendation.remarks, *_from_elsewhere(contestants))
     return Results(
         title=" and ".join(dict.fromkeys(c.run for c in contestants)),

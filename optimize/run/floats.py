@@ -13,16 +13,13 @@ from typing import Final
 from optimize.errors import PassError
 from optimize.measure.bench import Bench, Candidate, SpeedTable
 from optimize.measure.latency import Speed
-from optimize.measure.rows import Reference, Skip
+from optimize.measure.rows import FLOAT_GRAPHS, Reference, Skip
 from optimize.passes.base import find_pass
 from optimize.run.session import Session, Step
 from optimize.run.turns import Turns
 from optimize.store.artifact import Artifact
 from serve.runtime.engines.base import executions_for
 from serve.runtime.errors import EngineError, PipelineError, one_line
-
-#: The engines, by what their float execution is called as a reference.
-_ENGINES: Final = {"onnxruntime FP32": "onnxruntime", "openvino FP32": "openvino"}
 
 #: Names that no stage of a recipe and no variant can have.
 _FOLDED: Final = "(folded)"
@@ -92,7 +89,7 @@ def float_references(
     there = {
         pair.execution.engine for pair in pairs if pair.artifact.kind == "onnx" and pair.execution.device_type == "cpu"
     }
-    absent = {name: engine for name, engine in _ENGINES.items() if engine not in there and "cpu" in bench.devices}
+    absent = {name: engine for name, engine in FLOAT_GRAPHS.items() if engine not in there and "cpu" in bench.devices}
     if not absent:
         return FloatReferences()
     if make is None or eager is None:

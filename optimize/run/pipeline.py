@@ -76,9 +76,7 @@ def run(job: Job, listener: Listener) -> Outcome:
         steps = _build(opened, recipe, listener)
         bench = Bench(session.store, context, recipe.measure, opened.devices, remeasure=job.remeasure)
         measured = measure(steps, bench, functools.partial(graph_of, session), certifying=True)
-        recommendation = recommend(
-            measured.rows, measured.turns.speeds, rule, measured.right, classes=len(context.data.classes)
-        )
+        recommendation = recommend(measured.rows, measured.turns.speeds, rule, classes=len(context.data.classes))
         artifacts = {step.artifact.name: step.artifact for step in steps if isinstance(step, Step)}
         gpu = next((device for device in opened.devices if device != "cpu"), "cpu")
         here = Machine.from_json(machine(torch.device(gpu)))

@@ -11,14 +11,17 @@ from pydantic import ConfigDict, Field
 
 from optimize.measure.figures import LEVEL, Measured
 from optimize.measure.latency import Speed, falls_behind, level
-from optimize.measure.rows import Pair, Recommendation, Row
+from optimize.measure.rows import Pair, Proof, Recommendation, Row
 from optimize.measure.statistics import (
     PairedDifference,
     images_needed,
+    paired_interval,
     smallest_loss,
     wilson_interval,
 )
-from optimize.run.halves import Judge, Right, images_to_split
+from optimize.report.words import number, percent, points, times
+from optimize.run.missing_graph import missing_graph
+from optimize.run.proof import Tested, first_level, most_of_one, prove
 from serve.config import Config
 
 Objective = Literal["latency", "p95", "throughput", "size"]
@@ -41,25 +44,40 @@ class Recommend(Config):
         default=0.02,
         ge=0,
         le=1,
-        description="largest loss of top-1, as a fraction, that the interval must exclude",
+        description="loss of top-1, as a fraction, that a pair must be shown not to have",
     )
     # Above it, half of what is left is lost in a double, and the interval has no end.
-    confidence: float = Field(default=0.95, ge=0.5, le=1 - 1e-9, description="of that interval")
+    confidence: float = Field(
+        default=0.95,
+        ge=0.5,
+        le=1 - 1e-9,
+        description="that no pair which passes has that loss, over all pairs together",
+    )
 
 
 @dataclass(frozen=True)
 class _Goal:
-    """An objective: the words for it, and what each round of a contestant cost, lower being better."""
+    """An objective: the words for it, and what each round of a contestant cost, lower being better.
+
+    ``costs_of`` is the same of a reference, and ``better`` the words for how much better one is; of a reference no size
+    is known.
+    """
 
     best: str
     worse: str
     tie: str
     costs: Callable[[_Candidate], list[float]]
+    better: str = ""
+    costs_of: Callable[[Speed], list[float]] | None = None
+
+    def worse_than(self, other: _Candidate, candidate: _Candidate) -> bool:
+        """Whether the candidate is plainly worse than the other."""
+        return level(self.costs(other), self.costs(candidate)).slower
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A measured pair, its times, and its difference to the baseline at the rule's confidence."""
+    """A measured pair, its times, and its difference to the baseline at the rule's confidence, on all images."""
 
     row: Row
     pair: Pair
@@ -76,14 +94,35 @@ class _Candidate:
         return self.row.file.bytes if self.row.file else 0
 
 
+def _per_image(speed: Speed) -> list[float]:
+    """Time per image of each round, at the batch size where that is the shortest."""
+    return min(map(speed.per_image, speed.rounds), key=statistics.median)
+
+
 _GOALS: dict[Objective, _Goal] = {
-    "latency": _Goal("the fastest at batch 1", "latency", "the smallest file", lambda c: c.speed.medians()),
-    "p95": _Goal("the lowest p95 at batch 1", "p95", "the smallest file", lambda c: c.speed.tails()),
+    "latency": _Goal(
+        "the fastest at batch 1",
+        "latency",
+        "the smallest file",
+        lambda c: c.speed.medians(),
+        "as fast as",
+        Speed.medians,
+    ),
+    "p95": _Goal(
+        "the lowest p95 at batch 1",
+        "p95",
+        "the smallest file",
+        lambda c: c.speed.tails(),
+        "as fast at p95 as",
+        Speed.tails,
+    ),
     "throughput": _Goal(
         "the highest throughput",
         "time per image",
         "the smallest file",
         lambda c: c.speed.per_image(c.measured.best_batch),
+        "the throughput of",
+        _per_image,
     ),
     "size": _Goal("the smallest file", "size", "the fastest", lambda c: [float(c.bytes)]),
 }
@@ -93,7 +132,6 @@ def recommend(
     rows: Sequence[Row],
     speeds: Mapping[str, Speed],
     by: Recommend,
-    right: Right | None = None,
     *,
     classes: int | None = None,
 ) -> Recommendation:
@@ -101,10 +139,8 @@ def recommend(
 
     Args:
         rows: artifacts of the report, the baseline first.
-        speeds: the times of their pairs by id, from one measurement in turns.
+        speeds: the times of their pairs by id, and of references by name, from one measurement in turns.
         by: the user's rule.
-        right: what each measured pair answers correctly. Where there are enough images, half of them choose and the
-            others judge; without it all of them choose.
         classes: that an image may be of; None: not told, and then a baseline that guesses is not noticed.
     """
     rule = _rule(by)
@@ -113,22 +149,31 @@ def recommend(
     measured = [(row, pair, pair.measured) for row in rows for pair in row.pairs if pair.measured is not None]
     if not measured:
         return Recommendation(name=None, rule=rule, rejected=rejected)
-    judge = Judge.of(measured[0][1].id, measured[0][2].accuracy.images, right, by.max_drop, by.confidence)
     candidates = [
-        _Candidate(*found, speeds[found[1].id], judge.chooses(found[1].id, found[2].accuracy)) for found in measured
+        _Candidate(row, pair, found, speeds[pair.id], _difference(found, by.confidence))
+        for row, pair, found in measured
     ]
-    baseline = candidates[0]
-    proven = [c for c in candidates if c.difference.low > -by.max_drop or _is_baseline(c, baseline, by)]
-    for candidate in candidates:
+    baseline, goal = candidates[0], _GOALS[by.objective]
+    # What is plainly worse than the baseline, which needs no proof, is not chosen in any case and takes no share of the
+    # error. Its costs have nothing to do with its accuracy.
+    able = [c for c in candidates if c is baseline or not goal.worse_than(baseline, c)]
+    tested = prove({c.id: c.difference for c in able if c.row is not baseline.row}, by.max_drop, by.confidence)
+    proven = [c for c in able if _is_baseline(c, baseline, by) or (c.id in tested and tested[c.id].proven)]
+    chosen, reasons = _best(proven, by, [c for c in candidates if c not in able])
+    for candidate in able:
         if candidate not in proven:
-            rejected[candidate.id] = _unproven(candidate, by)
-    chosen, reasons = _best(proven, by)
-    remarks, unproven = _doubts(chosen, candidates, by)
+            rejected[candidate.id] = _unproven(candidate, tested, by)
+    remarks, unproven = _doubts(chosen, able, tested, by)
     remarks += _guesses(baseline, classes)
+    remarks += _beyond_the_limit(chosen, baseline, by)
     if chosen.measured.speedup.slower:
         remarks.append(
             f"{chosen.id} is not faster than the fastest float execution: at batch 1 it has "
-            f"{chosen.measured.speedup.value:.2f} times its speed."
+            f"{_times(chosen.measured.speedup.value)} times its speed."
+        )
+    if goal.costs_of is not None:
+        remarks += missing_graph(
+            chosen.id, goal.costs(chosen), rows, speeds, costs_of=goal.costs_of, better=goal.better
         )
     remarks += _tail(chosen, candidates, proven, by)
     return Recommendation(
@@ -139,56 +184,77 @@ def recommend(
         rejected=rejected | reasons,
         unproven=unproven,
         remarks=tuple(remarks),
-        selection=_selection(len(candidates), judge, chosen, by),
-        judged=judge.judges(chosen.id),
+        selection=_selection(len(candidates), tested, chosen, by),
+        proof=_proof(tested, chosen),
     )
 
 
+def _difference(measured: Measured, confidence: float) -> PairedDifference:
+    """The pair's difference to the baseline, whose own is 0, on all images."""
+    found = measured.accuracy.difference
+    gained, lost = (found.gained, found.lost) if found else (0, 0)
+    return paired_interval(gained, lost, measured.accuracy.images, confidence)
+
+
 def _is_baseline(candidate: _Candidate, baseline: _Candidate, by: Recommend) -> bool:
-    """The baseline is what the others are held against: it is allowed unproven, as whatever engine runs it."""
+    """The baseline is what the others are compared with: it is allowed unproven, as whatever engine runs it."""
     return candidate is baseline or (candidate.row is baseline.row and candidate.difference.delta > -by.max_drop)
 
 
-def _selection(candidates: int, judge: Judge, chosen: _Candidate, by: Recommend) -> str | None:
-    """By what the choice was made; None where there was none."""
+def _proof(tested: Mapping[str, Tested], chosen: _Candidate) -> Proof | None:
+    found = tested.get(chosen.id)
+    return Proof(tested=len(tested), level=found.level, low=found.low) if found else None
+
+
+def _selection(candidates: int, tested: Mapping[str, Tested], chosen: _Candidate, by: Recommend) -> str | None:
+    """How the choice was made; None where there was none."""
     if candidates < 2:
         return None
-    if judge.halves is not None:
-        choose, judged = judge.halves
-        return (
-            f"It was chosen among {candidates} pairs by {len(choose):,} of the images, drawn at random; the accuracy "
-            f"beside it is that on the other {len(judged):,}, which had no part in that. Its speed is that of the "
-            "rounds that it was chosen by; that flatters it."
-        )
-    enough = images_to_split(by.max_drop, by.confidence)
-    more = f" From {enough:,} images on, half of them choose and the others judge." if enough else ""
-    return (
+    said = (
         f"It is the best of {candidates} pairs on the same {chosen.difference.n:,} images and rounds that are "
-        f"reported; that flatters it.{more}"
+        "reported; that flatters it."
+    )
+    if not tested:
+        return said
+    error = min(1 - by.confidence, len(tested) * most_of_one(by.confidence)) * 100
+    pairs = "1 pair was tested" if len(tested) == 1 else f"{len(tested)} pairs were tested together"
+    said += (
+        f" {pairs} for accuracy: the chance that one passes which loses {by.max_drop * 100:g} points or more is at "
+        f"most {error:.3g} % (Holm 1979)."
+    )
+    if (found := tested.get(chosen.id)) is None:
+        return said
+    return (
+        f"{said} {chosen.id} passed: its lower bound is {points(found.low)} points at the one-sided level of its test, "
+        f"{found.level * 100:.2g} %."
     )
 
 
 def _rule(by: Recommend) -> str:
     goal = _GOALS[by.objective]
     return (
-        f"among the pairs of artifact and execution whose top-1 is, with {by.confidence * 100:g} % confidence, less "
-        f"than {by.max_drop * 100:g} points below the baseline's, those that are level with {goal.best} (within "
-        f"{(1 - LEVEL) * 100:.0f} %); of these the one whose interval of top-1 begins highest, and of equals {goal.tie}"
+        f"among the pairs of artifact and execution whose top-1 is, with {by.confidence * 100:g} % confidence for "
+        f"all of them together, less than {by.max_drop * 100:g} points below the baseline's, those that are level with "
+        f"{goal.best} (within {(1 - LEVEL) * 100:.0f} %); of these the one whose interval of top-1 begins highest, and "
+        f"of equals {goal.tie}"
     )
 
 
-def _best(candidates: Sequence[_Candidate], by: Recommend) -> tuple[_Candidate, dict[str, str]]:
-    """The best by the objective, and why not each of the others."""
+def _best(
+    candidates: Sequence[_Candidate], by: Recommend, others: Sequence[_Candidate] = ()
+) -> tuple[_Candidate, dict[str, str]]:
+    """The best by the objective, and why not each of the rest; ``others`` are those that cannot be chosen."""
     goal = _GOALS[by.objective]
     first = min(candidates, key=lambda c: statistics.median(goal.costs(c)))
     reasons: dict[str, str] = {}
     equals = []
-    for candidate in candidates:
+    able = {candidate.id for candidate in candidates}
+    for candidate in (*candidates, *others):
         ratio = level(goal.costs(first), goal.costs(candidate))
-        if candidate is first or not falls_behind(ratio):
+        if candidate is first or (candidate.id in able and not falls_behind(ratio)):
             equals.append(candidate)
         else:
-            reasons[candidate.id] = f"{1 / ratio.value:.2f} times the {goal.worse} of {first.id}"
+            reasons[candidate.id] = f"{_times(1 / ratio.value)} times the {goal.worse} of {first.id}"
 
     def tie(candidate: _Candidate) -> float:
         return candidate.measured.latency_ms.p50 if by.objective == "size" else candidate.bytes
@@ -196,30 +262,46 @@ def _best(candidates: Sequence[_Candidate], by: Recommend) -> tuple[_Candidate, 
     chosen = min(equals, key=lambda c: (-c.difference.low, tie(c)))
     for candidate in equals:
         if candidate is not chosen:
-            behind = (chosen.difference.low - candidate.difference.low) * 100
+            behind = chosen.difference.low - candidate.difference.low
             last = "slower" if by.objective == "size" else "a larger file"
-            why = f"its interval of top-1 begins {behind:.2f} points lower" if behind > 0 else last
+            why = f"its interval of top-1 begins {percent(behind)} points lower" if behind > 0 else last
             as_good = "as small" if by.objective == "size" else "as fast"
             reasons[candidate.id] = f"{as_good} as {chosen.id}, and {why}"
     return chosen, reasons
 
 
-def _unproven(candidate: _Candidate, by: Recommend) -> str:
+def _unproven(candidate: _Candidate, tested: Mapping[str, Tested], by: Recommend) -> str:
     """Why a pair is not shown to be accurate enough, and how many images would show it."""
-    found = candidate.difference
-    reason = f"its top-1 may be {-found.low * 100:.1f} points below the baseline's"
+    found, test = candidate.difference, tested.get(candidate.id)
+    reason = f"its top-1 may be {percent(-(test.low if test else found.low))} points below the baseline's"
     if found.delta <= -by.max_drop:
-        return f"{reason} (measured: {-found.delta * 100:.1f})"
-    needed = images_needed(by.max_drop, by.confidence, gained=found.gained / found.n, lost=found.lost / found.n)
-    would = f"; if it goes on so, {needed:,} images would show that it loses less" if needed else ""
-    return f"{reason} (measured on {found.n:,} images: {abs(found.delta) * 100:.1f} {_side(found.delta)}{would})"
+        return f"{reason} (measured: {percent(-found.delta)}{_share(test, tested, by)})"
+    would = f"; if it goes on so, {test.images:,} images would show that it loses less" if test and test.images else ""
+    return (
+        f"{reason} (measured on {found.n:,} images: {percent(abs(found.delta))} {_side(found.delta)}"
+        f"{_share(test, tested, by)}{would})"
+    )
+
+
+def _share(test: Tested | None, tested: Mapping[str, Tested], by: Recommend) -> str:
+    """Says where a bound is not an end of the interval at the rule's confidence."""
+    if test is None or test.level >= most_of_one(by.confidence):
+        return ""
+    return f"; {len(tested)} pairs are tested together, this one at {test.level * 100:.2g} %"
 
 
 def _side(delta: float) -> str:
     return "points better" if delta > 0 else "points"
 
 
-def _doubts(chosen: _Candidate, candidates: Sequence[_Candidate], by: Recommend) -> tuple[list[str], str | None]:
+def _times(ratio: float) -> str:
+    """A ratio as the table has it, without its sign."""
+    return times(ratio).removesuffix("×")
+
+
+def _doubts(
+    chosen: _Candidate, candidates: Sequence[_Candidate], tested: Mapping[str, Tested], by: Recommend
+) -> tuple[list[str], str | None]:
     """What more images might change: the remarks, and the pair that would then be chosen."""
     plausible = [c for c in candidates if c is chosen or c.difference.delta > -by.max_drop]
     best, _ = _best(plausible, by)
@@ -228,19 +310,46 @@ def _doubts(chosen: _Candidate, candidates: Sequence[_Candidate], by: Recommend)
     gain = 1 / ratio.value if by.objective == "size" else ratio.value
     # One that is merely level is no reason for more images.
     unproven = best if best is not chosen and ratio.value > 1 / LEVEL else None
-    remarks = []
-    images, needed = chosen.difference.n, images_needed(by.max_drop, by.confidence)
-    if needed is None or images < needed:
-        would = f", {needed:,} would" if needed else ""
-        remarks.append(
-            f"{images:,} images cannot show a loss below {by.max_drop * 100:g} points{would}: even an artifact that "
-            f"answers every one of them alike may lose {smallest_loss(images, by.confidence) * 100:.1f}. Evaluate on "
-            "more images, or allow a larger max_drop."
-        )
+    remarks = _too_few(chosen.difference.n, len(tested), by)
     if unproven is not None:
-        better = f"{gain:.2f} times the size" if by.objective == "size" else f"{gain:.2f} times as fast"
-        remarks.append(f"Unproven best: {unproven.id} ({better}); {_unproven(unproven, by)}.")
+        better = f"{_times(gain)} times the size" if by.objective == "size" else f"{_times(gain)} times as fast"
+        remarks.append(f"Unproven best: {unproven.id} ({better}); {_unproven(unproven, tested, by)}.")
     return remarks, unproven.id if unproven else None
+
+
+def _too_few(images: int, tested: int, by: Recommend) -> list[str]:
+    """Says so if the images are too few to prove even pairs that answer each of them as the baseline does."""
+    if not tested:
+        return []
+    confidence = 1 - 2 * first_level(tested, by.confidence)
+    needed = images_needed(by.max_drop, confidence)
+    if needed is not None and images >= needed:
+        return []
+    of = f" of any of {tested} pairs" if tested > 2 else ""
+    would = f", {needed:,} would" if needed else ""
+    fewer = ", measure fewer pairs" if tested > 2 else ""
+    return [
+        f"{images:,} images cannot show a loss below {by.max_drop * 100:g} points{of}{would}: even an artifact that "
+        f"answers every one of them alike may lose {percent(smallest_loss(images, confidence))}. Evaluate on more "
+        f"images{fewer}, or allow a larger max_drop."
+    ]
+
+
+def _beyond_the_limit(chosen: _Candidate, baseline: _Candidate, by: Recommend) -> list[str]:
+    """Says so if the interval that the report shows of the chosen one does not exclude what the rule excludes."""
+    found = chosen.difference
+    shown = paired_interval(found.gained, found.lost, found.n).low
+    if chosen is baseline or shown > -by.max_drop:
+        return []
+    why = (
+        "it is the baseline itself, run by another engine, and is recommended without proof"
+        if chosen.row is baseline.row
+        else f"the rule asks for {by.confidence * 100:g} % confidence only"
+    )
+    return [
+        f"The 95 % interval of {chosen.id} begins at {points(shown)} points, beyond the limit of "
+        f"{by.max_drop * 100:g}: {why}."
+    ]
 
 
 def _guesses(baseline: _Candidate, classes: int | None) -> list[str]:
@@ -249,7 +358,7 @@ def _guesses(baseline: _Candidate, classes: int | None) -> list[str]:
     if classes is None or wilson_interval(accuracy.top1, accuracy.images)[0] > 1 / classes:
         return []
     return [
-        f"The baseline's top-1 of {accuracy.top1 * 100:.2f} % on {accuracy.images:,} images is not above what guessing "
+        f"The baseline's top-1 of {percent(accuracy.top1)} % on {accuracy.images:,} images is not above what guessing "
         f"among {classes:,} classes gives ({100 / classes:.2f} %): differences of accuracy say nothing here. Bring a "
         "checkpoint, or train longer (baseline: {epochs: …} in a recipe)."
     ]
@@ -273,6 +382,6 @@ def _tail(
     latency = chosen.measured.latency_ms
     instead = f" would choose {steady.id}" if steady is not chosen else " would choose it too"
     return [
-        f"One answer in twenty of {chosen.id} takes {latency.p95:.2f} ms or more, {ratio(chosen):.1f} times its p50 "
-        f"of {latency.p50:.2f} (others: {usual:.1f} times). Where that matters, objective: p95{instead}."
+        f"One answer in twenty of {chosen.id} takes {number(latency.p95)} ms or more, {ratio(chosen):.1f} times its "
+        f"p50 of {number(latency.p50)} (others: {usual:.1f} times). Where that matters, objective: p95{instead}."
     ]

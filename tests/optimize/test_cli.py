@@ -256,17 +256,17 @@ def test_a_terminal_that_is_not_utf_8_gets_plain_characters(
 def test_a_report_of_an_older_version_is_one_line_that_says_what_to_do(words: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "toynet" / "report.json"
     path.parent.mkdir()
-    path.write_text(json.dumps(synthetic().to_json() | {"schema": 2}))
+    path.write_text(json.dumps(synthetic().to_json() | {"schema": 3}))
     said = refused(*words, "--store", tmp_path)
     assert said.endswith(
-        "toynet/report.json is of an older version (schema 2, and not 3); run the model again to make it anew"
+        "toynet/report.json is of an older version (schema 3, and not 4); run the model again to make it anew"
     )
 
 
 _TOO_DEEP = 100_000 * "["
 
 
-@pytest.mark.parametrize("fault", [None, "", '{"schema": 3, "rows": [', _TOO_DEEP])
+@pytest.mark.parametrize("fault", [None, "", '{"schema": 4, "rows": [', _TOO_DEEP])
 def test_a_damaged_report_is_one_line_and_the_other_runs_are_listed(fault: str | None, tmp_path: Path) -> None:
     whole, damaged = (tmp_path / run / "report.json" for run in ("toynet", "damaged"))
     whole.parent.mkdir()
@@ -285,7 +285,7 @@ def test_a_damaged_report_is_one_line_and_the_other_runs_are_listed(fault: str |
     assert f"{damaged} {said}" in refused("show", "damaged", "--store", tmp_path)
 
 
-@pytest.mark.parametrize("fault", [None, "", '{"schema": 3}', _TOO_DEEP, b"\xff"])
+@pytest.mark.parametrize("fault", [None, "", '{"schema": 4}', _TOO_DEEP, b"\xff"])
 def test_a_damaged_card_is_shown_as_one_line(fault: str | bytes | None, tmp_path: Path) -> None:
     report = tmp_path / "toynet" / "report.json"
     card = report.parent / "artifacts" / "ptq" / "card.json"
@@ -366,7 +366,7 @@ def test_verify_names_what_is_damaged_and_exits_with_1(copied_store: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"schema": 3, "rows": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"schema": 4, "rows": 3}'])
 def test_a_damaged_report_is_one_line(copied_store: Path, content: str) -> None:
     (copied_store / "tiny" / "report.json").write_text(content)
     for words in (("show", "tiny"), ("verify", "tiny")):

@@ -113,7 +113,7 @@ def test_the_report_says_what_was_run_on_what_and_every_row_has_its_figures(tiny
         assert measured.footprint.memory_bytes > 0
         assert measured.footprint.load_ms > 0
     assert report.recommended in [row.name for row, _ in figures(report)]
-    assert json.loads((tiny_run.folder / "report.json").read_text())["schema"] == 3
+    assert json.loads((tiny_run.folder / "report.json").read_text())["schema"] == 4
 
 
 def test_speeds_are_multiples_of_the_fastest_float_and_the_recommended_pair_is_one_that_was_measured(

@@ -1,0 +1,59 @@
+"""A float graph that is only a reference, and better than the recommended pair: what to add to the recipe."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from optimize.measure.latency import LEVEL, Speed, level
+from optimize.measure.rows import FLOAT_GRAPHS, Row
+from optimize.report.words import times
+
+
+def missing_graph(
+    chosen: str,
+    costs: Sequence[float],
+    rows: Sequence[Row],
+    speeds: Mapping[str, Speed],
+    *,
+    costs_of: Callable[[Speed], list[float]],
+    better: str,
+) -> list[str]:
+    """Say what to add to the recipe, and what that wins, if a float graph that is only a reference is plainly better.
+
+    Args:
+        chosen: id of the recommended pair.
+        costs: of its rounds, lower being better.
+        rows: artifacts of the report, the baseline first.
+        speeds: of pairs by id, and of references by name.
+        costs_of: the same costs of a reference.
+        better: the words between the ratio and the recommended pair, such as "as fast as".
+
+    Returns:
+        One sentence, or none.
+    """
+    found = {name: costs_of(speeds[name]) for name in FLOAT_GRAPHS if name in speeds}
+    remedy = _remedy(rows)
+    if not found or remedy is None:
+        return []
+    best = min(found, key=lambda name: statistics.median(found[name]))
+    ratio = level(costs, found[best])
+    if ratio.value <= 1 / LEVEL or ratio.low <= 1:
+        return []
+    won, low, high = (times(value).removesuffix("×") for value in (ratio.value, ratio.low, ratio.high))
+    return [
+        f"{remedy.format(engine=FLOAT_GRAPHS[best])}: the float graph, which is only the reference “{best}” here and "
+        f"cannot be recommended, is {won} times ({ratio.coverage * 100:.1f} % interval {low} to {high}) {better} "
+        f"{chosen}."
+    ]
+
+
+def _remedy(rows: Sequence[Row]) -> str | None:
+    """What makes the float graph a candidate; None where its stage is there and was skipped, which has its reason."""
+    graphs = [row for row in rows if row.operation == "onnx"]
+    if any(row.pairs for row in graphs):
+        return "Measure the artifact of the stage `onnx` with {engine}, too (`measure: executions`)"
+    if graphs:
+        return None
+    fused = next((row.name for row in rows if row.operation == "fuse" and row.parent == rows[0].name), "baseline")
+    return f"Add a stage `onnx` to the recipe (`pass: onnx`, `from: {fused}`)"
