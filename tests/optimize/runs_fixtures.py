@@ -34,7 +34,7 @@ UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
 #: And of those that compute with one thread: two tests at a time fill two cores.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: Python that makes no float graph to measure beside what a command is asked for; see `references`.
-NO_GRAPHS = "from optimize.run import floats; floats._ENGINES = {}"
+NO_GRAPHS = "from optimize.run import floats; floats.FLOAT_GRAPHS = {}"
 #: ``python -m optimize`` so.
 LEAN = f"{NO_GRAPHS}; from optimize.cli import main; main()"
 TINY = f"{ROOT / 'examples' / 'tiny_cnn.py'}:tiny"
@@ -104,7 +104,7 @@ def references(*, graphs: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(REFERENCES, "torch.compile", raising=False)
         if not graphs:
-            patch.setattr(floats, "_ENGINES", {})
+            patch.setattr(floats, "FLOAT_GRAPHS", {})
         yield
 
 

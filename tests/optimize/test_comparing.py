@@ -186,5 +186,5 @@ def test_a_report_of_another_version_is_left_out_of_the_list_and_named(two_runs:
     assert "other" not in result.stdout
     assert "tiny" in result.stdout
     (line,) = result.stderr.splitlines()
-    assert "other/report.json is of an older version (schema 1, and not 3)" in line
+    assert "other/report.json is of an older version (schema 1, and not 4)" in line
     assert line.endswith("run the model again to make it anew")
