@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from optimize.measure.latency import LEVEL, Speed, level
+from optimize.measure.latency import Speed, level
 from optimize.measure.rows import FLOAT_GRAPHS, Row
 from optimize.report.words import times
 
@@ -37,9 +37,9 @@ def missing_graph(
     if not found or remedy is None:
         return []
     best = min(found, key=lambda name: statistics.median(found[name]))
-    ratio = level(costs, found[best])
-    if ratio.value <= 1 / LEVEL or ratio.low <= 1:
+    if not level(found[best], costs).slower:
         return []
+    ratio = level(costs, found[best])
     won, low, high = (times(value).removesuffix("×") for value in (ratio.value, ratio.low, ratio.high))
     return [
         f"{remedy.format(engine=FLOAT_GRAPHS[best])}: the float graph, which is only the reference “{best}” here and "
