@@ -72,7 +72,7 @@ class _Goal:
 
     def worse_than(self, other: _Candidate, candidate: _Candidate) -> bool:
         """Whether the candidate is plainly worse than the other."""
-        return level(self.costs(other), self.costs(candidate)).slower
+        return falls_behind(level(self.costs(other), self.costs(candidate)))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import numpy as np
 import psutil
 import pytest
-from scipy import stats
 
 from optimize.measure import latency
 from optimize.measure.contention import BUSY, UNSTEADY, Watch, disturbance
@@ -178,6 +177,7 @@ def test_p50_is_the_geometric_mean_of_the_processes_so_that_ratios_are_those_of_
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 11])
 def test_the_interval_of_a_few_processes_is_students(count: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
     generator = np.random.default_rng(count)
     a, b = generator.uniform(1, 2, (2, count))
     found = student_ratio(a, b)
