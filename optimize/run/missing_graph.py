@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from optimize.measure.latency import Speed, level
+from optimize.measure.latency import Speed, falls_behind, level
 from optimize.measure.rows import FLOAT_GRAPHS, Row
 from optimize.report.words import times
 
@@ -37,7 +37,7 @@ def missing_graph(
     if not found or remedy is None:
         return []
     best = min(found, key=lambda name: statistics.median(found[name]))
-    if not level(found[best], costs).slower:
+    if not falls_behind(level(found[best], costs)):
         return []
     ratio = level(costs, found[best])
     won, low, high = (times(value).removesuffix("×") for value in (ratio.value, ratio.low, ratio.high))
