@@ -188,7 +188,7 @@ def as_plain_layers(graph_module: fx.GraphModule) -> None:
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function":
             if node.target in _CONVOLUTIONS:
-                _lift(graph_module, node, _convolution)
+                _lift(graph_module, node, as_convolution)
             elif node.target is functional.batch_norm:
                 _lift(graph_module, node, _norm)
     graph_module.delete_all_unused_submodules()
@@ -277,7 +277,14 @@ def _constant(graph_module: fx.GraphModule, argument: Any) -> Any:
     return constant_value(graph_module, argument, layers=False)
 
 
-def _convolution(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+def as_convolution(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    """A convolution that is called as a function of constants, as a layer; None where the function is none.
+
+    Raises:
+        NotConstantError: its weight depends on the images.
+    """
+    if node.target not in _CONVOLUTIONS:
+        return None
     values: dict[str, Any] = dict(zip(_CONVOLUTION_ARGUMENTS, _CONVOLUTION_DEFAULTS, strict=True))
     given = {**dict(zip(_CONVOLUTION_ARGUMENTS, node.args, strict=False)), **node.kwargs}
     values.update({name: _constant(graph_module, value) for name, value in given.items() if name != "input"})

@@ -196,6 +196,14 @@ def put_back(
     setattr(owner, name, getattr(_OPS, f"{kind}_prepack")(weight, bias, *values))
 
 
+def with_integers(weight: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+    """A quantized weight of other integers by the same scales, which are of its output channels, or one."""
+    if weight.qscheme() == torch.per_tensor_affine:
+        return torch._make_per_tensor_quantized_tensor(integers, weight.q_scale(), weight.q_zero_point())
+    zeros, axis = weight.q_per_channel_zero_points(), weight.q_per_channel_axis()
+    return torch._make_per_channel_quantized_tensor(integers, weight.q_per_channel_scales(), zeros, axis)
+
+
 def _constant(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
     module.register_buffer(name, value)
     return module.graph.get_attr(name)

@@ -20,6 +20,7 @@ from optimize.errors import NotApplicableError
 from optimize.export.constants import attribute
 from optimize.export.layers import left_whole
 from optimize.export.naming import free_name
+from optimize.export.padding import call_pads, fold_padding
 from optimize.export.program import write_script
 from optimize.export.trace import note_shapes, trace
 from optimize.quantization.answer import free_answer
@@ -44,12 +45,14 @@ from optimize.quantization.narrow_groups import put_groups_together
 from optimize.quantization.norms import with_factors
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.outputs import free_outputs
+from optimize.quantization.padding import embed_padding
 from optimize.quantization.patches import unfold_patches
 from optimize.quantization.pieces import take_pieces
 from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
 from optimize.quantization.ranges import Observer
 from optimize.quantization.resizes import free_resizes
+from optimize.quantization.same import write_out_same
 from optimize.quantization.scalars import free_scalars
 from optimize.quantization.scores import call_softmax, free_scores
 from optimize.quantization.shared import share_watchers
@@ -71,9 +74,10 @@ def trace_calls(
     """Trace a module for quantization: attention is written out, a layer that is called twice becomes two.
 
     A mean over maps of one place becomes a flattening (see `flatten_places`), a sum with a number a method's call (see
-    `free_scalars`). What layers share, each has for itself afterwards: a weight that is rounded, a sign that is turned
-    or a bias that is shifted for one of them would be so for the others. A weight that is computed (parametrised) is
-    the one that it comes to; on norms see `with_factors`.
+    `free_scalars`), and zeros that a network puts around images a convolution's padding (see `fold_padding`). What
+    layers share, each has for itself afterwards: a weight that is rounded, a sign that is turned or a bias that is
+    shifted for one of them would be so for the others. A weight that is computed (parametrised) is the one that it
+    comes to; on norms see `with_factors`.
 
     torch.ao (2.11 to 2.14) gives a shared layer the output scale of one of its calls for all of them; on attention see
     `write_out_attention`.
@@ -92,8 +96,10 @@ def trace_calls(
     store_weights(graph_module)
     with_factors(graph_module)
     write_out_attention(graph_module, example, in_float)
+    write_out_same(graph_module, example)
     lift_functions(graph_module)
     write_out_padding(graph_module)
+    call_pads(graph_module)
     free_maxima(graph_module)
     call_softmax(graph_module)
     note_shapes(graph_module, example)  # of what attention has become, too
@@ -121,6 +127,7 @@ def trace_calls(
     _part(graph_module)
     _untie(graph_module)
     unfold_patches(graph_module)
+    fold_padding(graph_module)
     graph_module.recompile()
     return graph_module
 
@@ -251,6 +258,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
         raise NotApplicableError(_NOTHING)
     form = reference_form(prepared, example, backend_config)
     repack(converted, round_biases(form))
+    embed_padding(converted)
     put_groups_together(converted, example)
     program = reference_program(form, example)
     _reshape_views(converted)

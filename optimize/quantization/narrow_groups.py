@@ -18,7 +18,7 @@ from torch import fx
 from optimize.export.constants import attribute
 from optimize.export.sparsity import packed_kind
 from optimize.lint.graph import WIDE_GROUP, misfits_amx_narrow
-from optimize.quantization.biases import WEIGHTED, packed_layers, put_back, weight_bias
+from optimize.quantization.biases import WEIGHTED, packed_layers, put_back, weight_bias, with_integers
 from optimize.quantization.explicit import quantizing
 from optimize.quantization.narrow import quantized_parameters
 
@@ -48,7 +48,14 @@ def put_groups_together(converted: fx.GraphModule, example: torch.Tensor) -> int
         if (id(owner), name) not in beside_zero:
             continue
         weight, bias = weight_bias(packed)
-        put_back(owner, name, packed, _with_zeros(weight, groups, together), bias, groups=groups // together)
+        put_back(
+            owner,
+            name,
+            packed,
+            with_integers(weight, _between_zeros(weight.int_repr(), groups, together)),
+            bias,
+            groups=groups // together,
+        )
         count += 1
     return count
 
@@ -127,12 +134,3 @@ def _between_zeros(integers: torch.Tensor, groups: int, together: int) -> torch.
         own, first = slice(group * answers, (group + 1) * answers), group % together * channels
         wide[own, first : first + channels] = integers[own]
     return wide
-
-
-def _with_zeros(weight: torch.Tensor, groups: int, together: int) -> torch.Tensor:
-    """As `_between_zeros`, of a quantized one, which is symmetric."""
-    wide = _between_zeros(weight.int_repr(), groups, together)
-    if weight.qscheme() == torch.per_tensor_affine:
-        return torch._make_per_tensor_quantized_tensor(wide, weight.q_scale(), weight.q_zero_point())
-    zeros, axis = weight.q_per_channel_zero_points(), weight.q_per_channel_axis()
-    return torch._make_per_channel_quantized_tensor(wide, weight.q_per_channel_scales(), zeros, axis)

@@ -20,6 +20,8 @@ from optimize.quantization.writing import Writer, shape_of
 # Seen wrong from 8 to 56 channels, and from a width of 4 on. Images of 3 or 4 channels are right.
 _FEW: Final = range(5, 64)
 _WIDE: Final = 4
+_LONG: Final = 128
+_AT_ONCE: Final = 64
 
 
 def unfold_patches(module: fx.GraphModule) -> int:
@@ -52,6 +54,15 @@ def unfold_patches(module: fx.GraphModule) -> int:
     if found:
         module.recompile()
     return len(found)
+
+
+def is_misread(channels: int, width: int, groups: int) -> bool:
+    """Whether a convolution has so many channels, and its kernel's rows so many places, that kernels for AMX err.
+
+    Of steps from patch to patch that is known; a kernel that is made wider for another's sake is not to become one.
+    """
+    row = channels * width
+    return groups == 1 and channels in _FEW and row >= _LONG and row % _AT_ONCE == 0
 
 
 def _reads_patches(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -47,6 +47,7 @@ from optimize.quantization.group_widths import border_groups
 from optimize.quantization.joined import part_joined, read_joined
 from optimize.quantization.lines import write_out_lines
 from optimize.quantization.narrow_groups import put_explicit_groups_together
+from optimize.quantization.padding import put_padding, take_padding
 from optimize.quantization.reductions import keep_reductions
 from optimize.quantization.resizes import write_out_resizes
 from optimize.quantization.shares import keep_shares
@@ -165,6 +166,7 @@ def lower(
     assert isinstance(module, fx.GraphModule)
     if target.packed:
         read_joined(module)
+    taken = take_padding(module)
     expected = Counter(quantizing(node) for node in module.graph.nodes if quantizing(node))
     round_clamps(module)
     clamps = _clamp_narrow_ranges(module)
@@ -183,6 +185,7 @@ def lower(
     else:
         write_out_folds(module)
         write_out_lines(module)
+    put_padding(module, taken)
     export_onnx(entered(module), example, path, target.opset)
     return verify(
         onnx.load(path),

@@ -1,0 +1,166 @@
+"""Zeros that a network puts around its images itself, as the padding of the convolution behind them.
+
+Networks that were converted from TensorFlow have ``nn.ZeroPad2d`` or ``torch.nn.functional.pad`` in front of their
+convolutions. Engines fold that in a float graph. Between a dequantizer and a quantizer none of them does, and the int8
+graph would be slower than the float one.
+
+Torch's convolutions pad alike before and behind. What is uneven stays here, and is folded where a form is written that
+can have it: see `optimize.quantization.padding`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from optimize.export.trace import calls
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_ZEROS = (
+    *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+    *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+)
+#: Activations that give 0 for 0, number by number.
+_KEEP_ZERO = frozenset({nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardswish, nn.SiLU, nn.GELU})
+_KEEP_ZERO_FUNCTIONS = frozenset({functional.relu, functional.relu6, torch.relu, functional.hardswish, functional.silu})
+
+
+def call_pads(module: fx.GraphModule) -> int:
+    """Write layers that put zeros around images as calls of `torch.nn.functional.pad`, in place.
+
+    Torch.ao (2.11 to 2.14) computes the layer in float; what the function gives has the scale of what it is given.
+
+    Args:
+        module: traced.
+
+    Returns:
+        How many were written.
+    """
+    written = 0
+    for node in list(module.graph.nodes):
+        layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if type(layer) not in _ZEROS or layer.value != 0 or len(node.all_input_nodes) != 1:  # type: ignore[union-attr]
+            continue
+        with module.graph.inserting_before(node):
+            padded = module.graph.call_function(functional.pad, (node.all_input_nodes[0], list(layer.padding)))  # type: ignore[union-attr, arg-type]
+        padded.meta.update(node.meta)
+        node.replace_all_uses_with(padded)
+        module.graph.erase_node(node)
+        written += 1
+    module.delete_all_unused_submodules()
+    module.recompile()
+    return written
+
+
+def fold_padding(module: fx.GraphModule) -> int:
+    """Make zeros around an image the padding of the convolutions that read them, in place: the same sums.
+
+    An activation between the two that gives 0 for 0 is computed in front of the zeros then. What another layer than a
+    convolution reads keeps its zeros, as does what lies around channels or has another number or another mode.
+
+    Args:
+        module: traced.
+
+    Returns:
+        How many convolutions got padding.
+    """
+    called = calls(module)
+    for node in list(module.graph.nodes):
+        _put_behind_activations(module, node)
+    folded = 0
+    for node in list(module.graph.nodes):
+        layer: Any = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if type(layer) not in _CONVOLUTIONS or called[id(layer)] != 1 or len(node.all_input_nodes) != 1:
+            continue
+        before, twin = node.all_input_nodes[0], None
+        while (sides := _even(_around(module, before), layer)) is not None:
+            twin = twin or copy.copy(layer)
+            twin.padding = tuple(own + more for own, more in zip(twin.padding, sides, strict=True))
+            node.replace_input_with(before, before.all_input_nodes[0])
+            before = node.all_input_nodes[0]
+        if twin is not None:
+            twin._reversed_padding_repeated_twice = [side for side in reversed(twin.padding) for _ in range(2)]
+            module.set_submodule(str(node.target), twin)
+            folded += 1
+    if folded:
+        module.graph.eliminate_dead_code()
+        module.delete_all_unused_submodules()
+    module.recompile()
+    return folded
+
+
+def zeros_around(node: Any) -> tuple[int, ...] | None:
+    """How many zeros a call of `torch.nn.functional.pad` puts around places, the last axis first; None for other nodes.
+
+    None as well where it cuts off places, or how many there are is computed.
+    """
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.target is not functional.pad:
+        return None
+    given: dict[str, Any] = {**dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)), **node.kwargs}
+    sides = given["pad"]
+    if given.get("mode", "constant") != "constant" or given.get("value") not in (None, 0):
+        return None
+    if not isinstance(sides, tuple | list) or not all(isinstance(side, int) and side >= 0 for side in sides):
+        return None
+    return tuple(sides)
+
+
+def _around(module: fx.GraphModule, node: fx.Node) -> tuple[int, ...] | None:
+    """As `zeros_around`, of layers as well."""
+    layer: Any = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if type(layer) in _ZEROS and layer.value == 0 and all(side >= 0 for side in layer.padding):
+        return tuple(layer.padding)
+    return zeros_around(node)
+
+
+def of_places(sides: tuple[int, ...] | None, axes: int) -> tuple[tuple[int, int], ...] | None:
+    """Zeros before and behind along each axis of a convolution; None: there are none, or some are around channels."""
+    if sides is None or not any(sides) or any(sides[2 * axes :]):
+        return None
+    ends = [(before, behind) for before, behind in zip(sides[::2], sides[1::2], strict=True)][:axes]
+    return tuple(reversed([*ends, *[(0, 0)] * (axes - len(ends))]))
+
+
+def _even(sides: tuple[int, ...] | None, layer: Any) -> tuple[int, ...] | None:
+    """What a convolution can pad with itself along each axis; None where it cannot."""
+    ends = of_places(sides, len(layer.kernel_size))
+    plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    if ends is None or not plain or any(before != behind for before, behind in ends):
+        return None
+    return tuple(before for before, _ in ends)
+
+
+def _put_behind_activations(module: fx.GraphModule, node: fx.Node) -> None:
+    """Put zeros around what an activation gives that was given them, in place, if it alone is."""
+    sides = _around(module, node)
+    while sides is not None and len(node.users) == 1:
+        (reader,), (given,) = node.users, node.all_input_nodes
+        if reader.all_input_nodes != [node] or not _keeps_zero(module, reader, given):
+            return
+        reader.replace_input_with(node, given)
+        reader.replace_all_uses_with(node)
+        node.replace_input_with(given, reader)
+        reader.append(node)
+
+
+def _keeps_zero(module: fx.GraphModule, node: fx.Node, given: fx.Node) -> bool:
+    """Whether a node is such an activation; one that writes into what it is given, only if nothing else reads that."""
+    if node.op == "call_module":
+        layer: Any = module.get_submodule(str(node.target))
+        found, writes = type(layer) in _KEEP_ZERO, getattr(layer, "inplace", False)
+    else:
+        found = node.op == "call_function" and node.target in _KEEP_ZERO_FUNCTIONS
+        writes = any((*node.args[1:], *node.kwargs.values()))
+    return found and (not writes or _is_alone(module, given))
+
+
+def _is_alone(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node gives a tensor of its own to one reader: of what a layer with weights gives, there is no view."""
+    layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return len(node.users) == 1 and isinstance(layer, (_ConvNd, _BatchNorm))
