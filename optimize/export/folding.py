@@ -7,6 +7,7 @@ from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from optimize.export.dropouts import DROPOUTS, written_into
+from optimize.export.padding import fold_padding
 from optimize.export.trace import note_shapes, trace
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -24,6 +25,8 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     A norm is folded only where nothing else sees what lies between: the layer before it feeds this norm
     alone, and neither module is called, or its weights read, anywhere else. A norm after a linear layer is folded only
     on ``(N, features)`` inputs, where both speak of the same axis; `BatchNorm1d` on ``(N, L, C)`` does not.
+
+    Zeros that are put around what a convolution reads are its padding, see `optimize.export.padding`.
 
     A dropout stays whose answer is written into, for those who train the network on; see `optimize.export.dropouts`.
     """
@@ -44,6 +47,7 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
             graph_module.set_submodule(before, folded)
             modules[before] = folded
             _bypass(graph_module, node)
+    fold_padding(graph_module)
     graph_module.delete_all_unused_submodules()
     graph_module.graph.lint()
     graph_module.recompile()

@@ -122,9 +122,11 @@ def _zeros_in_program(node: fx.Node) -> tuple[int, ...] | None:
 
 def _is_one_pair(quantizer: fx.Node, dequantizer: fx.Node) -> bool:
     """Whether both have one scale, one zero-point, which is one of the integers, and one type."""
-    low, high = quantizer.args[3:5]
-    same = quantizer.args[1:6] == dequantizer.args[1:6]
-    return same and low <= quantizer.args[2] <= high  # type: ignore[operator]
+    _, _, zero, low, high, *_ = args = quantizer.args
+    assert isinstance(zero, int)
+    assert isinstance(low, int)
+    assert isinstance(high, int)
+    return args[1:6] == dequantizer.args[1:6] and low <= zero <= high
 
 
 def _is_again(images: fx.Node, given: fx.Node) -> bool:

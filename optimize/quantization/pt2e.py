@@ -61,6 +61,7 @@ _SAME_SCALE = frozenset(
         *(_ATEN.contiguous.default, _ATEN.dropout.default, _ATEN.pixel_shuffle.default),
     }
 )
+_PADS = (_ATEN.pad.default, _ATEN.constant_pad_nd.default)
 _ANNOTATION = "quantization_annotation"
 
 
@@ -205,7 +206,11 @@ class _TargetQuantizer:
                 self._annotate(node, dict.fromkeys(node.all_input_nodes, self._activation()))
             elif node.target is _ATEN.cat.default:
                 self._joined(node)
-            elif node.target in _SAME_SCALE and node.args[0] in self._integers and not _in_global_pool(node):
+            elif (
+                (node.target in _SAME_SCALE or _pads(node))
+                and node.args[0] in self._integers
+                and not _in_global_pool(node)
+            ):
                 given = node.args[0]
                 self._annotate(node, {given: self._activation()}, _shared(given, node))
         return model
@@ -267,6 +272,11 @@ class _TargetQuantizer:
         if wanted not in self._activations:
             self._activations[wanted] = _spec(lambda: self._watching.activation(wanted))
         return self._activations[wanted]
+
+
+def _pads(node: fx.Node) -> bool:
+    """Whether a node puts zeros around images, or what is in them: FX gives that the scale of the images, too."""
+    return node.target in _PADS and all(isinstance(setting, str) or setting in (None, 0) for setting in node.args[2:])
 
 
 def _spec(make: Callable[[], ObserverBase]) -> Any:

@@ -537,6 +537,33 @@ def bordered_pool(graph: Written) -> None:
     graph.node("first_relu").input[0] = "largest"
 
 
+def padded_layer(
+    *sizes: int,
+    number: float = 0,
+    axes: tuple[int, ...] = (),
+    integers: bool = False,
+    also: str = "",
+    **attributes: Any,
+) -> Edit:
+    """A border around what the second convolution reads, in front of its quantizer or in its integers."""
+
+    def edit(graph: Written) -> None:
+        graph.tensors |= {"sides": np.asarray(sizes, np.int64), "y_zero": graph.kind(118)}
+        graph.tensors["number"] = graph.kind(number) if integers else np.float32(number)
+        graph.tensors |= {"axes": np.asarray(axes, np.int64)} if axes else {}
+        taken = "y_q" if integers else "first_relu"
+        given = [taken, "sides", "number", *(["axes"] if axes else [])]
+        graph.before("second", "Pad", given, "around", **attributes)
+        if not integers:
+            graph.before("second", "QuantizeLinear", ["around", "y_scale", "y_zero"], "around_q")
+        graph.before("second", "DequantizeLinear", ["around" if integers else "around_q", "y_scale", "y_zero"], "wide")
+        graph.node("second").input[0] = "wide"
+        if also:
+            graph.before("second", also, ["wide"], "other")
+
+    return edit
+
+
 def narrow_softmax(graph: Written) -> None:
     """The shares of a pair's numbers, in a scale that ends below 1."""
     graph.before("second", "Softmax", ["y"], "shares", axis=1)
@@ -664,6 +691,16 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("residual-in-float", EVERYWHERE, "Add_sum", float_shortcut),
     ("residual-in-float", EVERYWHERE, "Add_sum", float_addends),
     ("padded-pool", ("cpu", "x86"), "MaxPool_largest", bordered_pool),
+    ("padded-layer", EVERYWHERE, "Pad_around", padded_layer(0, 0, 0, 0, 0, 0, 1, 1)),
+    ("padded-layer", EVERYWHERE, "Pad_around", padded_layer(1, 1, 1, 1, axes=(-2, 3))),
+    ("padded-layer", EVERYWHERE, "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, 1, 1, number=118, integers=True)),
+    ("padded-layer", (), "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, 1, 1, number=117, integers=True)),
+    ("padded-layer", (), "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, 1, 1, number=0.5)),
+    ("padded-layer", (), "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, -1, 1)),
+    ("padded-layer", (), "Pad_around", padded_layer(0, 2, 0, 0, 0, 2, 0, 0)),
+    ("padded-layer", (), "Pad_around", padded_layer(1, 1, axes=(1,))),
+    ("padded-layer", (), "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, 1, 1, mode="reflect")),
+    ("padded-layer", (), "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, 1, 1, also="Sigmoid")),
     ("softmax-range", ("cpu", "x86"), "Softmax_shares", narrow_softmax),
     ("pool-in-float", EVERYWHERE, "GlobalAveragePool_pooled", float_pool),
     ("pool-in-float", EVERYWHERE, "GlobalAveragePool_pooled", float_mean),

@@ -10,8 +10,12 @@ from numpy.typing import NDArray
 from onnx import NodeProto
 
 from optimize.lint.base import Fault, LintTarget, rule
-from optimize.lint.graph import LAYERS, Graph, label
+from optimize.lint.graph import LAYERS, Graph, attribute, label
 
+#: What quantizes, and what keeps integers to a range.
+_PAIR = ("QuantizeLinear", "DequantizeLinear", "Clip")
+# Images and channels are in front of it.
+_FIRST_PLACE = 2
 _POOLS = ("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool")
 
 
@@ -68,6 +72,69 @@ def pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
         between = graph.behind_integers(node) and graph.before_integers(node)
         if between and not graph.dequantized(node):
             yield Fault(label(node), "it pools in float between quantized layers", "quantize its input")
+
+
+@rule("padded-layer", "warning")
+def padded_layers(graph: Graph, target: LintTarget) -> Iterator[Fault]:
+    """Zeros around what quantized convolutions read are their own padding: engines fold no Pad between quantizers.
+
+    ONNX Runtime (1.31, ``PadFusion``) and OpenVINO (2026.4) fold one that a convolution reads straight from it. A
+    quantized convolution pads with the zero-point, which is what zeros are in integers.
+    """
+    for node in graph.of("Pad"):
+        if not _is_of_zeros(graph, node):
+            continue
+        layers = list(_readers(graph, node))
+        if layers and all(_can_pad(graph, layer, given, node) for layer, given in layers):
+            yield Fault(
+                label(node),
+                f"it puts zeros around what {label(layers[0][0])} reads, in front of a quantizer or between it and the "
+                "DequantizeLinear, and takes time",
+                "add its sizes to the convolution's pads",
+            )
+
+
+def _is_of_zeros(graph: Graph, pad: NodeProto) -> bool:
+    """Whether a Pad adds constantly many zeros, or of integers zero-points, and cuts nothing off."""
+    sizes, number = graph.values(pad, 1), graph.values(pad, 2)
+    if sizes is None or (sizes < 0).any() or not sizes.any() or attribute(pad, "mode", b"constant") != b"constant":
+        return False
+    if number is None and any(pad.input[2:3]):
+        return False
+    added = 0 if number is None or not number.size else number.ravel()[0]
+    zeros = [graph.values(taker, 2) for taker in graph.takers(pad) if taker.op_type == "DequantizeLinear"]
+    return all(bool((np.asarray(0 if zero is None else zero) == added).all()) for zero in zeros or [None])
+
+
+def _readers(graph: Graph, pad: NodeProto) -> Iterator[tuple[NodeProto, NodeProto]]:
+    """What reads a Pad's answer, perhaps quantized and dequantized, and the node that it reads it from."""
+    waiting, seen = [pad], set[str]()
+    while waiting:
+        given = waiting.pop()
+        if given.output[0] in graph.outputs:
+            yield given, given  # the graph's answer is no layer
+        for taker in graph.takers(given):
+            if taker.op_type not in _PAIR:
+                yield taker, given
+            elif taker.output[0] not in seen:
+                seen.add(taker.output[0])
+                waiting.append(taker)
+
+
+def _can_pad(graph: Graph, layer: NodeProto, given: NodeProto, pad: NodeProto) -> bool:
+    """Whether a node is a convolution that reads a DequantizeLinear, and can pad as a Pad does."""
+    kernel, sizes, axes = graph.kernel(layer) or (), graph.values(pad, 1), graph.values(pad, 3)
+    read = [name == given.output[0] for name in layer.input]
+    integers = graph.weight(layer) is not None and given.op_type == "DequantizeLinear"
+    if layer.op_type != "Conv" or not integers or sizes is None or not read[0] or any(read[1:]):
+        return False
+    rank = len(kernel) or 4  # a file need not say what shape a weight has; most are of maps
+    around = range(sizes.size // 2) if axes is None else [int(axis) % rank for axis in axes.ravel()]
+    if sizes.size != 2 * len(around) or any(pad.input[3:]) != (axes is not None):
+        return False
+    added = sizes.reshape(2, -1).any(0)
+    of_channels = any(some for some, axis in zip(added, around, strict=True) if axis < _FIRST_PLACE)
+    return not of_channels and attribute(layer, "auto_pad", b"NOTSET") in (b"NOTSET", b"VALID")
 
 
 @rule("unfused-batchnorm", "warning")
