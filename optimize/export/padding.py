@@ -73,6 +73,8 @@ def fold_padding(module: fx.GraphModule) -> int:
     called = calls(module)
     for node in list(module.graph.nodes):
         _put_behind_activations(module, node)
+    for node in list(module.graph.nodes):
+        _put_together(module, node)
     folded = 0
     for node in list(module.graph.nodes):
         layer: Any = module.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -147,6 +149,23 @@ def _put_behind_activations(module: fx.GraphModule, node: fx.Node) -> None:
         reader.replace_all_uses_with(node)
         node.replace_input_with(given, reader)
         reader.append(node)
+
+
+def _put_together(module: fx.GraphModule, node: fx.Node) -> None:
+    """Write zeros around zeros as one call, in place, if nothing reads what is between them."""
+    sides = _around(module, node)
+    before = node.all_input_nodes[0] if sides is not None else None
+    inner = _around(module, before) if before is not None and len(before.users) == 1 else None
+    if sides is None or before is None or inner is None:
+        return
+    axes = range(max(len(sides), len(inner)))
+    both = [sum(each[axis] for each in (sides, inner) if axis < len(each)) for axis in axes]
+    with module.graph.inserting_before(node):
+        padded = module.graph.call_function(functional.pad, (before.all_input_nodes[0], both))
+    padded.meta.update(node.meta)
+    node.replace_all_uses_with(padded)
+    module.graph.erase_node(node)
+    module.graph.erase_node(before)
 
 
 def _keeps_zero(module: fx.GraphModule, node: fx.Node, given: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from optimize.errors import PassError
 from optimize.export.noted import value_of
 from optimize.export.padding import of_places, zeros_around
 from optimize.quantization.biases import with_integers
-from optimize.quantization.explicit import quantizing
+from optimize.quantization.explicit import moved, quantizing
 from optimize.quantization.patches import is_misread
 
 _ATEN = torch.ops.aten
@@ -49,7 +49,9 @@ def take_padding(module: fx.GraphModule) -> dict[fx.Node, Padding]:
     as one. A quantizer is left out that would be the second by one scale. In between, the graph is what it would be
     without zeros, and each rewriting of quantized layers sees its layers; only shapes are not those of the graph.
 
-    Zeros that something else reads stay, unless the convolution reads integers that there are anyhow.
+    Zeros that something else reads stay, unless the convolution reads integers that there are anyhow. So do those
+    around what was rounded by another scale: of two pairs in a row ONNX Runtime (1.31, ``DoubleQDQPairsRemover``) makes
+    one, and was seen to give other integers.
 
     Args:
         module: a program's, of ``aten`` operators with explicit quantizers.
@@ -67,7 +69,7 @@ def take_padding(module: fx.GraphModule) -> dict[fx.Node, Padding]:
         images: Any = pad.args[0]
         if given not in known:
             again = _is_again(images, given)
-            if not again and not _only_layers(pad):
+            if not again and (quantizing(moved(images)) or not _only_layers(pad)):
                 continue
             known[given] = images if again else _requantized(module.graph, images, given)
         node.args = (known[given], *node.args[1:])

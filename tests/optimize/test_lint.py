@@ -543,6 +543,7 @@ def padded_layer(
     axes: tuple[int, ...] = (),
     integers: bool = False,
     also: str = "",
+    again: float = 0,
     **attributes: Any,
 ) -> Edit:
     """A border around what the second convolution reads, in front of its quantizer or in its integers."""
@@ -551,12 +552,14 @@ def padded_layer(
         graph.tensors |= {"sides": np.asarray(sizes, np.int64), "y_zero": graph.kind(118)}
         graph.tensors["number"] = graph.kind(number) if integers else np.float32(number)
         graph.tensors |= {"axes": np.asarray(axes, np.int64)} if axes else {}
-        taken = "y_q" if integers else "first_relu"
+        taken = "y_q" if integers else "y" if again else "first_relu"
+        graph.tensors["again_scale"] = np.float32(again or 0.1)
         given = [taken, "sides", "number", *(["axes"] if axes else [])]
         graph.before("second", "Pad", given, "around", **attributes)
         if not integers:
-            graph.before("second", "QuantizeLinear", ["around", "y_scale", "y_zero"], "around_q")
-        graph.before("second", "DequantizeLinear", ["around" if integers else "around_q", "y_scale", "y_zero"], "wide")
+            graph.before("second", "QuantizeLinear", ["around", "again_scale", "y_zero"], "around_q")
+        read = ["around" if integers else "around_q", "again_scale", "y_zero"]
+        graph.before("second", "DequantizeLinear", read, "wide")
         graph.node("second").input[0] = "wide"
         if also:
             graph.before("second", also, ["wide"], "other")
@@ -699,6 +702,8 @@ BROKEN: list[tuple[str, tuple[str, ...], str, Edit]] = [
     ("padded-layer", (), "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, -1, 1)),
     ("padded-layer", (), "Pad_around", padded_layer(0, 2, 0, 0, 0, 2, 0, 0)),
     ("padded-layer", (), "Pad_around", padded_layer(1, 1, axes=(1,))),
+    ("padded-layer", EVERYWHERE, "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, 1, 1, again=0.1)),
+    ("padded-layer", (), "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, 1, 1, again=0.2)),
     ("padded-layer", (), "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, 1, 1, mode="reflect")),
     ("padded-layer", (), "Pad_around", padded_layer(0, 0, 1, 1, 0, 0, 1, 1, also="Sigmoid")),
     ("softmax-range", ("cpu", "x86"), "Softmax_shares", narrow_softmax),

@@ -32,7 +32,7 @@ from serve.runtime.images import normalise
 from tests.narrow import layer
 from tests.processor import WIDEST
 
-from .foreign_layers import NamedConv, NamedNorm, NormAct, SameConv, StandardisedConv
+from .foreign_layers import GatedSameConv, NamedConv, NamedNorm, NormAct, StandardisedConv
 from .test_training import brightness, network
 from .workbench import (
     CPU,
@@ -600,7 +600,7 @@ def test_what_is_left_in_float_is_said(name, tmp_path):
     """A convolution that no tracing enters is served as it is."""
     torch.manual_seed(0)
     module = nn.Sequential(
-        SameConv(1, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 4)
+        GatedSameConv(1, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 4)
     )
     if name == "ptq":
         context = noise_context()
@@ -609,7 +609,7 @@ def test_what_is_left_in_float_is_said(name, tmp_path):
     else:
         notes = qat(module.eval(), learnable(), tmp_path, epochs=1, freeze_observers_at=1).notes
     assert notes[0].startswith("2 quantized layers")
-    assert "1 layers left in float: 0 (SameConv)" in notes
+    assert "1 layers left in float: 0 (GatedSameConv)" in notes
 
 
 class Rooted(nn.Module):

@@ -79,13 +79,14 @@ def padded_layers(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Zeros around what quantized convolutions read are their own padding: engines fold no Pad between quantizers.
 
     ONNX Runtime (1.31, ``PadFusion``) and OpenVINO (2026.4) fold one that a convolution reads straight from it. A
-    quantized convolution pads with the zero-point, which is what zeros are in integers.
+    quantized convolution pads with the zero-point, which is what zeros are in integers. A Pad between two scales is
+    left: of two pairs in a row ONNX Runtime makes one (``DoubleQDQPairsRemover``), which gives other numbers.
     """
     for node in graph.of("Pad"):
         if not _is_of_zeros(graph, node):
             continue
         layers = list(_readers(graph, node))
-        if layers and all(_can_pad(graph, layer, given, node) for layer, given in layers):
+        if layers and not _rounded_otherwise(graph, node) and all(_can_pad(graph, *layer, node) for layer in layers):
             yield Fault(
                 label(node),
                 f"it puts zeros around what {label(layers[0][0])} reads, in front of a quantizer or between it and the "
@@ -104,6 +105,15 @@ def _is_of_zeros(graph: Graph, pad: NodeProto) -> bool:
     added = 0 if number is None or not number.size else number.ravel()[0]
     zeros = [graph.values(taker, 2) for taker in graph.takers(pad) if taker.op_type == "DequantizeLinear"]
     return all(bool((np.asarray(0 if zero is None else zero) == added).all()) for zero in zeros or [None])
+
+
+def _rounded_otherwise(graph: Graph, pad: NodeProto) -> bool:
+    """Whether a Pad's input was dequantized, and its answer is quantized by another scale."""
+    before = graph.producer(pad)
+    if before is None or before.op_type != "DequantizeLinear":
+        return False
+    pairs = [(taker, number) for taker in graph.takers(pad) if taker.op_type == "QuantizeLinear" for number in (1, 2)]
+    return not all(_equal(graph.values(taker, number), graph.values(before, number)) for taker, number in pairs)
 
 
 def _readers(graph: Graph, pad: NodeProto) -> Iterator[tuple[NodeProto, NodeProto]]:
