@@ -19,43 +19,68 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from optimize.export.naming import free_name
 from optimize.export.trace import calls
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_ZEROS = (
-    *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
-    *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
-)
+#: Zeros around lines, maps and bodies.
+LAYERS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
+_ZEROS = (*LAYERS, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)
 #: Activations that give 0 for 0, number by number.
 _KEEP_ZERO = frozenset({nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardswish, nn.SiLU, nn.GELU})
 _KEEP_ZERO_FUNCTIONS = frozenset({functional.relu, functional.relu6, torch.relu, functional.hardswish, functional.silu})
 
 
 def call_pads(module: fx.GraphModule) -> int:
-    """Write layers that put zeros around images as calls of `torch.nn.functional.pad`, in place.
+    """Write zeros that convolutions alone read as layers, and others as calls of `torch.nn.functional.pad`, in place.
 
-    Torch.ao (2.11 to 2.14) computes the layer in float; what the function gives has the scale of what it is given.
+    So that who has such a network prepared for quantization can tell them apart: the former are of places and have the
+    scale of what they are put around.
 
     Args:
         module: traced.
 
     Returns:
-        How many were written.
+        How many layers were written.
     """
     written = 0
     for node in list(module.graph.nodes):
-        layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if type(layer) not in _ZEROS or layer.value != 0 or len(node.all_input_nodes) != 1:  # type: ignore[union-attr]
+        sides = around(module, node)
+        if sides is None:
             continue
+        (given,) = node.all_input_nodes
+        readers = [_layer_of(module, reader) for reader in node.users]
+        layers = all(
+            type(reader) in _CONVOLUTIONS and of_places(sides, len(reader.kernel_size)) is not None
+            for reader in readers
+        )
         with module.graph.inserting_before(node):
-            padded = module.graph.call_function(functional.pad, (node.all_input_nodes[0], list(layer.padding)))  # type: ignore[union-attr, arg-type]
+            if layers and readers:
+                name = free_name(module, f"{node.name}_zeros")
+                module.add_submodule(name, _as_layer(sides, len(readers[0].kernel_size)))
+                padded = module.graph.call_module(name, (given,))
+                written += 1
+            elif node.op == "call_module":
+                padded = module.graph.call_function(functional.pad, (given, list(sides)))
+            else:
+                continue
         padded.meta.update(node.meta)
         node.replace_all_uses_with(padded)
         module.graph.erase_node(node)
-        written += 1
     module.delete_all_unused_submodules()
     module.recompile()
     return written
+
+
+def _layer_of(module: fx.GraphModule, node: fx.Node) -> Any:
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _as_layer(sides: tuple[int, ...], axes: int) -> nn.Module:
+    """Zeros of places along a convolution's axes, as a layer."""
+    kind: Any = LAYERS[axes - 1]
+    found: nn.Module = kind((*sides, *[0] * 2 * axes)[: 2 * axes])
+    return found
 
 
 def fold_padding(module: fx.GraphModule) -> int:
@@ -77,11 +102,11 @@ def fold_padding(module: fx.GraphModule) -> int:
         _put_together(module, node)
     folded = 0
     for node in list(module.graph.nodes):
-        layer: Any = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        layer = _layer_of(module, node)
         if type(layer) not in _CONVOLUTIONS or called[id(layer)] != 1 or len(node.all_input_nodes) != 1:
             continue
         before, twin = node.all_input_nodes[0], None
-        while (sides := _even(_around(module, before), layer)) is not None:
+        while (sides := _even(around(module, before), layer)) is not None:
             twin = twin or copy.copy(layer)
             twin.padding = tuple(own + more for own, more in zip(twin.padding, sides, strict=True))
             node.replace_input_with(before, before.all_input_nodes[0])
@@ -113,9 +138,9 @@ def zeros_around(node: Any) -> tuple[int, ...] | None:
     return tuple(sides)
 
 
-def _around(module: fx.GraphModule, node: fx.Node) -> tuple[int, ...] | None:
+def around(module: fx.GraphModule, node: fx.Node) -> tuple[int, ...] | None:
     """As `zeros_around`, of layers as well."""
-    layer: Any = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    layer = _layer_of(module, node)
     if type(layer) in _ZEROS and layer.value == 0 and all(side >= 0 for side in layer.padding):
         return tuple(layer.padding)
     return zeros_around(node)
@@ -140,7 +165,7 @@ def _even(sides: tuple[int, ...] | None, layer: Any) -> tuple[int, ...] | None:
 
 def _put_behind_activations(module: fx.GraphModule, node: fx.Node) -> None:
     """Put zeros around what an activation gives that was given them, in place, if it alone is."""
-    sides = _around(module, node)
+    sides = around(module, node)
     while sides is not None and len(node.users) == 1:
         (reader,), (given,) = node.users, node.all_input_nodes
         if reader.all_input_nodes != [node] or not _keeps_zero(module, reader, given):
@@ -153,9 +178,9 @@ def _put_behind_activations(module: fx.GraphModule, node: fx.Node) -> None:
 
 def _put_together(module: fx.GraphModule, node: fx.Node) -> None:
     """Write zeros around zeros as one call, in place, if nothing reads what is between them."""
-    sides = _around(module, node)
+    sides = around(module, node)
     before = node.all_input_nodes[0] if sides is not None else None
-    inner = _around(module, before) if before is not None and len(before.users) == 1 else None
+    inner = around(module, before) if before is not None and len(before.users) == 1 else None
     if sides is None or before is None or inner is None:
         return
     axes = range(max(len(sides), len(inner)))
@@ -181,5 +206,5 @@ def _keeps_zero(module: fx.GraphModule, node: fx.Node, given: fx.Node) -> bool:
 
 def _is_alone(module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node gives a tensor of its own to one reader: of what a layer with weights gives, there is no view."""
-    layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    layer = _layer_of(module, node)
     return len(node.users) == 1 and isinstance(layer, (_ConvNd, _BatchNorm))

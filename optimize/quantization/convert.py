@@ -99,7 +99,6 @@ def trace_calls(
     write_out_same(graph_module, example)
     lift_functions(graph_module)
     write_out_padding(graph_module)
-    call_pads(graph_module)
     free_maxima(graph_module)
     call_softmax(graph_module)
     note_shapes(graph_module, example)  # of what attention has become, too
@@ -128,6 +127,7 @@ def trace_calls(
     _untie(graph_module)
     unfold_patches(graph_module)
     fold_padding(graph_module)
+    call_pads(graph_module)
     graph_module.recompile()
     return graph_module
 

@@ -18,13 +18,14 @@ from torch.nn import functional
 
 from optimize.errors import PassError
 from optimize.export.noted import value_of
-from optimize.export.padding import of_places, zeros_around
+from optimize.export.padding import around, of_places
 from optimize.quantization.biases import with_integers
 from optimize.quantization.explicit import moved, quantizing
 from optimize.quantization.patches import is_misread
 
 _ATEN = torch.ops.aten
-_CONVOLUTIONS: Final[Mapping[Any, int]] = {
+#: Convolutions of programs, and along how many axes they go.
+CONVOLUTIONS: Final[Mapping[Any, int]] = {
     operator.default: axes for axes, operator in ((1, _ATEN.conv1d), (2, _ATEN.conv2d), (3, _ATEN.conv3d))
 }
 _PACKED: Final = (nnq.Conv1d, nnq.Conv2d, nnq.Conv3d)
@@ -97,7 +98,7 @@ def put_padding(module: fx.GraphModule, taken: Mapping[fx.Node, Padding]) -> Non
 
 def _quantized_zeros(node: fx.Node) -> fx.Node | None:
     """The zeros around what a quantized convolution reads, if a quantizer stands between; None: there are none."""
-    axes = _CONVOLUTIONS.get(node.target) if node.op == "call_function" else None
+    axes = CONVOLUTIONS.get(node.target) if node.op == "call_function" else None
     given: Any = node.args[0] if axes else None
     if axes is None or quantizing(given) != "dequantize_per_tensor":
         return None
@@ -105,11 +106,11 @@ def _quantized_zeros(node: fx.Node) -> fx.Node | None:
     if quantizing(quantizer) != "quantize_per_tensor" or not _is_one_pair(quantizer, given):
         return None
     pad = quantizer.args[0]
-    return pad if of_places(_zeros_in_program(pad), axes) is not None else None
+    return pad if of_places(zeros_in_program(pad), axes) is not None else None
 
 
-def _zeros_in_program(node: fx.Node) -> tuple[int, ...] | None:
-    """As `zeros_around`, of a program's operators."""
+def zeros_in_program(node: fx.Node) -> tuple[int, ...] | None:
+    """As `optimize.export.padding.zeros_around`, of a program's operators."""
     if node.target is _ATEN.pad.default:
         given: tuple[Any, ...] = node.args
         mode, value = (*given, *_DEFAULTS[len(given) - _MODE :])[_MODE:]
@@ -182,7 +183,7 @@ def embed_padding(converted: fx.GraphModule) -> int:
         reader, given = node, node.args[0]
         if given.target is torch.quantize_per_tensor and len(given.users) == 1:
             reader, given = given, given.args[0]
-        ends = of_places(zeros_around(given), len(layer.kernel_size))
+        ends = of_places(around(converted, given), len(layer.kernel_size))
         if ends is None or not _embed(layer, ends):
             continue
         reader.replace_input_with(given, given.all_input_nodes[0])

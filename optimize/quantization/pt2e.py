@@ -24,10 +24,12 @@ from torch.ao.quantization.observer import ObserverBase
 
 from optimize.export.aten import program_of
 from optimize.export.constants import attribute
+from optimize.export.padding import of_places
 from optimize.quantization.between import before_layers, fixed, integers_at
 from optimize.quantization.choices import Chosen
 from optimize.quantization.dropouts import drop_dropouts
 from optimize.quantization.explicit import quantizing
+from optimize.quantization.padding import CONVOLUTIONS, zeros_in_program
 from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import explicit_form
 from optimize.quantization.ranges import Granularity, Observer, WeightObserver, cut, weight_observer
@@ -61,7 +63,6 @@ _SAME_SCALE = frozenset(
         *(_ATEN.contiguous.default, _ATEN.dropout.default, _ATEN.pixel_shuffle.default),
     }
 )
-_PADS = (_ATEN.pad.default, _ATEN.constant_pad_nd.default)
 _ANNOTATION = "quantization_annotation"
 
 
@@ -275,8 +276,11 @@ class _TargetQuantizer:
 
 
 def _pads(node: fx.Node) -> bool:
-    """Whether a node puts zeros around images, or what is in them: FX gives that the scale of the images, too."""
-    return node.target in _PADS and all(isinstance(setting, str) or setting in (None, 0) for setting in node.args[2:])
+    """Whether a node puts zeros around what convolutions alone read: FX gives them the scale of that, too."""
+    zeros, readers = zeros_in_program(node), [reader.target for reader in node.users]
+    return bool(readers) and all(
+        reader in CONVOLUTIONS and of_places(zeros, CONVOLUTIONS[reader]) is not None for reader in readers
+    )
 
 
 def _spec(make: Callable[[], ObserverBase]) -> Any:

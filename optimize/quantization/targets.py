@@ -32,6 +32,7 @@ from torch.ao.quantization.observer import (
 from torch.ao.quantization.qconfig import default_reuse_input_qconfig
 from torch.nn import functional
 
+from optimize.export.padding import LAYERS as ZEROS
 from optimize.quantization.ranges import OBSERVERS, Observer
 from serve.runtime.errors import UserError
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86, WEIGHT_MAX, has_vnni, saturates
@@ -131,7 +132,14 @@ class Target:
 
     def backend_config(self) -> BackendConfig:
         """The patterns that the backend's kernels fuse."""
-        return get_x86_backend_config() if self.packed else _tensorrt_backend_config()
+        config = get_x86_backend_config() if self.packed else _tensorrt_backend_config()
+        kind = torch.quint8 if self.packed else torch.qint8
+        for layer in ZEROS:  # torch.ao (2.11 to 2.14) would compute them in float, and give them another scale
+            pattern = BackendPatternConfig(layer).add_dtype_config(DTypeConfig(input_dtype=kind, output_dtype=kind))
+            config.set_backend_pattern_config(
+                pattern.set_observation_type(ObservationType.OUTPUT_SHARE_OBSERVER_WITH_INPUT)
+            )
+        return config
 
     def _mapped(self, mapping: QConfigMapping, qconfig: QConfig) -> QConfigMapping:
         # The default mapping carries what some operators need (fixed ranges of sigmoid and softmax,

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -20,7 +20,7 @@ from torch.nn import functional
 from optimize.errors import PassError
 from optimize.export.folding import fuse_module
 from optimize.export.onnx import run_onnx
-from optimize.export.padding import call_pads, fold_padding
+from optimize.export.padding import fold_padding
 from optimize.export.trace import trace
 from optimize.lint.base import LintTarget, lint
 from optimize.passes.onnx_int8 import OnnxInt8
@@ -109,15 +109,16 @@ def test_for_tensorrt_no_pad_is_left(name: str, tmp_path: Path) -> None:
     assert decibels(meant, run_onnx(path, batch, literal=True)) > 45
 
 
-def test_pt2e_has_no_quantizer_more_and_no_pad(tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
-    torch.manual_seed(1)
-    module, counts = NETWORKS["uneven"]().eval(), []
-    for front_end in ("fx", "pt2e"):
-        folder = tmp_path / front_end
-        folder.mkdir()
-        config = Ptq(observer="histogram", target="x86-vnni", front_end=front_end)  # type: ignore[arg-type]
-        _, path = through_int8(module, folder, config, OnnxInt8(input="float"), noise_context())
+@pytest.mark.parametrize("front_end", ["fx", "pt2e"])
+def test_uneven_zeros_bring_no_quantizer_and_no_other_scale(front_end: Literal["fx", "pt2e"], tmp_path: Path) -> None:
+    if front_end == "pt2e":
+        pytest.importorskip("torchao")
+    config, counts = Ptq(observer="histogram", target="x86-vnni", front_end=front_end), []
+    for name in ("a function's", "uneven"):
+        torch.manual_seed(1)
+        (tmp_path / name).mkdir()
+        module, graph = NETWORKS[name]().eval(), OnnxInt8(input="float")
+        _, path = through_int8(module, tmp_path / name, config, graph, noise_context())
         counts.append(Counter(node.op_type for node in onnx.load(path).graph.node))
     assert counts[0] == counts[1]
     assert not counts[0]["Pad"]
@@ -328,7 +329,6 @@ def test_what_is_no_padding_stays(name: str) -> None:
     module = KEPT[name]().eval()
     x = torch.randn(2, 3, 8, 8)
     traced, expected = trace(copy.deepcopy(module), x), module(x.clone())
-    call_pads(traced)
     nodes = len(traced.graph.nodes)
     assert fold_padding(traced) == 0
     assert len(traced.graph.nodes) == nodes
@@ -398,7 +398,7 @@ def test_padding_that_would_be_lost_is_an_error() -> None:
     module: Any = torch.export.export(net, (torch.randn(2, 5, 8, 8),)).module()
     taken = take_padding(module)
     (node,) = taken
-    node.replace_all_uses_with(node.args[0])
+    node.replace_all_uses_with(node.all_input_nodes[0])
     module.graph.erase_node(node)
     with pytest.raises(PassError, match="would lose its padding"):
         put_padding(module, taken)

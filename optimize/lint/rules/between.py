@@ -142,8 +142,8 @@ def _can_pad(graph: Graph, layer: NodeProto, given: NodeProto, pad: NodeProto) -
     around = range(sizes.size // 2) if axes is None else [int(axis) % rank for axis in axes.ravel()]
     if sizes.size != 2 * len(around) or any(pad.input[3:]) != (axes is not None):
         return False
-    added = sizes.reshape(2, -1).any(0)
-    of_channels = any(some for some, axis in zip(added, around, strict=True) if axis < _FIRST_PLACE)
+    ends = sizes.reshape(2, -1)
+    of_channels = any(ends[:, place].any() for place, axis in enumerate(around) if axis < _FIRST_PLACE)
     return not of_channels and attribute(layer, "auto_pad", b"NOTSET") in (b"NOTSET", b"VALID")
 
 
