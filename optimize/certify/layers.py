@@ -68,8 +68,9 @@ def check_layers(folder: Path, reference: Path, execution: Execution, pixels: to
             engine is not known here.
     """
     card = load_card(folder)
-    for_cpus = card.format == "onnx" and card.target != TENSORRT
-    program = ReferenceLayers(load_program(reference), joined=for_cpus)
+    is_graph = card.format == "onnx"
+    for_cpus = is_graph and card.target != TENSORRT
+    program = ReferenceLayers(load_program(reference), joined=for_cpus, padded=is_graph)
     # Two, or the example would be taken for a network of one image.
     example = program.shown(pixels[:1].repeat(2, 1, 1, 1), card.preprocessing)
     open_runner = _RUNNERS.get(execution.engine)

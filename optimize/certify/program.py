@@ -18,6 +18,7 @@ from optimize.export.constants import constant_value
 from optimize.quantization.biases import dequantizers
 from optimize.quantization.explicit import MOVES, moved, quantizing
 from optimize.quantization.joined import read_joined
+from optimize.quantization.padding import put_padding, take_padding
 from serve.runtime.card import Preprocessing
 from serve.runtime.images import normalise
 
@@ -101,13 +102,16 @@ class ReferenceLayers:
     Args:
         program: the reference.
         joined: whether what reads a concatenation does without a quantizer, as in graphs for CPUs; see `read_joined`.
+        padded: whether convolutions pad what is quantized, as in graphs; see `take_padding`.
     """
 
-    def __init__(self, program: torch.export.ExportedProgram, *, joined: bool = False) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, *, joined: bool = False, padded: bool = False) -> None:
         module = program.module()
         assert isinstance(module, fx.GraphModule)
         if joined:
             read_joined(module)
+        if padded:
+            put_padding(module, take_padding(module))
         self._module = module
         self._image = next(node for node in module.graph.nodes if node.op == "placeholder")
         quantizers = [node for node in module.graph.nodes if quantizing(node) == "quantize_per_tensor"]

@@ -61,6 +61,8 @@ class Weighted:
     widened: bool
 
 
+_PADS = (torch.ops.aten.pad.default, torch.ops.aten.constant_pad_nd.default)
+
 #: Layers by the integers and scales that their weights had; equal ones in the program's order.
 Layers = Mapping[bytes, deque[Weighted]]
 
@@ -70,6 +72,8 @@ def dequantizers(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if node.target not in WEIGHTED or len(node.args) < 3 or node.args[2] is None:
         return None
     given, weight = node.args[:2]
+    if isinstance(given, fx.Node) and given.target in _PADS:  # of zeros, which are products of nothing
+        given = given.args[0]
     if not isinstance(given, fx.Node) or not isinstance(weight, fx.Node):
         return None
     return (given, weight) if _packet(given) is _INPUT and _packet(weight) is _WEIGHT else None

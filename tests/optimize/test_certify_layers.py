@@ -38,6 +38,7 @@ from serve.runtime.onnx_session import cpu_session
 from serve.runtime.program_file import load_program
 from tests.processor import NEEDS_VNNI
 
+from .foreign_layers import SameConv
 from .workbench import noise, noise_context, of_seven_bits, parent_of, quantizers
 
 ORT = Execution("onnxruntime")
@@ -215,6 +216,18 @@ def test_averages_with_zeros_around_a_map_are_sound(execution: Execution, pool: 
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 8, 3), pool, nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     assert quantized(network, tmp_path).checked(execution).sound
+
+
+@pytest.mark.parametrize("execution", [TORCH, *GRAPHS], ids=execution_id)
+def test_layers_that_pad_are_sound(execution: Execution, tmp_path: Path) -> None:
+    """Of what no ReLU ends, too; graphs have no quantizer behind the zeros."""
+    torch.manual_seed(0)
+    layers = [SameConv(1, 8, 3, 2), nn.ReLU(), nn.ZeroPad2d((0, 1, 1, 2)), nn.Conv2d(8, 8, 3, groups=8)]
+    network = nn.Sequential(*layers, SameConv(8, 4, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    found = quantized(network, tmp_path).checked(execution)
+    assert found.sound
+    weighted = [layer.name for layer in found.layers if "conv2d" in layer.name]
+    assert len(weighted) == 3
 
 
 class Joined(nn.Module):
