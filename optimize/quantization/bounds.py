@@ -17,18 +17,19 @@ from torch.ao.quantization.observer import ObserverBase
 from torch.nn import functional
 
 from optimize.export.naming import free_name
+from optimize.export.padding import LAYERS as ZEROS
 from optimize.quantization.watchers import called_module
 
 #: Layers whose kernels take a ReLU along.
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-#: What is given one tensor and gives no number beyond those in it, so that a bound holds behind it, too. Interpolation,
-#: which may overshoot, is not among them.
+#: What is given one tensor and gives no number beyond those in it, so that a bound holds behind it, too. Zeros around
+#: it are below each bound. Interpolation, which may overshoot, is not among them.
 _WITHIN = (
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
     *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.Flatten, nn.Identity, nn.PixelShuffle, nn.PixelUnshuffle),
+    *(nn.Flatten, nn.Identity, nn.PixelShuffle, nn.PixelUnshuffle, *ZEROS),
 )
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _WITHIN_FUNCTIONS = (

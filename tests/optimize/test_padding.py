@@ -66,6 +66,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "a function's": lambda: Padded(even, nn.Conv2d(8, 8, 3)),
     "uneven": lambda: Padded(uneven, nn.Conv2d(8, 8, 3, 2)),
     "before channels of their own": lambda: Padded(nn.ZeroPad2d((1, 2, 1, 2)), nn.Conv2d(8, 8, 5, 2, groups=8)),
+    "behind a bound": lambda: Padded(nn.Sequential(nn.ReLU6(), nn.ZeroPad2d((0, 1, 0, 1))), nn.Conv2d(8, 8, 3, 2)),
     "along one axis": lambda: Padded(nn.ConstantPad2d((0, 1, 0, 0), 0), nn.Conv2d(8, 8, 3, 2)),
     "by the images' size": lambda: Padded(nn.Identity(), SameConv(8, 8, 3, stride=2)),
     "by a word": lambda: Padded(nn.Identity(), nn.Conv2d(8, 8, 4, padding="same")),
@@ -84,6 +85,7 @@ def test_no_pad_is_left_and_every_engine_computes_the_same(name: str, tmp_path: 
     quantized, path = lowered(module, tmp_path, "x86-vnni")
     operators = Counter(node.op_type for node in onnx.load(path).graph.node)
     assert not operators["Pad"]
+    assert not operators["Clip"]
     # The image, three layers, the activation with its layer, the mean, and the answer are rounded once each at most.
     assert operators["QuantizeLinear"] <= 7
     batch = noise_context().example(16)
