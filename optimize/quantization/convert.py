@@ -45,7 +45,7 @@ from optimize.quantization.narrow_groups import put_groups_together
 from optimize.quantization.norms import with_factors
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.outputs import free_outputs
-from optimize.quantization.padding import embed_padding
+from optimize.quantization.padding import embed_padding, pad_integers
 from optimize.quantization.patches import unfold_patches
 from optimize.quantization.pieces import take_pieces
 from optimize.quantization.pools import GlobalPool, free_last_pool
@@ -258,6 +258,7 @@ def write_quantized(prepared: fx.GraphModule, example: torch.Tensor, target: Tar
         raise NotApplicableError(_NOTHING)
     form = reference_form(prepared, example, backend_config)
     repack(converted, round_biases(form))
+    pad_integers(converted, example)
     embed_padding(converted)
     put_groups_together(converted, example)
     program = reference_program(form, example)

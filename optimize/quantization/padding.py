@@ -21,6 +21,7 @@ from optimize.export.noted import value_of
 from optimize.export.padding import around, of_places
 from optimize.quantization.biases import with_integers
 from optimize.quantization.explicit import moved, quantizing
+from optimize.quantization.narrow import quantized_parameters
 from optimize.quantization.patches import is_misread
 
 _ATEN = torch.ops.aten
@@ -158,6 +159,43 @@ def _requantized(graph: fx.Graph, images: fx.Node, given: fx.Node) -> fx.Node:
         with images.meta["val"].fake_mode:
             value_of(again)
     return again
+
+
+def pad_integers(converted: fx.GraphModule, example: torch.Tensor) -> int:
+    """Put zeros around integers that torch.ao (2.11 to 2.14) dequantizes for it, and quantizes again, in place.
+
+    Args:
+        converted: torch's packed model.
+        example: ``float32 (N, C, H, W)``.
+
+    Returns:
+        How often it did.
+    """
+    found = [node for node in converted.graph.nodes if around(converted, node) is not None and _is_dequantized(node)]
+    if not found:
+        return 0
+    parameters = quantized_parameters(converted, example)
+    count = 0
+    for node in found:
+        integers = node.all_input_nodes[0].all_input_nodes[0]
+        own = parameters.get(integers)
+        if own is None or any(parameters.get(reader) != own for reader in node.users):
+            continue
+        node.replace_input_with(node.all_input_nodes[0], integers)
+        for reader in list(node.users):
+            reader.replace_all_uses_with(node)
+            converted.graph.erase_node(reader)
+        count += 1
+    converted.graph.eliminate_dead_code()
+    converted.recompile()
+    return count
+
+
+def _is_dequantized(node: fx.Node) -> bool:
+    """Whether a node is given the floats of integers, and all that it gives is quantized."""
+    (given,) = node.all_input_nodes
+    readers = [reader.target for reader in node.users]
+    return given.op == "call_method" and given.target == "dequantize" and {*readers} == {torch.quantize_per_tensor}
 
 
 def embed_padding(converted: fx.GraphModule) -> int:
