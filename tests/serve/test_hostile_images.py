@@ -25,14 +25,22 @@ from serve.runtime.images import decode
 NOTHING = {"moves by nothing": b"\0\2\0\0", "ends of rows": b"\0\0", "runs beyond the row": b"\1\0"}
 
 
+def least_seconds(data: bytes, message: str) -> float:
+    """Processor time of refusing an image with 413: the least of some, for other processes use these cores too."""
+    taken = []
+    for _ in range(5):
+        begun = time.thread_time()
+        with pytest.raises(ImageError, match=message) as caught:
+            decode(data, budget=SERVING)
+        taken.append(time.thread_time() - begun)
+        assert caught.value.status == 413
+    return min(taken)
+
+
 @pytest.mark.parametrize("commands", NOTHING.values(), ids=NOTHING)
 def test_forty_megabytes_of_commands_that_make_no_pixel_are_refused_in_milliseconds(commands: bytes) -> None:
     data = bombs.bmp_of(commands * (40_000_000 // len(commands)))
-    begun = time.thread_time()
-    with pytest.raises(ImageError, match="more than 1296 run-length commands") as caught:
-        decode(data, budget=SERVING)
-    assert caught.value.status == 413
-    assert time.thread_time() - begun < 0.1
+    assert least_seconds(data, "more than 1296 run-length commands") < 0.1
 
 
 def runs(row: np.ndarray, *, half: bool) -> Iterator[bytes]:
@@ -155,8 +163,4 @@ def test_exif_as_cameras_write_it_is_read(kind: str) -> None:
 def test_exif_of_half_a_million_numbers_is_refused_in_milliseconds_whoever_reads_it(kind: str) -> None:
     exif = bombs.exif_of_rationals(500_000)
     data = encoded(picture(3), kind, exif=b"Exif\0\0" + exif)
-    begun = time.thread_time()
-    with pytest.raises(ImageError, match="the EXIF has 500000 numbers in its tags, more than 16384") as caught:
-        decode(data, budget=SERVING)
-    assert caught.value.status == 413
-    assert time.thread_time() - begun < 0.1
+    assert least_seconds(data, "the EXIF has 500000 numbers in its tags, more than 16384") < 0.1
