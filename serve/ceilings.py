@@ -30,7 +30,7 @@ class Ceilings(Config):
 
     model_config = ConfigDict(frozen=True, extra="forbid", title="[ceilings]")
 
-    workers: int = Field(default=64, ge=1, description="Worker processes.")
+    workers: int = Field(default=64, ge=1, description="Worker processes of TorchServe's.")
     threads: int = Field(default=256, ge=1, description="Intra-op threads of a worker.")
     decode_threads: int = Field(default=64, ge=1, description="Threads of a worker that decode images.")
     queue_limit: int = Field(default=65_536, ge=1, description="Requests that may wait for an answer.")
@@ -55,18 +55,19 @@ class Ceilings(Config):
             given |= {name: _counted(getattr(options.budget, name)) for name in _BUDGET}
         return self.model_copy(update={name: max(getattr(self, name), value) for name, value in given.items()})
 
-    def check(self, archive: Path, serving: Serving) -> None:
+    def check(self, archive: Path, serving: Serving, *, workers: bool = True) -> None:
         """See that what an archive asks for is below the ceilings.
 
         Args:
             archive: for the message.
             serving: what it asks for.
+            workers: whether they count.
 
         Raises:
             CardError: it asks for more.
         """
         for name, asked in _asked(serving):
-            if asked > (most := getattr(self, name)):
+            if (name != "workers" or workers) and asked > (most := getattr(self, name)):
                 said = "any amount" if asked == math.inf else f"{asked:_}"
                 raise CardError(
                     f"{archive}: asks for {name} {said}, and this server allows at most {most:_}: pack it with less, "

@@ -201,7 +201,8 @@ def _told_of(source: Path, copy: Path) -> Iterator[None]:
 
 def _check_archive(source: Path, archive: OpenArchive, policy: Policy, foreign: ForeignParts | None) -> None:
     card = archive.check()
-    policy.ceilings.check(source, archive.serving())
+    # Our own server runs no Python of an archive's, and has no more processes than cores whatever an archive asks for.
+    policy.ceilings.check(source, archive.serving(), workers=foreign is not None)
     if policy.keys:
         if (name := archive.name()) != source.stem:
             raise SignatureError(f"{source}: is the signed archive of {name}, and not of {source.stem}")

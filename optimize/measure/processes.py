@@ -44,8 +44,9 @@ _READ_BY_LIBRARIES: Final = (
     "FBGEMM_",
 )
 
-#: Those of them that say where something lies, and not how anything is computed.
-_PLACES: Final = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
+#: Those of them that torch's compiler (2.14) sets itself, so that whatever a process of it starts has them, too. They
+#: change no speed: a place, and how Intel's OpenMP begins in a fork, which torch's wheels do not have.
+_SET_BY_LIBRARIES: Final = frozenset({"TORCHINDUCTOR_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"})
 
 _START_S = 300.0
 _TIMEOUT_S = 600.0  # of one command: a network that is compiled takes minutes
@@ -60,7 +61,7 @@ def environment() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted({**ENVIRONMENT, **STARTED_WITH}.items())
-        if name.startswith(_READ_BY_LIBRARIES) and name not in _PLACES
+        if name.startswith(_READ_BY_LIBRARIES) and name not in _SET_BY_LIBRARIES
     }
 
 
@@ -209,6 +210,7 @@ class Template:
                 stderr=self._errors,
                 # Our own sources, wherever this process is now, and no module of the folder that it is in.
                 env={name: value for name, value in os.environ.items() if not name.startswith(_READ_BY_LIBRARIES)}
+                | {name: value for name, value in STARTED_WITH.items() if name.startswith(_READ_BY_LIBRARIES)}
                 | dict(variables)
                 | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
                 start_new_session=True,  # Ctrl-C is for us, who end it

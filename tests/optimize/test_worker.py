@@ -99,7 +99,7 @@ def test_what_this_process_writes_into_its_environment_changes_no_key_and_reache
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before, running = timing_here(Execution("onnxruntime")), template()
-    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_FREEZING", "MKL_NUM_THREADS"):
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "KMP_INIT_AT_FORK", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     assert timing_here(Execution("onnxruntime")) == before
     assert template() is running
@@ -107,9 +107,19 @@ def test_what_this_process_writes_into_its_environment_changes_no_key_and_reache
     with worker() as started:
         entries = Path(f"/proc/{started.pid}/environ").read_text().split("\0")
     read = dict(
-        entry.split("=", 1) for entry in entries if entry.startswith(("OMP_", "TORCHINDUCTOR_", "MKL_", "GOMP_"))
+        entry.split("=", 1) for entry in entries if entry.startswith(("OMP_", "TORCHINDUCTOR_", "MKL_", "KMP_"))
     )
-    assert read == before["environment"]
+    assert read == {name: value for name, value in STARTED_WITH.items() if name in read}
+
+
+def test_what_torchs_compiler_sets_is_no_input_of_a_key_though_a_process_began_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = timing_here(Execution("onnxruntime"))
+    began_with(monkeypatch, TORCHINDUCTOR_CACHE_DIR="/tmp/a", KMP_INIT_AT_FORK="FALSE", KMP_DUPLICATE_LIB_OK="True")
+    assert timing_here(Execution("onnxruntime")) == before
+    began_with(monkeypatch, KMP_AFFINITY="compact")
+    assert timing_here(Execution("onnxruntime")) != before
 
 
 def test_training_writes_into_the_environment_and_keys_stay() -> None:

@@ -138,6 +138,7 @@ def test_the_options_are_written_where_torchserve_and_the_handler_read_them(tmp_
         "budget": {
             "image_pixels": 1000,
             "jpeg_scans": 100,
+            "image_seconds": 5.0,
             "request_pixels": None,
             "batch_pixels": None,
             "request_seconds": None,
