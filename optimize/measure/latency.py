@@ -64,8 +64,8 @@ class Speed:
     def against(self, yardstick: Speed, eager: Speed) -> Timed:
         """Latency at batch 1, throughput by batch size, and the speed-up over ``yardstick`` and over ``eager``.
 
-        p50 is the geometric mean of the processes' medians, so that a ratio of two is that of their p50s; of one
-        process it is the median of the rounds' medians. p95 and p99 are those of all calls, because a tail is made of
+        p50 is `typical` of the processes' medians, so that a ratio of two is that of their p50s; of one process it is
+        the median of the rounds' medians. p95 and p99 are those of all calls, because a tail is made of
         the rare ones. Throughput is the median of the processes', or of one process of the rounds'.
         """
         single = [value for turn in self.rounds[1] for value in turn]
@@ -73,13 +73,18 @@ class Speed:
         throughput = {
             size: statistics.median(1e3 / milliseconds for milliseconds in self.per_image(size)) for size in self.rounds
         }
-        p50 = (statistics.geometric_mean if self.processes > 1 else statistics.median)(self.medians())
+        p50 = self.p50
         return Timed(
             latency_ms=Latency(p50=p50, p95=tail.p95, p99=tail.p99, samples=len(single)),
             throughput=throughput,
             speedup=compare(yardstick, self),
             vs_eager=compare(eager, self),
         )
+
+    @property
+    def p50(self) -> float:
+        """Latency at batch 1, ms, as a report states it."""
+        return typical(self.medians()) if self.processes > 1 else statistics.median(self.medians())
 
     def medians(self) -> list[float]:
         """Median latency at batch 1, ms: in each process the median of its rounds' medians; of one, in each round."""
@@ -227,6 +232,11 @@ def take_turn(call: Call, images: torch.Tensor, clock: Clock, timing: Timing) ->
 def clock_of(device: str) -> Clock:
     """What times one call on a device: on CUDA with events and synchronised, so that it is timed to its end."""
     return _cuda_clock(torch.device(device)) if device != "cpu" else _wall_clock
+
+
+def typical(costs: Sequence[float]) -> float:
+    """What stands for the costs of several processes or rounds: the centre of `level`'s interval."""
+    return statistics.geometric_mean(costs) if 1 < len(costs) < ENOUGH else statistics.median(costs)
 
 
 def compare(parent: Speed, child: Speed) -> Ratio:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from optimize.measure.latency import Speed, falls_behind, level
+from optimize.measure.latency import Speed, falls_behind, level, typical
 from optimize.measure.rows import FLOAT_GRAPHS, Row
 from optimize.report.words import times
 
@@ -36,7 +35,7 @@ def missing_graph(
     remedy = _remedy(rows)
     if not found or remedy is None:
         return []
-    best = min(found, key=lambda name: statistics.median(found[name]))
+    best = min(found, key=lambda name: typical(found[name]))
     if not falls_behind(level(found[best], costs)):
         return []
     ratio = level(costs, found[best])

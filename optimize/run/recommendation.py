@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from optimize.measure.figures import LEVEL, Measured
-from optimize.measure.latency import Speed, falls_behind, level
+from optimize.measure.latency import Speed, falls_behind, level, typical
 from optimize.measure.rows import Pair, Proof, Recommendation, Row
 from optimize.measure.statistics import (
     PairedDifference,
@@ -245,7 +245,7 @@ def _best(
 ) -> tuple[_Candidate, dict[str, str]]:
     """The best by the objective, and why not each of the rest; ``others`` are those that cannot be chosen."""
     goal = _GOALS[by.objective]
-    first = min(candidates, key=lambda c: statistics.median(goal.costs(c)))
+    first = min(candidates, key=lambda c: typical(goal.costs(c)))
     reasons: dict[str, str] = {}
     equals = []
     able = {candidate.id for candidate in candidates}

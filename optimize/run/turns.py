@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -49,4 +48,4 @@ def turns(speeds: Mapping[str, Speed], *, floats: Collection[str], baseline: Col
 def fastest(speeds: Mapping[str, Speed], names: Collection[str]) -> str | None:
     """Which of the names has the lowest p50 at batch 1, as a report states it; None if none was measured."""
     measured = [name for name in names if name in speeds]
-    return min(measured, key=lambda name: statistics.median(speeds[name].medians()), default=None)
+    return min(measured, key=lambda name: speeds[name].p50, default=None)

@@ -19,6 +19,7 @@ from optimize.measure.contention import BUSY, UNSTEADY, Watch, disturbance
 from optimize.measure.latency import Speed, Turn, compare, measure_speed
 from optimize.measure.statistics import student_ratio
 from optimize.measure.timing import Timing
+from optimize.run.turns import fastest
 from serve.runtime.errors import PipelineError
 
 CORES = len(os.sched_getaffinity(0))
@@ -207,3 +208,11 @@ def test_slower_is_said_only_where_the_whole_interval_says_so_and_else_it_is_unc
     one = Speed({1: [[20.0]]})
     assert not compare(Speed({1: [[10.0]]}), one).slower  # of one number there is no interval
     assert statistics.median(one.medians()) == 20.0
+
+
+def test_the_fastest_is_so_by_the_p50_that_a_report_states() -> None:
+    """By the middle of its processes `b` would be faster, and its p50 is not."""
+    a, b = of_processes(2.69, 2.69, 2.69, 2.69), of_processes(2.5, 2.5, 2.5, 9.0)
+    assert statistics.median(b.medians()) < statistics.median(a.medians())
+    assert fastest({"a": a, "b": b}, ["a", "b"]) == "a"
+    assert min((a, b), key=lambda speed: speed.against(a, a).latency_ms.p50) is a
