@@ -274,7 +274,10 @@ def _clean(found: Mapping[str, torch.Tensor]) -> _Cleaned:
             faults.append(f"{key} is {kind}")
             continue
         value = value.detach()  # noqa: PLW2901 - parameters become plain tensors
-        clean[key] = value.to(torch.float32) if value.is_floating_point() else value
+        try:
+            clean[key] = value.to(torch.float32) if value.is_floating_point() else value
+        except (NotImplementedError, RuntimeError):  # of 4 bits, two in a byte (torch 2.14)
+            faults.append(f"{key} is of {str(value.dtype).removeprefix('torch.')}, which torch does not convert")
     if isinstance(metadata, Mapping):
         clean._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
     return _Cleaned(clean, tuple(faults))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import pickle
 import re
 import zipfile
@@ -263,6 +264,17 @@ def test_integers_without_their_scale_are_no_weights():
     state["conv.weight"] = (127 * state["conv.weight"]).to(torch.int8)
     with pytest.raises(UserError, match=r"1 are integers where .* floating-point weights: conv\.weight \(int8\)$"):
         load_into(Net(), checkpoint_of(state), Path("net.pt"))
+
+
+def test_numbers_that_torch_does_not_convert_are_named(tmp_path):
+    header = {
+        "conv.weight": {"dtype": "F4", "shape": [4, 8], "data_offsets": [0, 16]},
+        "bias": {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]},
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "net.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(24))
+    with pytest.raises(UserError, match=r"conv\.weight is of float4_e2m1fn_x2, which torch does not convert$"):
+        read_checkpoint(tmp_path / "net.safetensors")
 
 
 def test_a_truncated_safetensors_file_says_so(tmp_path):
