@@ -107,7 +107,7 @@ def compare(name: str, options: argparse.Namespace) -> Comparison:
         opt.apply(floats, Nncf(), "nncf"),
         opt.apply(floats, OrtStatic(), "ort-static"),
     ]
-    timing = opt.Timing(rounds=options.rounds, batch_sizes=BATCHES, seconds=options.seconds)
+    timing = opt.Timing(rounds=options.rounds, processes=1, batch_sizes=BATCHES, seconds=options.seconds)
     return opt.compare(*variants, timing=timing)
 
 

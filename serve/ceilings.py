@@ -47,7 +47,7 @@ class Ceilings(Config):
     batch_seconds: float = Field(default=300.0, gt=0, description="Seconds for the images of all requests at once.")
 
     def raised_by(self, options: ServingOptions) -> Ceilings:
-        """The same, as far as the operator does not ask for more by the options of a command."""
+        """Return these ceilings, raised to what the operator asks for by the options of a command."""
         given: dict[str, float] = {
             name: getattr(options, name) or 1 for name in options.model_fields_set if name in Ceilings.model_fields
         }

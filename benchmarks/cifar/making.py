@@ -207,7 +207,7 @@ class Workshop:
             _carried_out(start, taught(links, start.artifact, teacher)) for links in (plan.cell, plan.control)
         )
         session, last = start.session, wanted[-1].artifact
-        timing = opt.Timing(rounds=7, batch_sizes=(1, _BATCH), seconds=0.3)
+        timing = opt.Timing(rounds=7, processes=1, batch_sizes=(1, _BATCH), seconds=0.3)
         devices = measured_devices("auto", session.context.device)
         notes = [note for variant in wanted[1:] for note in variant.artifact.card.notes]
         faster = None

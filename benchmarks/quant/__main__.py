@@ -103,7 +103,7 @@ def _subject(options: argparse.Namespace, words: Sequence[str]) -> bool:
     record = _record(title, words, options)
     if (known := read(file)) is not None and known.same_bed(record):
         record = known
-    timing = opt.Timing(rounds=options.rounds, batch_sizes=(1,), seconds=options.seconds)
+    timing = opt.Timing(rounds=options.rounds, processes=1, batch_sizes=(1,), seconds=options.seconds)
     session = bed.base.session
     with Bench(session.store, session.context, timing, ("cpu",), remeasure=options.retime) as bench:
         for way in wanted:

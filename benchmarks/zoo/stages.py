@@ -325,7 +325,7 @@ class Model:
         for name in ("onnx", "ptq", "onnx-int8"):
             with contextlib.suppress(MissingError):
                 steps.append(self._made(name))
-        timing = Timing(rounds=7, batch_sizes=(1,), seconds=0.15)
+        timing = Timing(rounds=7, processes=1, batch_sizes=(1,), seconds=0.15)
         context = self._session.context
         if self._large:
             REFERENCES.clear()  # each is a process that holds all weights in float

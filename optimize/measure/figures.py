@@ -58,7 +58,7 @@ class Ratio(Record):
 
 
 class Latency(Record):
-    """Milliseconds of one image: p50 is the median of the rounds' medians, p95 and p99 are of all ``samples``."""
+    """Milliseconds of one image: p50 as `latency.Speed.against` has it, p95 and p99 of all ``samples``."""
 
     p50: float
     p95: float

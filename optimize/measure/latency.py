@@ -64,9 +64,9 @@ class Speed:
     def against(self, yardstick: Speed, eager: Speed) -> Timed:
         """Latency at batch 1, throughput by batch size, and the speed-up over ``yardstick`` and over ``eager``.
 
-        p50 is `typical` of the processes' medians, so that a ratio of two is that of their p50s; of one process it is
-        the median of the rounds' medians. p95 and p99 are those of all calls, because a tail is made of
-        the rare ones. Throughput is the median of the processes', or of one process of the rounds'.
+        p50 is the geometric mean of the processes' medians (see `typical`), so that a ratio of two is that of their
+        p50s; of one process it is the median of the rounds' medians. p95 and p99 are those of all calls, because a tail
+        is made of the rare ones. Throughput is the median of the processes', or of one process of the rounds'.
         """
         single = [value for turn in self.rounds[1] for value in turn]
         tail = percentile_summary(single)
