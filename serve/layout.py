@@ -63,7 +63,7 @@ def run_name(model: str, data: str = PLAIN_DATA) -> str:
     words = [module, factory] if colon else [model]
     kind, colon, place = data.partition(":")
     if colon:
-        words.append(_whole(place).name or kind)
+        words.append(expanded(place).resolve().name or kind)
     elif (word := re.sub("[-_]", "", kind).lower()) != PLAIN_DATA:
         words.append(word)
     name = "-".join(map(_legal, words))
@@ -77,12 +77,12 @@ def _legal(word: str) -> str:
     return legal or hashlib.sha256(word.encode()).hexdigest()[:8]
 
 
-def _whole(path: str) -> Path:
-    """The path from the root."""
+def expanded(path: str) -> Path:
+    """The path with the home folder for its ``~``; as it is where there is no such folder, or no such user."""
     try:
-        return Path(path).expanduser().resolve()
-    except RuntimeError:  # there is no such user, and perhaps a file of that name
-        return Path(path).resolve()
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def run_and_artifact(name: str) -> tuple[str, str | None]:
@@ -133,11 +133,11 @@ def model_anywhere(model: str) -> str:
     """A model's reference that means the same in any folder: with the whole path of its file."""
     where, colon, factory = model.rpartition(":")
     if colon and (where.endswith(".py") or "/" in where):
-        return f"{_whole(where)}:{factory}"
+        return f"{expanded(where).resolve()}:{factory}"
     return model
 
 
 def data_anywhere(data: str) -> str:
     """A data set's reference that means the same in any folder: with the whole path of its folder."""
     kind, colon, place = data.partition(":")
-    return f"{kind}:{_whole(place)}" if colon else re.sub("[-_]", "", kind).lower()
+    return f"{kind}:{expanded(place).resolve()}" if colon else re.sub("[-_]", "", kind).lower()

@@ -40,7 +40,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Inductor would start processes that compile for Triton, which nothing here does: each imports torch (torch 2.14).
 os.environ.setdefault("TORCH_WARM_POOL", "0")
-# And would compile a program for each instruction set of the processor, to see whether the compiler knows it.
+# ONNX Runtime would report what the tests run to its maker (1.31, from threads of its own).
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+# Inductor would also compile a program for each instruction set of the processor, to see whether the compiler knows it.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 #: Whether this is one of several processes that share the tests.

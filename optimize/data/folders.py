@@ -5,7 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from serve.runtime.errors import UserError
+
 
 def cache_folder(kind: str) -> Path:
-    """``$XDG_CACHE_HOME/optimize-and-serve/<kind>``, or below ``~/.cache``; it need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "optimize-and-serve" / kind
+    """``$XDG_CACHE_HOME/optimize-and-serve/<kind>``, or below ``~/.cache``; it need not exist.
+
+    Raises:
+        UserError: there is no home folder.
+    """
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # neither HOME nor an entry in /etc/passwd
+        raise UserError("this user has no home folder: name a folder for caches in XDG_CACHE_HOME") from None
+    return base / "optimize-and-serve" / kind

@@ -19,6 +19,7 @@ from typing import Any
 
 from optimize.lint.graph import printable
 from serve.runtime.errors import UserError
+from serve.runtime.telemetry import import_onnxruntime
 
 # What the process may take beside the weights, which both libraries copy.
 _ROOM = 4 << 30
@@ -128,7 +129,7 @@ def _limit(room: int) -> None:
 
 
 def _open(path: str) -> None:
-    import onnxruntime
+    onnxruntime = import_onnxruntime()
 
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -22,6 +22,7 @@ from optimize.models.neighbours import (
 )
 from optimize.models.preprocessing import FALLBACK, parse_preprocessing
 from optimize.models.source import ModelSource
+from serve.layout import expanded
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import CardError, UserError, did_you_mean, one_line
 
@@ -79,7 +80,7 @@ def _build(factory: Callable[..., Any], neighbourhood: Neighbourhood, num_classe
 def _neighbourhood(where: str) -> Neighbourhood:
     """The user's module, and what it imports of its own code."""
     is_file = where.endswith(".py") or "/" in where
-    path = Path(where).expanduser()
+    path = expanded(where)
     if is_file and not path.is_file():
         raise UserError(f"{path}: there is no such file; a model of your own is path/to/file.py:FACTORY")
     if is_file and path.suffix != ".py":

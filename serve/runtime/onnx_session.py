@@ -6,7 +6,6 @@ a provider does not take goes to the CPU's, and a Python session that fails is m
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from .errors import EngineError, one_line
+from .telemetry import import_onnxruntime
 
 CPU_PROVIDER = "CPUExecutionProvider"
 
@@ -46,7 +46,7 @@ _NUMPY = {torch.float32: np.float32, torch.float16: np.float16, torch.uint8: np.
 
 def runtime() -> Any:
     """The library, imported only for what it runs: the other artifacts run where it is not installed."""
-    return importlib.import_module("onnxruntime")
+    return import_onnxruntime()
 
 
 def make_session(

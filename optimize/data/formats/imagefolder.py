@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimize.data.formats.base import DataFormat, register
+from serve.layout import expanded
 from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
     from optimize.data.records import ImageData, Split
     from optimize.data.sources import select
 
-    root = Path(place).expanduser()
+    root = expanded(place)
     if not root.exists():
         raise UserError(f"{root}: there is no such folder")
     if not root.is_dir():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..card import Card
 from ..errors import EngineError
 from ..execution import Execution
 from ..onnx_file import TINY_GRAPH, check_graph
+from ..telemetry import import_openvino
 from .base import Engine, EngineOption, EngineType, register
 
 #: Ending of the weights beside a graph of OpenVINO's own format (``.xml``).
@@ -59,7 +59,7 @@ def core() -> Any:
     signal that Python handles.
     """
     # Imported only for what it runs: the other artifacts run where it is not installed.
-    return importlib.import_module("openvino").Core()
+    return import_openvino().Core()
 
 
 def compile_bytes(graph: bytes, threads: int) -> Any:
