@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from optimize.data.pixels import Fitted, Told, cores, fitted, load
+from optimize.data.pixels import Fitted, Told, fitted, load
 from optimize.data.records import Split
 from optimize.data.splits import subset
 from optimize.data.unreadable import NAMED, named, refused
 from serve.runtime.card import Preprocessing
+from serve.runtime.cores import cores
 from serve.runtime.errors import ImageError, UserError
 
 #: How long others are looked for, in seconds, once there are too many unreadable images, so that all can be named.

@@ -20,6 +20,7 @@ from optimize.data.sources import Source, read_source
 from optimize.data.unreadable import refused
 from serve.runtime import images
 from serve.runtime.card import Preprocessing
+from serve.runtime.cores import cores
 from serve.runtime.errors import ImageError, UserError
 
 #: A split whose fitted images need at most this many bytes (1 GiB) is decoded once and kept in memory.
@@ -211,11 +212,6 @@ def native_size(split: Split) -> tuple[int, int] | None:
 def fits_in_memory(split: Split, preprocessing: Preprocessing) -> bool:
     """Whether the split's fitted images need at most `MEMORY_LIMIT` bytes."""
     return _bytes(split, preprocessing) <= MEMORY_LIMIT
-
-
-def cores() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _bytes(split: Split, preprocessing: Preprocessing) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from serve.runtime.cores import quota
 from serve.runtime.engines.base import engines
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
@@ -93,6 +94,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
+        "quota": quota(),
         "threads": Execution("any").cores,
         "memory_bytes": psutil.virtual_memory().total,
         "os": f"{platform.system()} {platform.release()}",

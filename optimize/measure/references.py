@@ -16,6 +16,7 @@ from torch import nn
 from optimize.measure.latency import Call
 from optimize.models.by_value import pickled_by_value
 from serve.runtime.card import Preprocessing
+from serve.runtime.cores import cores
 from serve.runtime.errors import EngineError
 from serve.runtime.execution import keep_memory
 from serve.runtime.predictor import infer
@@ -86,7 +87,7 @@ def open_reference(name: str, module: nn.Module, preprocessing: Preprocessing, d
     Returns:
         ``uint8`` images to logits, and what executes it.
     """
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(cores())
     if torch.device(device).type == "cpu":
         keep_memory()  # as `settle` has it for what is compared with it
     engine = ModuleEngine(module.eval(), torch.device(device), REFERENCES[name])

@@ -336,10 +336,11 @@ class Gpu(Record):
 
 
 class Machine(Record):
-    """What a reader needs to judge a time."""
+    """What a reader needs to judge a time; ``quota`` is the processor time that a container had, in cores."""
 
     cpu: str
     cores: int
+    quota: float | None = None
     threads: int
     memory_bytes: int
     os: str

@@ -25,7 +25,7 @@ def timing_here(*executions: Execution) -> dict[str, Any]:
     found = machine(torch.device(device))
     return {
         "environment": environment(),
-        "machine": {name: found[name] for name in ("cpu", "isa", "cores", "threads", "memory_bytes", "gpu")},
+        "machine": {name: found[name] for name in ("cpu", "isa", "cores", "quota", "threads", "memory_bytes", "gpu")},
         "libraries": versions(),
     }
 

@@ -215,9 +215,10 @@ def facts(report: Report) -> list[tuple[str, list[Fact]]]:
 
 def _machine(report: Report) -> list[Fact]:
     machine, gpu = report.machine, report.machine.gpu
+    quota = "" if machine.quota is None else f" with a quota of {machine.quota:g}"
     return [
         ("Processor", machine.cpu),
-        ("Cores, threads", f"{count(machine.cores)} cores, {count(machine.threads)} threads used"),
+        ("Cores, threads", f"{count(machine.cores)} cores{quota}, {count(machine.threads)} threads used"),
         ("Instructions", ", ".join(machine.isa) or NONE),
         ("Memory", size(machine.memory_bytes)),
         ("GPU", f"{gpu.name}, {size(gpu.memory_bytes)}, CUDA {gpu.cuda}, cuDNN {gpu.cudnn}" if gpu else "none"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import torch
 from pydantic import ConfigDict, Field, InstanceOf, field_validator, model_validator
 from torch import nn
 
@@ -33,6 +34,7 @@ from optimize.training.events import tensorboard
 from optimize.training.torchrun import only_first, processes
 from serve import layout
 from serve.config import Config
+from serve.runtime.cores import cores
 from serve.runtime.errors import did_you_mean
 
 _LONGEST_NAME = 128  # with an artifact's, of 64, and endings, a file's name of at most 255
@@ -182,6 +184,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     source, weights = module_source(job.model) if isinstance(job.model, nn.Module) else (resolve_model(job.model), None)
     source, checkpoint, origin = (source, weights, Path(source.name)) if weights else _with_weights(job, source)
     listener.started("opening")  # until the next step begins
+    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch (2.14) does not see a container's quota
     data = _data(job, listener)
     validation = f"{len(data.val)} of {data.val_of}" if data.val_of else f"{len(data.val)}"
     wishes = [wish for wish in (recipe, job.preprocessing) if wish is not None]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from serve.runtime.cores import cores
 from serve.runtime.errors import UserError
 from serve.runtime.execution import STARTED_WITH
 
@@ -148,4 +149,4 @@ def _take_back_one_thread(started: Launch) -> None:
     del os.environ[_THREADS]
     STARTED_WITH.pop(_THREADS, None)  # nobody has said it
     if torch := sys.modules.get("torch"):  # which has read it
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(cores())

@@ -29,6 +29,7 @@ from serve.asgi.member import SIGNALS, Answers, Change, Failed, HasChanged, IsRe
 from serve.asgi.notify import notify
 from serve.asgi.plan import Wanted
 from serve.asgi.settings import Settings
+from serve.runtime.cores import cores, quota
 from serve.runtime.errors import EngineError, PipelineError, UserError, one_line
 from serve.runtime.logs import log_to_stderr
 from serve.scratch import scratch
@@ -62,9 +63,8 @@ def run_together(
         UserError: there are fewer cores than that, or too little for each, or as `process.run`.
         PipelineError: a model cannot be served.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    if count > len(cores):
-        raise UserError(f"--processes must be at most the number of cores, {len(cores)}, got {count}")
+    if count > cores():
+        raise UserError(f"--processes must be at most the number of cores, {cores()}{_because()}, got {count}")
     if settings.listening.path is not None:
         raise UserError("--processes needs a port: who connects to a --socket cannot be dealt out evenly")
     wanted()  # what cannot be is told once
@@ -73,8 +73,7 @@ def run_together(
         shared(opened)
         if settings.grpc_port is not None:  # when that of HTTP is taken, which it must not be
             settings = replace(settings, grpc_port=_free_port(settings.listening, settings.grpc_port))
-        shares = [cores[number * len(cores) // count : (number + 1) * len(cores) // count] for number in range(count)]
-        return runner.run(_Group(settings, wanted, say, shares, folder).serve(opened))
+        return runner.run(_Group(settings, wanted, say, _shares(count), folder).serve(opened))
 
 
 def asked_for(
@@ -93,8 +92,7 @@ def asked_for(
         CardError: one is broken.
     """
     workers, name = max((serving_in(entry.archive).workers, entry.name) for entry in wanted)
-    cores = len(os.sched_getaffinity(0))
-    room = {f"there are {cores} cores": cores, **limits}
+    room = {f"there are {cores()} cores{_because()}": cores(), **limits}
     if listening.path is not None:
         room["a --socket has one process"] = 1
     why = min(room, key=lambda reason: room[reason])
@@ -102,6 +100,21 @@ def asked_for(
     if count < workers:
         say(f"{name}: its serving.json asks for {workers} workers, {why}: served by {count}")
     return count
+
+
+def _because() -> str:
+    """Why there are fewer cores than the machine has, for a message."""
+    return "" if quota() is None else f" (a quota of {quota():g})"
+
+
+def _shares(count: int) -> list[list[int]]:
+    """The cores of each of several processes.
+
+    Under a quota they have as many as it pays for, and not all: the libraries of a process start as many threads as it
+    has cores.
+    """
+    paid = sorted(os.sched_getaffinity(0))[: cores()]
+    return [paid[number * len(paid) // count : (number + 1) * len(paid) // count] for number in range(count)]
 
 
 def _share(limits: Limits, count: int) -> Limits:

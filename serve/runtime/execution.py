@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from . import fields
+from .cores import cores
 from .described import Described
 from .errors import CardError, UserError, did_you_mean
 
@@ -93,7 +94,7 @@ class Execution(Described):
     @property
     def cores(self) -> int:
         """Intra-op threads, counted: ``threads``, or the cores that this process may use."""
-        return self.threads if self.threads is not None else len(os.sched_getaffinity(0))
+        return self.threads if self.threads is not None else cores()
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; `from_json` reads them back to an equal record."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Final
 
 from . import fields
 from .budget import SERVING, Budget
+from .cores import cores
 from .documents import parse_document, read_document
 from .errors import CardError, UserError, did_you_mean
 from .evidence import Evidence
@@ -102,7 +102,7 @@ class Serving:
     @property
     def decoding_threads(self) -> int:
         """How many threads of a worker decode, on this machine."""
-        return self.decode_threads or decoders_for(len(os.sched_getaffinity(0)))
+        return self.decode_threads or decoders_for(cores())
 
     @property
     def allowance(self) -> Budget:

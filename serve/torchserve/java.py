@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from serve.runtime.cores import cores
 from serve.runtime.errors import UserError
 from serve.runtime.execution import ENVIRONMENT
 from serve.runtime.stages import STAGE_BUCKETS
@@ -85,7 +86,7 @@ def command_line(
     ]
 
 
-def few_cores_options(cores: int | None = None) -> Sequence[str]:
+def few_cores_options(most_cores: int | None = None) -> Sequence[str]:
     """Options of Java where its compiler and collector would take the cores of what is served; else none.
 
     With Java's own choice (17, 2 cores) a request costs 1.5 ms of the cores in Java for as long as it optimises, which
@@ -93,9 +94,9 @@ def few_cores_options(cores: int | None = None) -> Sequence[str]:
     and the code itself no more. G1, which collects beside the requests, is for larger heaps and machines.
 
     Args:
-        cores: of the machine; None: as many as this process may use.
+        most_cores: of the machine; None: as many as this process may use.
     """
-    few = (cores or len(os.sched_getaffinity(0))) <= _FEW_CORES
+    few = (most_cores or cores()) <= _FEW_CORES
     return ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"] if few else []
 
 

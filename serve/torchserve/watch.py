@@ -15,6 +15,7 @@ from typing import Self
 import psutil
 from PIL import Image
 
+from serve.runtime.cores import cores
 from serve.runtime.errors import CardError, PipelineError
 from serve.runtime.known import KnownAnswer
 from serve.torchserve.client import Client, ServerError
@@ -113,7 +114,7 @@ def wait_until_ready(
     """
     begun = time.monotonic()
     until = begun + deadline_s
-    usual_s = _JAVA_S + _WORKER_S * math.ceil(len(models) / len(os.sched_getaffinity(0)))
+    usual_s = _JAVA_S + _WORKER_S * math.ceil(len(models) / cores())
     image = _small_image()
     waiting = dict(models)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from serve.runtime.cores import cores
 from serve.runtime.decoders.base import open_decoder
 from serve.runtime.engines.base import execution_id, unavailable
 from serve.runtime.errors import PipelineError
@@ -23,11 +23,6 @@ class Stage:
 
     name: str
     variants: Callable[[Serving], Sequence[Serving]]
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def share(kind: ServerKind, serving: Serving, most_cores: int) -> int:

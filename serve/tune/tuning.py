@@ -22,13 +22,14 @@ from serve.load.plan import Plan
 from serve.load.running import measure
 from serve.load.workload import Workload
 from serve.runtime.card import load_card
+from serve.runtime.cores import cores, quota
 from serve.runtime.serving import SERVING_FILE, Serving
 from serve.torchserve.archive import serving_of
 from serve.tune.journal import Journal
 from serve.tune.page import plot
 from serve.tune.search import MOST_ASKED, Found, Goal, Point, Search, Trial, confirmed
 from serve.tune.servers import Live, ServerKind, end_left, pack, remember, serving
-from serve.tune.space import Stage, certain, cores, stages, told
+from serve.tune.space import Stage, certain, stages, told
 
 TUNING_FILE = "tuning.json"
 CURVE_FILE = "tuning.svg"
@@ -179,6 +180,7 @@ def tune(
         "seconds": settings.seconds,
         "arrivals": settings.arrivals,
         "cores": cores(),
+        "quota": quota(),
         "images": hashlib.sha256(b"".join(image for _, image in pictures)).hexdigest(),
     }
     journal = Journal(artifact / JOURNAL_FILE, subject)
