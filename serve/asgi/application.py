@@ -152,7 +152,7 @@ class Application:
     async def _answer(self, call: Call, scope: Scope) -> Response:
         try:
             route, call.parameters = self.router.find(call.method, scope["raw_path"].decode("latin-1"))
-            call.observation.route = route.path
+            call.observation.route, call.observation.probe = route.path, route.public
             if not route.public and self.tokens is not None:
                 self.tokens.check(call.headers.get("authorization", ""))
             return await route.handler(call)

@@ -275,7 +275,9 @@ class _Asked:
         self.method = method
         self.kept = 0  # bytes of its message
         self.metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
-        self.observation = Observation(request_id(self.metadata.get("x-request-id", "")), f"grpc/{method}")
+        self.observation = Observation(
+            request_id(self.metadata.get("x-request-id", "")), f"grpc/{method}", probe=method in _PUBLIC
+        )
         self._left = context.time_remaining()
 
     def deadline(self, timeout_s: float | None) -> float | None:

@@ -22,7 +22,7 @@ class Route:
     Attributes:
         path: as it was added, such as ``/predictions/{name}``: the word for it in metrics and logs.
         handler: answers a `Call`; what it refuses it raises as `RefusedError`.
-        public: whether it is answered without a token.
+        public: whether it is answered without a token, as probes of the server's health are.
     """
 
     path: str
@@ -92,6 +92,14 @@ class Router:
             if route is not None:
                 return route, parameters
             methods.update(node.routes)
+        if methods and method == "OPTIONS":
+            raise RefusedError(
+                405,
+                "this server answers no browser that shows another site's page (CORS): let a proxy in front of it add "
+                "the headers, or ask from your own back end",
+                "method",
+                (("allow", ", ".join(sorted(methods))),),
+            )
         if methods:
             allowed = ", ".join(sorted(methods))
             raise RefusedError(

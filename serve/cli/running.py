@@ -119,6 +119,7 @@ def run(
     with reported():
         from serve.asgi.call import Limits
         from serve.asgi.group import asked_for, run_together
+        from serve.asgi.library_output import divert
         from serve.asgi.listening import Listening
         from serve.asgi.plan import Plan
         from serve.asgi.settings import Settings
@@ -144,6 +145,7 @@ def run(
             tls_key,
             tls_client_authorities,
         )
+        divert()
         log_to_stderr()
         plan = Plan(tuple(models or ()), models_file, store, cast(Literal["auto", "cpu", "cuda"], device))
         room = {f"--connections are {connections}": connections}

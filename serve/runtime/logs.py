@@ -83,7 +83,9 @@ class RequestLog:
         self._left_out = 0
 
     def __call__(self, observation: Observation) -> None:
-        """Write a line, or not."""
+        """Write a line, or not: never of a probe, of which there are thousands a day."""
+        if observation.probe:
+            return
         slow = observation.seconds >= self._slow_s
         failed = observation.status >= 499
         if not (slow or failed or self._every) or not (self._every or self._room()):

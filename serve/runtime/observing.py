@@ -53,6 +53,7 @@ class Observation:
         images: how many this request held.
         refusals: a word for each refusal, of the request or of one of its images (``item-415``).
         frontend_ms: which of that it waited before this process had it; None: nobody else was before.
+        probe: whether it asked for the server's health only.
     """
 
     request_id: str = ""
@@ -66,6 +67,7 @@ class Observation:
     images: int = 0
     refusals: tuple[str, ...] = ()
     frontend_ms: float | None = None
+    probe: bool = False
 
     def tell(self, answered: Answered) -> None:
         """Fill in what the service did."""

@@ -49,3 +49,10 @@ def test_a_log_of_every_request_leaves_none_out(clock: SimpleNamespace, caplog: 
         log(dataclasses.replace(FAILED, status=200))
     assert len(caplog.records) == 100
     assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_probes_of_health_have_no_lines(status: int, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "serve.requests")
+    RequestLog(0.5, every=True)(Observation("one", "/health/ready", status=status, seconds=1.0, probe=True))
+    assert not caplog.records
