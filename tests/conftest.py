@@ -8,13 +8,14 @@ soon ends again is.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
 import signal
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from tests.programs import Programs, begun
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Iterator
 
     from xdist.remote import Producer
@@ -94,6 +96,21 @@ def clients_have_patience() -> None:
 
     patient = _config.DEFAULT_TIMEOUT_CONFIG  # of which all functions and clients have this very object
     patient.connect = patient.read = patient.write = patient.pool = 60.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clients_read_the_authorities_once() -> None:
+    """Clients of httpx (0.28) share what they read of authorities: each took 10 ms to read 140 certificates."""
+    from httpx import _config
+    from httpx._transports import default
+
+    read = _config.create_ssl_context
+    shared = functools.cache(read)
+
+    def create(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        return shared() if verify is True and cert is None else read(verify, cert, trust_env)
+
+    vars(default)["create_ssl_context"] = create
 
 
 #: What ``optimize run`` has imported when it ends, as far as it starts no thread (onnxruntime 1.31 does).
