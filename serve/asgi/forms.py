@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
@@ -22,8 +22,8 @@ class Part:
     content: bytearray = field(default_factory=bytearray)
 
 
-def parts_of(body: bytes, content_type: str) -> Mapping[str, Part]:
-    """The parts of a form by name; of a name that came twice, the first.
+def parts_of(body: bytes, content_type: str) -> Sequence[Part]:
+    """The parts of a form, in order.
 
     Args:
         body: the form, whole.
@@ -45,7 +45,7 @@ def parts_of(body: bytes, content_type: str) -> Mapping[str, Part]:
         raise RequestError(f"the multipart form cannot be read: {str(error)[:100]}") from None
     if not collected.ended:
         raise RequestError("the multipart form ends before its last boundary")
-    return {part.name: part for part in reversed(collected.parts)}
+    return collected.parts
 
 
 class _Collected:

@@ -74,9 +74,11 @@ def parse(call: Call, body: bytes, content_type: str, serving: Serving) -> Reque
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         parts = parts_of(body, content_type)
-        parameters |= {name: bytes(part.content) for name, part in parts.items()}
-        image = next((parts[name] for name in protocol.BODY_NAMES if name in parts), None)
-        kind = image.content_type if image is not None else ""
+        parameters |= {part.name: bytes(part.content) for part in parts}
+        images = [part for part in parts if part.name in protocol.BODY_NAMES]
+        if len(images) > 1:
+            raise protocol.two_images()
+        kind = images[0].content_type if images else ""
     else:
         for name in protocol.BODY_NAMES:  # of the query: an image is in the body
             parameters.pop(name, None)

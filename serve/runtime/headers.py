@@ -36,6 +36,16 @@ _MORE = {
 }
 
 
+#: What clients send by mistake, and how to send it.
+_NO_IMAGES = {
+    "it is compressed by gzip, send the image as it is": re.compile(rb"\x1f\x8b"),
+    'it is a data: URL, send its bytes, or the URL as {"instances": [{"b64": "data:…"}]}': re.compile(rb"\s*data:"),
+    "it is HEIF or AVIF, save it as JPEG": re.compile(rb".{4}ftyp", re.DOTALL),
+    "it is PDF, save a page as PNG": re.compile(rb"%PDF"),
+    "it is SVG or HTML, save what it shows as PNG": re.compile(rb"\s*<(?:\?xml|svg|!doctype|html)", re.IGNORECASE),
+}
+
+
 @dataclass(frozen=True)
 class Header:
     """What is known of an image before it is decoded.
@@ -122,6 +132,8 @@ def _plain_header(data: bytes) -> Header | None:
 
 @contextmanager
 def _opened_by_pillow(data: bytes, budget: Budget) -> Iterator[Image.Image]:
+    if (found := next((what for what, sign in _NO_IMAGES.items() if sign.match(data)), None)) is not None:
+        raise ImageError(f"not an image in a supported format ({', '.join(FORMATS)}): {found}", 415)
     with warnings.catch_warnings():
         # Pillow warns of large images long before our own limit, and of broken EXIF.
         warnings.simplefilter("ignore")

@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # it imports torch, and who parses and answers may compute no
 #: Parameter names under which an image or a JSON document may come, in order of preference.
 BODY_NAMES = ("data", "body")
 
+#: Fields of a JSON instance that may hold an image in base64.
+ENCODED_NAMES = ("b64", "data")
+
 #: Values of a JSON document, names and lists included: of seven images of 224 x 224 x 3 pixels. CPython reads one with
 #: its lock held, in 0.1 to 0.5 s for so many, in which no other thread runs, and makes up to 75 MB of them.
 MOST_VALUES = 1 << 20
@@ -61,6 +64,8 @@ def parse(
         RequestError: ``k``, the JSON document or the number of instances is wrong, or there is no body.
     """
     k = parse_k(parameters["k"]) if "k" in parameters else default_k
+    if all(name in parameters for name in BODY_NAMES):
+        raise two_images()
     body = next((parameters[name] for name in BODY_NAMES if name in parameters), None)
     if body is None:
         others = sorted(set(parameters) - {"k"})
@@ -82,6 +87,14 @@ def parse(
             return Request((bytes(body),), k, listed=False)
         body = read_json(bytes(body))
     return Request(_instances(body, instance_limit), k, listed=True)
+
+
+def two_images() -> RequestError:
+    """What is wrong with a form that has several parts which may hold the image."""
+    return RequestError(
+        "the form has more than one part 'data' or 'body': send a request for each image, or all of them as JSON, as "
+        '{"instances": [{"b64": "<base64 of an image>"}, …]}'
+    )
 
 
 def looks_like_json(body: bytes | bytearray) -> bool:
@@ -153,7 +166,7 @@ def refuse(refusal: Refusal) -> tuple[int, bytes]:
 
 
 def _instances(document: object, limit: int) -> tuple[bytes | Refusal, ...]:
-    """The images of ``{"instances": [{"b64": …}, …]}``."""
+    """The images of ``{"instances": [{"b64": …}, …]}``; see `_image`."""
     shape = 'the JSON body must be {"instances": [{"b64": "<base64 of an image>"}, …]}'
     instances = document.get("instances") if isinstance(document, Mapping) else None
     if not isinstance(instances, list):
@@ -166,14 +179,25 @@ def _instances(document: object, limit: int) -> tuple[bytes | Refusal, ...]:
 
 
 def _image(instance: object, index: int) -> bytes | Refusal:
-    """The bytes of one instance, or what is wrong with it."""
-    encoded = instance.get("b64") if isinstance(instance, Mapping) else None
-    if not isinstance(encoded, str):
-        return Refusal(400, f"instance {index} has no text field 'b64'")
+    """The bytes of one instance, or what is wrong with it.
+
+    Base64 may stand in ``b64``, or in ``data``, as TorchServe's own examples for KServe have it; a browser's ``data:``
+    URL is taken for the base64 in it.
+    """
+    fields = instance if isinstance(instance, Mapping) else {}
+    found = [name for name in ENCODED_NAMES if isinstance(fields.get(name), str)]
+    if len(found) != 1:
+        what = "has both 'b64' and 'data'" if found else "has no text field 'b64'"
+        return Refusal(400, f'instance {index} {what}: write {{"b64": "<base64 of an image>"}}')
+    encoded: str = fields[found[0]]
+    if encoded.startswith("data:"):
+        url, comma, encoded = encoded.partition(",")
+        if not comma or not url.endswith(";base64"):
+            return Refusal(400, f"instance {index}: its data: URL is not in base64")
     try:
         return read_base64(encoded)
     except (binascii.Error, ValueError) as error:
-        return Refusal(400, f"instance {index}: 'b64' is not valid base64 ({error})")
+        return Refusal(400, f"instance {index}: {found[0]!r} is not valid base64 ({error})")
 
 
 def _body(outcome: Outcome) -> str:

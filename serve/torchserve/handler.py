@@ -101,6 +101,7 @@ class ImageClassifierHandler:
         from serve.torchserve.metrics import Metrics
 
         silence_pillow()
+        _keep_both_images()
         if os.environ.get(LOG_VARIABLE) == "1":
             self._log = _open_log()
         properties = context.system_properties
@@ -252,6 +253,26 @@ def _observed(
 def _word(refusal: Refusal) -> str:
     """For the refusal of a whole request, in metrics and logs."""
     return f"request-{refusal.status}"
+
+
+def _keep_both_images() -> None:
+    """Have a form with two parts ``data`` reach the handler as one with ``data`` and ``body``, which is refused.
+
+    TorchServe 0.12 (`ts.service.Service.retrieve_data_for_inference`) keeps the last of several parts of one name.
+    """
+    service = getattr(sys.modules.get("ts.service"), "Service", None)
+    if service is None:  # no TorchServe calls this handler
+        return
+    retrieve = service.retrieve_data_for_inference
+
+    def retrieve_both(batch: list[dict[str, Any]] | None) -> Any:
+        for request in batch or ():
+            images = [part for part in request["parameters"] if part["name"] == "data"]
+            for part in images[1:]:
+                part["name"] = "body"
+        return retrieve(batch)
+
+    service.retrieve_data_for_inference = staticmethod(retrieve_both)
 
 
 @contextmanager

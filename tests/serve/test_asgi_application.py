@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.asgi import oip_rest, oip_routes, predictions
+from serve.asgi import kserve_routes, oip_rest, oip_routes, predictions
 from serve.asgi.application import CLIENT_GONE, Application
 from serve.asgi.asking import Asking
 from serve.asgi.call import Limits
@@ -124,6 +124,37 @@ def test_an_answer_is_what_the_handler_of_torchserve_answers(
     else:  # whether two images go through the network together, their timing decides, and with it the last digits
         assert rounded(found.body) == rounded(expected.body)
     assert found.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("names", [("data", "data"), ("data", "body"), ("body", "body")])
+def test_a_form_with_two_images_is_refused(served: Served, names: tuple[str, str]) -> None:
+    parts = [f'--b\r\nContent-Disposition: form-data; name="{n}"\r\n\r\n'.encode() + artifacts.jpeg(1) for n in names]
+    body = b"\r\n".join([*parts, b"--b--\r\n"])
+    found = ask(
+        application(served), "POST", "/predictions/tiny", body, {"content-type": "multipart/form-data; boundary=b"}
+    )
+    assert found.status == 400
+    assert "more than one part 'data' or 'body'" in found.json()["error"]
+
+
+def test_a_browsers_question_from_another_site_is_told_what_to_do(served: Served) -> None:
+    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    found = ask(application(served), "OPTIONS", "/predictions/tiny", headers=asked)
+    assert found.status == 405
+    assert "CORS" in found.json()["error"]
+    assert "proxy" in found.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/", "/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"])
+def test_questions_for_health_are_no_requests_to_log(served: Served, path: str) -> None:
+    made = application(served)
+    oip_routes.add_routes(made)
+    kserve_routes.add_routes(made)
+    seen: list[Observation] = []
+    made.observers.append(seen.append)
+    ask(made, "GET", path)
+    ask(made, "GET", "/models")
+    assert [observation.probe for observation in seen] == [True, False]
 
 
 def test_an_image_is_answered_as_the_predictor_does_however_it_comes(served: Served, artifact: Path) -> None:

@@ -214,6 +214,13 @@ def test_a_multipart_request_without_data_is_told_the_field(served: Served) -> N
     assert "picture" in answer.json()["error"]
 
 
+@pytest.mark.parametrize("names", [("data", "data"), ("data", "body"), ("body", "data")])
+def test_a_form_with_two_images_is_refused(served: Served, names: tuple[str, str]) -> None:
+    answer = post(served, files=[(name, (f"{name}.jpg", jpeg(seed), "image/jpeg")) for seed, name in enumerate(names)])
+    assert answer.status_code == 400
+    assert "more than one part 'data' or 'body'" in answer.json()["error"]
+
+
 def test_bad_items_of_a_concurrent_batch_leave_their_mates_alone(served: Served) -> None:
     bodies = [jpeg(1), b"", jpeg(2), b"CUDA is not an image", jpeg(3)[:200], jpeg(3)]
     before = {seed: served.client.predict(name_of("exported"), jpeg(seed)) for seed in (1, 2, 3)}

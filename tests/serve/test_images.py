@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import struct
 import time
@@ -215,6 +216,24 @@ def test_what_is_not_an_image_is_refused(data: bytes, status: int) -> None:
     with pytest.raises(ImageError) as caught:
         decode(data)
     assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("data", "remedy"),
+    [
+        (gzip.compress(encoded(picture(1), "JPEG")), "send the image as it is"),
+        (b"data:image/png;base64,iVBORw0KGgo=", "send its bytes, or the URL as"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "save it as JPEG"),
+        (b"%PDF-1.7 ...", "save a page as PNG"),
+        (b'<?xml version="1.0"?><svg/>', "save what it shows as PNG"),
+        (b"\n <!DOCTYPE html>", "save what it shows as PNG"),
+    ],
+)
+def test_what_people_send_instead_of_an_image_is_told_the_remedy(data: bytes, remedy: str) -> None:
+    with pytest.raises(ImageError, match="not an image in a supported format") as caught:
+        decode(data)
+    assert caught.value.status == 415
+    assert remedy in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [(10_000, 10_000), (100_000, 1_000), (2**31 - 1, 2**31 - 1)])

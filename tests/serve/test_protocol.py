@@ -62,6 +62,41 @@ def test_a_raw_image_is_passed_on_untouched_and_base64_may_be_wrapped() -> None:
     assert read({"body": {"instances": [{"b64": wrapped}]}, "k": b"2"}) == Request((b"x" * 100,), 2, listed=True)
 
 
+@pytest.mark.parametrize("instance", [{"b64": "{}"}, {"data": "{}"}, {"b64": "data:image/png;base64,{}", "x": 1}])
+def test_base64_may_stand_in_data_and_in_a_browsers_url(instance: dict[str, object]) -> None:
+    filled = {name: str(value).format(base64.b64encode(b"pixels").decode()) for name, value in instance.items()}
+    found = read({"body": {"instances": [filled]}})
+    assert isinstance(found, Request)
+    assert found.images == (b"pixels",)
+
+
+@pytest.mark.parametrize(
+    "instance", [{}, {"data": [[0.5]]}, {"b64": "eA==", "data": "eA=="}, {"image": "eA=="}, "eA=="]
+)
+def test_an_instance_of_another_form_is_told_the_right_one(instance: object) -> None:
+    found = read({"body": {"instances": [instance]}})
+    assert isinstance(found, Request)
+    (refused,) = found.images
+    assert isinstance(refused, Refusal)
+    assert refused.status == 400
+    assert '{"b64": "<base64 of an image>"}' in refused.message
+
+
+@pytest.mark.parametrize("url", ["data:image/png,%89PNG", "data:,x", "data:image/png;base64"])
+def test_a_url_that_holds_no_base64_is_refused(url: str) -> None:
+    found = read({"body": {"instances": [{"b64": url}]}})
+    assert isinstance(found, Request)
+    (refused,) = found.images
+    assert isinstance(refused, Refusal)
+    assert "not in base64" in refused.message
+
+
+def test_two_places_for_an_image_in_one_request_are_refused() -> None:
+    refused = read({"data": b"one", "body": b"two"})
+    assert isinstance(refused, RequestError)
+    assert "more than one part 'data' or 'body'" in str(refused)
+
+
 GOOD = [Label("ant", 0, 0.75)]
 ANT = {"label": "ant", "index": 0, "probability": 0.75}
 
