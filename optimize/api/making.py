@@ -12,7 +12,8 @@ from torch import nn
 
 from optimize.arguments import must_be, must_be_model, nearest_settings, step_name
 from optimize.data.formats.base import DEFAULT_DATA
-from optimize.data.from_python import Data, image_data
+from optimize.data.from_python import image_data
+from optimize.data.items import Data
 from optimize.data.records import Augmentation, ImageData
 from optimize.models.preprocessing import PreprocessingConfig, Wish
 from optimize.noise import silenced

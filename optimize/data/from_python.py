@@ -7,8 +7,8 @@ The endpoint gets encoded images, so images are kept as pixels, of which it can 
 - images that are prepared already (resized, cropped, as floats also normalised) need the statement of what was done
   to them. The preprocessing is then that one, and floats are turned back into the pixels that they were made of.
 
-Everything is read once, in order, when the data set is made; random transforms of a ``Dataset`` are fixed by that, and
-better left out.
+Everything is read once, in the order of the data, when the data set is made; see `optimize.data.items`. Random
+transforms are fixed by that, which a note says; they are better left out.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from optimize.data.folders import cache_folder
+from optimize.data.items import Data, Items, Pair, drawn_by, items_of, kind
 from optimize.data.pixels import native_size
 from optimize.data.records import Augmentation, ImageData, Split
-from optimize.data.sources import Pixels, Records, png
+from optimize.data.sources import Pixels, Records, Source, png, select
 from optimize.data.splits import split_off
 from serve.progress import shown
 from serve.runtime.budget import Budget
@@ -37,10 +38,6 @@ from serve.runtime.card import Preprocessing
 from serve.runtime.errors import ImageError, UserError
 from serve.runtime.headers import faults_named
 from serve.runtime.images import eight_bit, upright
-
-#: Pairs of an image and the index of its class: a ``Dataset``, a ``DataLoader``, any iterable of such pairs; or a
-#: pair of arrays or tensors, ``(N, …)`` images and ``(N,)`` labels.
-Data: TypeAlias = Dataset[Any] | Iterable[Any] | tuple[Any, Any]
 
 _IN_MEMORY = 64 << 20  # more bytes than this are mapped from a file
 
@@ -64,8 +61,9 @@ def image_data(
 
     Args:
         train: images to train and calibrate with, each with the index of its class. An image is a PIL image, or
-            ``uint8`` of shape ``(C, H, W)``, ``(H, W)`` or, as a numpy array, ``(H, W, C)``, with 1 or 3 channels; or,
-            where ``preprocessing`` is stated, also a float tensor ``(C, H, W)``.
+            ``uint8`` of shape ``(C, H, W)``, ``(H, W)`` or ``(H, W, C)``, with 1 or 3 channels; or, where
+            ``preprocessing`` is stated, also floats of these shapes. A label is an index, or one-hot. Batches and items
+            may be pairs, or have names such as ``image`` and ``label``.
         val: as ``train``, to measure with; None splits a fifth of each class off ``train``.
         classes: names of the classes; None takes the data's own ``classes``, or numbers.
         preprocessing: what was done to the images already; None for pixels as they are.
@@ -80,19 +78,23 @@ def image_data(
             there are fewer than two classes.
     """
     given = {"train": train} if val is None else {"train": train, "val": val}
-    pairs = {title: _pairs(data, title) for title, data in given.items()}
-    counts = [count for _, count in pairs.values() if count]
-    whole = sum(counts) if len(counts) == len(pairs) else None
+    notes: list[str] = []
     read: list[Split] = []
-    with _telling(told) as tell:
-        for title, (part, _) in pairs.items():
+    with _telling(told) as tell, drawn_by(seed):
+        parts = {title: items_of(data, title) for title, data in given.items()}
+        counts = [part.count for part in parts.values() if part.count]
+        whole = sum(counts) if len(counts) == len(parts) else None
+        for title, part in parts.items():
             before = sum(map(len, read))
 
             def far(row: int, before: int = before) -> None:
                 if whole is not None:
                     tell((before + row) / whole)
 
-            read.append(_read(part, title, preprocessing, scratch, far))
+            split, alike = _read(part, title, preprocessing, scratch, far)
+            read.append(split)
+            if not alike:
+                notes.append(f"{title}: images differ when they are read again (random transforms); the first are kept")
     fit, *others = read
     if others:
         judge = others[0]
@@ -100,7 +102,9 @@ def image_data(
         keys = [hashlib.sha256(f"{seed}/{row}".encode()).digest() for row in range(len(fit))]
         fit, judge = split_off(fit.sources, fit.labels.numpy(), keys)
     names = _class_names(classes, train, (fit, judge))
-    return ImageData(name, names, fit, judge, augment, native_size(fit), preprocessing=preprocessing)
+    return ImageData(
+        name, names, fit, judge, augment, native_size(fit), preprocessing=preprocessing, notes=tuple(notes)
+    )
 
 
 @contextlib.contextmanager
@@ -114,92 +118,82 @@ def _telling(told: Callable[[float], None] | None) -> Iterator[Callable[[float],
 
 
 def _read(
-    pairs: Iterator[Any],
+    items: Items,
     title: str,
     preprocessing: Preprocessing | None,
     scratch: Path | None,
     told: Callable[[int], None],
-) -> Split:
-    """One split; ``told`` is called now and then with the number of images that are read."""
+) -> tuple[Split, bool]:
+    """One split, and whether its first images are the same when they are read again.
+
+    ``told`` is called now and then with the number of images that are read.
+    """
     folder = scratch or cache_folder("pixels")
     folder.mkdir(parents=True, exist_ok=True)
     ends: list[int] = []
     labels: list[int] = []
     with tempfile.TemporaryFile(dir=folder) as file:  # without a name: it is gone with the last array that maps it
-        for row, pair in enumerate(pairs):
-            image, label = _pair(pair, f"{title}[{row}]")
-            if preprocessing is None:
-                record = _encoded(image, f"{title}[{row}]")
-            else:
-                record = _prepared(image, preprocessing, f"{title}[{row}]").tobytes()
+        for row, (record, label) in enumerate(_records(items.pairs, title, preprocessing)):
             file.write(record)
             ends.append((ends[-1] if ends else 0) + len(record))
-            labels.append(_label(label, f"{title}[{row}]"))
+            labels.append(label)
             if row % 64 == 0:
                 told(row)
         if not labels:
             raise UserError(f"{title}: has no images")
         file.flush()
+        alike = _comes_again(items, title, preprocessing, file, ends)
         if ends[-1] > _IN_MEMORY:
             held: npt.NDArray[np.uint8] = np.memmap(file, np.uint8, mode="r")
         else:
             file.seek(0)
             held = np.frombuffer(file.read(), np.uint8)
     truth = torch.tensor(labels, dtype=torch.int64)
-    if preprocessing is not None:
-        return Split(Pixels(held.reshape(len(truth), *preprocessing.shape)), truth)
-    return Split(Records(held, np.asarray(ends, np.int64)), truth)
+    sources: Sequence[Source] = (
+        Records(held, np.asarray(ends, np.int64))
+        if preprocessing is None
+        else Pixels(held.reshape(len(truth), *preprocessing.shape))
+    )
+    if items.rows is not None:  # in the order of the data set, and each of its rows once
+        order = np.unique(np.asarray(items.rows), return_index=True)[1]
+        sources, truth = select(sources, order), truth[torch.from_numpy(order)]
+    return Split(sources, truth), alike
 
 
-def _pairs(data: Data, title: str) -> tuple[Iterator[Any], int | None]:
-    """Images with their labels, one by one, and how many there are if that is known."""
-    if isinstance(data, tuple) and len(data) == 2 and all(hasattr(part, "shape") for part in data):
-        images, labels = data
-        if len(images) != len(labels):
-            raise UserError(f"{title}: has {len(images)} images and {len(labels)} labels; give as many")
-        return zip(images, labels, strict=True), len(images)
-    if isinstance(data, DataLoader):
-        return _pairs_of_loader(data, title)
-    readable = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
-    if not readable or isinstance(data, str | bytes | torch.Tensor | np.ndarray):
-        raise UserError(
-            f"{title}: is {_kind(data)}; it must be a pair of images and labels, a Dataset, a DataLoader, "
-            "or a sequence of pairs of an image and its class"
-        )
-    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-        return iter(data), None
-    rows: Any = data  # a map-style Dataset, or a list
-    return (rows[row] for row in range(len(rows))), len(rows)
+def _records(pairs: Iterator[Pair], title: str, preprocessing: Preprocessing | None) -> Iterator[tuple[bytes, int]]:
+    """Each image as it is kept, with the index of its class."""
+    for row, (image, label) in enumerate(pairs):
+        place = f"{title}[{row}]"
+        record = _encoded(image, place) if preprocessing is None else _prepared(image, preprocessing, place).tobytes()
+        yield record, _label(label, place)
 
 
-def _pairs_of_loader(data: DataLoader[Any], title: str) -> tuple[Iterator[Any], int | None]:
-    """A loader's images in the order of its data set: another order each time would be another data set each time."""
-    dataset: Any = data.dataset
-    if isinstance(dataset, IterableDataset):
-        return _pairs(dataset, title)
-    # With a batch sampler of the user's, torch has a sampler of its own beside that, which nobody asks.
-    batches: Any = data.batch_sampler
-    sampler: Any = data.sampler
-    plain = batches is None or (type(batches) is BatchSampler and batches.sampler is sampler)
-    whole = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == len(dataset)
-    if plain and whole and not getattr(sampler, "replacement", False):
-        return _pairs(dataset, title)
-    rows: set[int] = set()
-    for row in sampler if plain else batches:
-        rows.update(map(int, row if isinstance(row, list | tuple) else [row]))
-    return (dataset[row] for row in sorted(rows)), len(rows)
-
-
-def _pair(pair: Any, place: str) -> tuple[Any, Any]:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise UserError(f"{place}: is {_kind(pair)}; it must be a pair of an image and the index of its class")
-    return pair[0], pair[1]
+def _comes_again(
+    items: Items, title: str, preprocessing: Preprocessing | None, file: IO[bytes], ends: Sequence[int]
+) -> bool:
+    """Whether the first images that lie in ``file`` are given again."""
+    if items.again is None:
+        return True
+    file.seek(0)
+    again = (record for record, _ in _records(items.again(), title, preprocessing))
+    return all(file.read(len(record)) == record for record, _ in zip(again, ends, strict=False))
 
 
 def _label(label: Any, place: str) -> int:
-    value = label.item() if isinstance(label, torch.Tensor | np.ndarray | np.generic) and label.ndim == 0 else label
+    """The index of a class: a number, alone or in an array, or the place of the one in a one-hot vector."""
+    value = label
+    if isinstance(label, torch.Tensor | np.ndarray | np.generic | list | tuple):
+        held: npt.NDArray[Any] = label.detach().cpu().numpy() if isinstance(label, torch.Tensor) else np.asarray(label)
+        if held.size == 1:
+            value = held.item()
+        elif (
+            held.ndim == 1 and held.dtype.kind in "biuf" and np.array_equal(np.sort(held), [0] * (held.size - 1) + [1])
+        ):
+            value = int(held.argmax())
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UserError(f"{place}: its label is {_kind(label)}; it must be the index of its class, 0 or more")
+        raise UserError(
+            f"{place}: its label is {kind(label)}; it must be the index of its class, 0 or more, or one-hot"
+        )
     return value
 
 
@@ -213,19 +207,19 @@ def _encoded(image: Any, place: str) -> bytes:
     if pixels is None or pixels.dtype != np.uint8:
         floats = pixels is not None and pixels.dtype.kind == "f"
         raise UserError(
-            f"{place}: its image is {_kind(image)}; "
+            f"{place}: its image is {kind(image)}; "
             + (
                 "floats were prepared already: state with preprocessing=… what was done to them, or give uint8 pixels"
                 if floats
                 else "it must be a PIL image or uint8 pixels of shape (C, H, W)"
             )
         )
-    if pixels.ndim == 3 and (isinstance(image, torch.Tensor) or pixels.shape[-1] not in (1, 3)):
+    if pixels.ndim == 3 and not _channels_last(pixels, isinstance(image, torch.Tensor)):
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[-1] == 1:
         pixels = pixels[..., 0]
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[-1] != 3) or 0 in pixels.shape:
-        raise UserError(f"{place}: its image is {_kind(image)}; it must have the shape (C, H, W), with 1 or 3 channels")
+        raise UserError(f"{place}: its image is {kind(image)}; it must have the shape (C, H, W), with 1 or 3 channels")
     return png(np.ascontiguousarray(pixels))
 
 
@@ -236,9 +230,11 @@ def _prepared(image: Any, done: Preprocessing, place: str) -> npt.NDArray[np.uin
             image = np.asarray(eight_bit(image).convert("RGB" if done.channels == 3 else "L"))
         image = np.atleast_3d(image).transpose(2, 0, 1)
     pixels = _array(image)
+    if pixels is not None and pixels.shape == (*done.crop, done.channels) != done.shape:
+        pixels = pixels.transpose(2, 0, 1)
     if pixels is None or pixels.shape != done.shape or not (pixels.dtype == np.uint8 or pixels.dtype.kind == "f"):
         raise UserError(
-            f"{place}: its image is {_kind(image)}; images that are prepared as you state are of shape {done.shape}, "
+            f"{place}: its image is {kind(image)}; images that are prepared as you state are of shape {done.shape}, "
             "uint8 or float"
         )
     if pixels.dtype == np.uint8:
@@ -265,6 +261,12 @@ def _named(place: str) -> Iterator[None]:
         raise UserError(f"{place}: {error}") from None
 
 
+def _channels_last(pixels: npt.NDArray[Any], tensor: bool) -> bool:
+    """Whether the last axis is that of channels; where the first may be as well, of arrays it is the last."""
+    first, last = (pixels.shape[axis] in (1, 3) for axis in (0, -1))
+    return last and not (tensor and first)
+
+
 def _array(image: Any) -> npt.NDArray[Any] | None:
     if isinstance(image, torch.Tensor):
         held = image.detach().cpu()
@@ -287,12 +289,3 @@ def _class_names(given: Sequence[str] | None, train: Data, splits: tuple[Split, 
     if len(names) < 2:
         raise UserError(f"classes: there is only one class ({names[0]}); a classifier needs at least two")
     return tuple(names)
-
-
-def _kind(value: Any) -> str:
-    """What a value is, in words for messages."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return f"{type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}"
-    if isinstance(value, str | int | float | bool):
-        return repr(value)[:60]
-    return f"of type {type(value).__name__}"

@@ -208,6 +208,8 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         f"preprocessing: {chosen}"
     )
     listener.said(f"training images are {IN_WORDS[data.augment]}")
+    for note in data.notes:
+        listener.said(note)
     for note in checkpoint.notes if checkpoint is not None else ():
         listener.said(f"{origin}: {note}")
     session = Session(

@@ -375,6 +375,7 @@ class Session(Described):
                 "fingerprint": data.fingerprint,
                 "train": len(data.train),
                 "val": len(data.val),
+                **({"notes": list(data.notes)} if data.notes else {}),
             },
             versions=made.versions,
             machine=made.machine,

@@ -22,7 +22,8 @@ from torch.utils.data import (
 from torchvision.transforms.v2 import functional as transforms
 
 from optimize.data import from_python
-from optimize.data.from_python import Data, image_data
+from optimize.data.from_python import image_data
+from optimize.data.items import Data
 from optimize.data.pixels import decoded, load
 from optimize.data.sources import Pixels, Records
 from optimize.models.preprocessing import PreprocessingConfig, Wish, choose_preprocessing
@@ -115,7 +116,9 @@ def test_a_loader_of_some_images_gives_those_in_the_order_of_their_data_set():
         DataLoader(Pictures(), batch_sampler=BatchSampler(SubsetRandomSampler([9, 3, 17, 4]), 3, drop_last=False)),
         DataLoader(Pictures(), batch_sampler=[[17, 4], [9], [3]]),
         DataLoader(Pictures(), sampler=[17, 4, 9, 3], batch_size=None),
-        DataLoader(Pictures(), sampler=BatchSampler([17, 4, 9, 3], 2, drop_last=False), batch_size=None),
+        DataLoader(
+            TensorDataset(PIXELS, LABELS), sampler=BatchSampler([17, 4, 9, 3], 2, drop_last=False), batch_size=None
+        ),
     ],
     ids=["batch sampler", "batches", "one by one", "batches, one by one"],
 )
@@ -190,7 +193,7 @@ FLOATS = PIXELS.float() / 255
         ((PIXELS[:, :2], LABELS), {}, r"shape \(2, 10, 12\); it must have the shape \(C, H, W\)"),
         ((PIXELS, LABELS[:5]), {}, "has 24 images and 5 labels"),
         ((PIXELS, LABELS.float()), {}, "its label is Tensor of torch.float32.*index of its class"),
-        ((PIXELS, torch.eye(24)), {}, r"its label is Tensor of torch.float32, shape \(24,\)"),
+        ((PIXELS, torch.eye(24) * 0.9), {}, r"its label is Tensor of torch.float32, shape \(24,\).* or one-hot"),
         ((PIXELS, LABELS - 1), {}, r"its label is .*0 or more"),
         ((PIXELS, LABELS * 0), {}, r"only one class \(0\)"),
         ((PIXELS, LABELS), {"classes": ["a", "b"]}, "has 2 names, and a label is 2"),
