@@ -54,7 +54,7 @@ def codings(side: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
     yield "GIF", lambda: encoded(image.quantize(64, dither=Image.Dither.NONE), "GIF")
     yield "TIFF", lambda: encoded(image, "TIFF")
     yield "TIFF, LZW", lambda: encoded(image, "TIFF", compression="tiff_lzw")
-    yield "TIFF, floats of grey", lambda: encoded(image.convert("F"), "TIFF")
+    yield "TIFF, floats of grey", lambda: encoded(Image.fromarray(np.float32(deep) / 65535), "TIFF")
     yield "BMP", lambda: encoded(image, "BMP")
     yield "BMP, palette", lambda: encoded(image.quantize(64, dither=Image.Dither.NONE), "BMP")
 

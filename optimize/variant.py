@@ -12,6 +12,7 @@ from typing import overload
 
 from PIL.Image import Image
 
+from optimize.data.sources import tiff
 from optimize.noise import silenced
 from optimize.report.words import size
 from optimize.run.session import Session, Step
@@ -23,7 +24,7 @@ from serve.runtime.described import Described
 from serve.runtime.engines.base import preferred
 from serve.runtime.errors import ImageError, UserError
 from serve.runtime.headers import faults_named
-from serve.runtime.images import eight_bit, upright
+from serve.runtime.images import is_deep, upright
 from serve.runtime.predictor import Label, Predictor
 
 #: An image as `Variant.predict` takes it: its encoded bytes, a file, or an opened picture.
@@ -150,7 +151,9 @@ def _encoded(picture: Picture) -> bytes:
             raise UserError(f"{picture}: cannot be read ({error.strerror})") from None
     stream = io.BytesIO()
     with faults_named(Budget()):
-        seen = eight_bit(upright(picture))  # for PNG has no floats, and what is written of a picture here has no EXIF
+        seen = upright(picture)  # for what is written of a picture here has no EXIF
+        if is_deep(seen):
+            return tiff(seen)
         # It keeps every pixel; of the modes that it has no place for, RGB is what they would be decoded to.
         seen = seen if seen.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else seen.convert("RGB")
         seen.save(stream, "PNG", compress_level=1)

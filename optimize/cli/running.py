@@ -95,6 +95,10 @@ def run(  # noqa: PLR0917 - each is an option of the command line
     interpolation: Annotated[
         Optional[str], typer.Option(help="How images are scaled: nearest, bilinear or bicubic.")  # noqa: UP045
     ] = None,
+    pixel_max: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What is white in greys of more than 8 bits, such as 4095.", metavar="NUMBER"),
+    ] = None,
     name: Annotated[Optional[str], typer.Option(help="The run's name; by default made of model and data.")] = None,  # noqa: UP045
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace a run of this name, even if it is of another model or data.")
@@ -148,7 +152,15 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             weights_key=weights_key,
             preprocessing=Wish(
                 parse_preprocessing(
-                    {"resize": resize, "crop": crop, "mean": mean, "std": std, "interpolation": interpolation}, "--{}"
+                    {
+                        "resize": resize,
+                        "crop": crop,
+                        "mean": mean,
+                        "std": std,
+                        "interpolation": interpolation,
+                        "pixel_max": pixel_max,
+                    },
+                    "--{}",
                 )
             ),
             run=name,

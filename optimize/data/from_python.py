@@ -3,7 +3,7 @@
 The endpoint gets encoded images, so images are kept as pixels, of which it can be said how they come out of a file:
 
 - pixels as a camera leaves them (PIL images, ``uint8`` tensors) are kept as PNG and go through the model's
-  preprocessing as any file does; a PIL image gives those that its file does: upright, and deep greys in 8 bits;
+  preprocessing as any file does; a PIL image gives those that its file does: upright, and deep greys as they are;
 - images that are prepared already (resized, cropped, as floats also normalised) need the statement of what was done
   to them. The preprocessing is then that one, and floats are turned back into the pixels that they were made of.
 
@@ -30,14 +30,14 @@ from optimize.data.folders import cache_folder
 from optimize.data.items import Data, Items, Pair, drawn_by, items_of, kind
 from optimize.data.pixels import native_size
 from optimize.data.records import Augmentation, ImageData, Split
-from optimize.data.sources import Pixels, Records, Source, png, select
+from optimize.data.sources import Pixels, Records, Source, png, select, tiff
 from optimize.data.splits import split_off
 from serve.progress import shown
 from serve.runtime.budget import Budget
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import ImageError, UserError
 from serve.runtime.headers import faults_named
-from serve.runtime.images import eight_bit, upright
+from serve.runtime.images import eight_bit, is_deep, upright
 
 _IN_MEMORY = 64 << 20  # more bytes than this are mapped from a file
 
@@ -201,7 +201,9 @@ def _encoded(image: Any, place: str) -> bytes:
     """A picture as PNG."""
     if isinstance(image, Image.Image):
         with _named(place):
-            seen = eight_bit(upright(image))
+            seen = upright(image)
+            if is_deep(seen):
+                return tiff(seen)
             return png(np.asarray(seen if seen.mode in ("L", "RGB") else seen.convert("RGB")))
     pixels = _array(image)
     if pixels is None or pixels.dtype != np.uint8:
@@ -227,7 +229,7 @@ def _prepared(image: Any, done: Preprocessing, place: str) -> npt.NDArray[np.uin
     """An image that is prepared already, as pixels ``uint8 (C, H, W)``."""
     if isinstance(image, Image.Image):
         with _named(place):  # not turned: it is what the network gets
-            image = np.asarray(eight_bit(image).convert("RGB" if done.channels == 3 else "L"))
+            image = np.asarray(eight_bit(image, done.pixel_max).convert("RGB" if done.channels == 3 else "L"))
         image = np.atleast_3d(image).transpose(2, 0, 1)
     pixels = _array(image)
     if pixels is not None and pixels.shape == (*done.crop, done.channels) != done.shape:

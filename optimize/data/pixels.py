@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -198,7 +199,12 @@ def native_size(split: Split) -> tuple[int, int] | None:
     for row in rows:
         source = split.sources[row]
         try:
-            found = source.shape if isinstance(source, np.ndarray) else images.decode(read_source(source)).shape
+            # Of greys with any scale: which it is, is not known yet.
+            found = (
+                source.shape
+                if isinstance(source, np.ndarray)
+                else images.decode(read_source(source), pixel_max=math.inf).shape
+            )
             sizes.add((int(found[-2]), int(found[-1])))
         except (ImageError, MemoryError) as error:
             unreadable[row] = str(error)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from serve.runtime.errors import UserError
+from serve.runtime.images import eight_bit, white_of
 
 #: An image: a file, its encoded bytes, or, where the preprocessing is done already, pixels ``uint8 (C, H, W)``.
 Source: TypeAlias = "Path | bytes | npt.NDArray[np.uint8]"
@@ -231,4 +232,13 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
     """``uint8 (H, W)`` or ``(H, W, 3)`` as an encoded image: what a split holds of images that lie in memory."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def tiff(image: Image.Image) -> bytes:
+    """A deep grey of Pillow's as an encoded image, whose values are scaled as those of any file are."""
+    if white_of(image) != white_of(Image.new(image.mode, (1, 1))):  # 12 bits, which only their own file says
+        image = eight_bit(image)
+    buffer = io.BytesIO()
+    image.save(buffer, "TIFF")
     return buffer.getvalue()

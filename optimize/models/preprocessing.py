@@ -82,6 +82,16 @@ def _spreads(value: object) -> object:
     return numbers
 
 
+def _white(value: object) -> object:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError("must be one positive number, such as 4095")
+    return number
+
+
 def _unless_none(check: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: None if value is None else check(value))
 
@@ -105,6 +115,9 @@ class PreprocessingConfig(Config):
         default=None, description="each channel is divided by it; one number per channel"
     )
     interpolation: Interpolation | None = Field(default=None, description="how images are scaled, antialiased")
+    pixel_max: Annotated[float | None, _unless_none(_white)] = Field(
+        default=None, description="what is white in greys of more than 8 bits, such as 4095; None: their type's largest"
+    )
 
     @model_validator(mode="after")
     def _fits_itself(self) -> PreprocessingConfig:
@@ -147,10 +160,14 @@ def parse_preprocessing(given: Mapping[str, object], spelled: str) -> Preprocess
     except ValidationError as error:
         # What is wrong between parts names them itself.
         found = [
-            f"{spelled.format(fault.field)}: {fault.message}" if fault.field else f"preprocessing: {fault.message}"
+            f"{_spelled(spelled, fault.field)}: {fault.message}" if fault.field else f"preprocessing: {fault.message}"
             for fault in faults(PreprocessingConfig, error)
         ]
         raise UserError("; ".join(found)) from None
+
+
+def _spelled(spelled: str, part: str) -> str:
+    return spelled.format(part.replace("_", "-") if spelled.startswith("--") else part)
 
 
 @dataclass(frozen=True)
@@ -159,6 +176,10 @@ class Wish:
 
     config: PreprocessingConfig
     spelled: str = "--{}"
+
+    def named(self, part: str) -> str:
+        """How a part is named there."""
+        return _spelled(self.spelled, part)
 
 
 @dataclass(frozen=True)
@@ -169,7 +190,7 @@ class ChosenPreprocessing(Described):
     origins: Mapping[str, str]
 
     def _facts(self) -> dict[str, str]:
-        values = ((name, getattr(self.preprocessing, name)) for name in _PARTS)
+        values = ((name, value) for name in _PARTS if (value := getattr(self.preprocessing, name)) is not None)
         return {
             name: f"{glance(value)} ({origin})" if (origin := self.origins.get(name)) else glance(value)
             for name, value in values
@@ -184,7 +205,7 @@ class ChosenPreprocessing(Described):
             "interpolation": chosen.interpolation,
             "mean": f"mean {_listed(chosen.mean)}",
             "std": f"std {_listed(chosen.std)}",
-        }
+        } | ({"pixel_max": f"white {chosen.pixel_max:g}"} if chosen.pixel_max is not None else {})
         groups = itertools.groupby(words, key=lambda part: self.origins.get(part, ""))
         return "; ".join(
             ", ".join(words[part] for part in parts) + (f" ({origin})" if origin else "") for origin, parts in groups
@@ -217,11 +238,11 @@ def choose_preprocessing(
         given = wish.config.given()
         if image_size is not None and given.get("crop", (image_size, image_size)) != (image_size, image_size):
             raise UserError(
-                f"{wish.spelled.format('crop')} {_size(given['crop'])} and an image size of {image_size} are both "
+                f"{wish.named('crop')} {_size(given['crop'])} and an image size of {image_size} are both "
                 "given, and mean the same; give one of them"
             )
         parts |= given
-        origins |= {name: wish.spelled.format(name) for name in given}
+        origins |= {name: wish.named(name) for name in given}
     for side in sorted(set(parts["crop"])):
         source.check_size(side)
     if min(parts["crop"]) > parts["resize"]:
@@ -245,11 +266,7 @@ def _prepared(
 ) -> ChosenPreprocessing:
     """What was done to the images already; nobody can ask for anything else."""
     parts = {name: getattr(done, name) for name in _PARTS}
-    asked = [
-        (wish.spelled.format(name), value, parts[name])
-        for wish in wishes
-        for name, value in wish.config.given().items()
-    ]
+    asked = [(wish.named(name), value, parts[name]) for wish in wishes for name, value in wish.config.given().items()]
     asked += [("image size", (image_size, image_size), done.crop)] if image_size is not None else []
     for spelled, wanted, there in asked:
         if wanted != there:
@@ -273,8 +290,9 @@ def _declared(source: ModelSource) -> tuple[dict[str, Any], dict[str, str]]:
     }
     parts: dict[str, Any] = {"resize": 256, "crop": (224, 224), **FALLBACK}
     if source.preprocessing is not None:
-        told = [name for name in _PARTS if name not in source.undeclared]
-        parts |= {name: getattr(source.preprocessing, name) for name in told}
+        declared = {name: getattr(source.preprocessing, name) for name in _PARTS if name not in source.undeclared}
+        told = [name for name, value in declared.items() if value is not None]
+        parts |= {name: declared[name] for name in told}
         origins |= dict.fromkeys(told, source.declared_by)
     return parts, origins
 

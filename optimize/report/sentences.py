@@ -236,6 +236,7 @@ def _data(report: Report) -> list[Fact]:
         ("Classes", count(data.classes)),
         ("Preprocessing", f"{scaled}, {prep.interpolation} interpolation"),
         ("Mean, std", f"{plain(prep.mean)}; {plain(prep.std)}"),
+        *([("White in deep greys", f"{prep.pixel_max:g}")] if prep.pixel_max is not None else []),
         *_origins(data.preprocessing_origin),
         ("Fingerprint", f"{data.fingerprint[:16]} ({data.fingerprint_kind})"),
     ]

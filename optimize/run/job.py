@@ -16,6 +16,7 @@ from torch import nn
 from optimize.context import Context
 from optimize.data.augment import AUGMENTATIONS, IN_WORDS
 from optimize.data.classes import check_classes, with_classes
+from optimize.data.depth import depth_notes
 from optimize.data.formats.base import DEFAULT_DATA, SEEDS, open_data
 from optimize.data.records import Augmentation, ImageData
 from optimize.data.splits import subset
@@ -208,7 +209,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
         f"preprocessing: {chosen}"
     )
     listener.said(f"training images are {IN_WORDS[data.augment]}")
-    for note in data.notes:
+    for note in (*data.notes, *depth_notes(data.train, preprocessing.pixel_max)):
         listener.said(note)
     for note in checkpoint.notes if checkpoint is not None else ():
         listener.said(f"{origin}: {note}")

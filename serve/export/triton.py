@@ -99,7 +99,8 @@ def readme(subject: Subject) -> str:
     normalises = subject.card.input_dtype == "uint8"
     steps = [
         "decode it, turn it as its EXIF orientation says, and convert it to "
-        + ("RGB" if own.channels == 3 else "grey"),
+        + ("RGB" if own.channels == 3 else "grey")
+        + (f"; of greys of more than 8 bits, {own.pixel_max:g} is white" if own.pixel_max is not None else ""),
         f"resize it so that the shorter side has {own.resize} pixels ({own.interpolation}, antialiased)",
         f"cut {own.crop[0]} x {own.crop[1]} pixels (height x width) from its centre",
         f"order it as (channels, height, width) = {tuple(own.shape)}",

@@ -45,6 +45,8 @@ class Preprocessing(Described):
     ``resize`` is the length in pixels that the shorter side is scaled to (antialiased); ``crop`` is
     the ``(height, width)`` cut from the centre, which is the network's input size; ``mean`` and
     ``std`` have one number per channel (three: RGB, one: grey) and apply after scaling to [0, 1].
+    ``pixel_max`` is what is white in greys of more than 8 bits, from 0 as black; None: 65535 of 16 bits, 1 of floats,
+    and 32-bit integers are refused.
     """
 
     resize: int
@@ -52,6 +54,7 @@ class Preprocessing(Described):
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     interpolation: Interpolation = "bilinear"
+    pixel_max: float | None = None
 
     def __post_init__(self) -> None:
         fields.whole("preprocessing: resize", self.resize, 1, _LONGEST_SIDE)
@@ -68,6 +71,8 @@ class Preprocessing(Described):
             fields.number("preprocessing: mean", mean, -1e6, 1e6)
             fields.number("preprocessing: std", std, 1e-6, 1e6)
         fields.one_of("preprocessing: interpolation", self.interpolation, get_args(Interpolation))
+        if self.pixel_max is not None:
+            fields.number("preprocessing: pixel_max", self.pixel_max, 1e-6, 1e12)
 
     @property
     def channels(self) -> int:

@@ -17,6 +17,7 @@ from PIL import ExifTags, Image
 from .budget import Budget
 from .card import Preprocessing
 from .directories import check_exif
+from .errors import ImageError
 from .headers import Header, faults_named, opened, read_header
 from .lean_torchvision import InterpolationMode, decode_jpeg, decode_webp
 from .lean_torchvision import functional as transforms
@@ -55,17 +56,27 @@ _TURNED = {
     8: Image.Transpose.ROTATE_90,
 }
 
+# Black is 0 and white this in greys of more than 8 bits, by Pillow's modes; of others no file says what is white.
+_WHITE = {"I;16": 65535.0, "I;16L": 65535.0, "I;16B": 65535.0, "I;16N": 65535.0, "F": 1.0}
+_TIFF_BITS = 258
+
 # Pixels of 16 bits that are converted at once, by way of 8 bytes each.
 _BAND_PIXELS = 1 << 18
 
 
-def decode(data: bytes, channels: int = 3, budget: Budget = _NO_BUDGET, header: Header | None = None) -> torch.Tensor:
+def decode(
+    data: bytes,
+    channels: int = 3,
+    budget: Budget = _NO_BUDGET,
+    header: Header | None = None,
+    pixel_max: float | None = None,
+) -> torch.Tensor:
     """Decode one encoded image to ``uint8`` of shape ``(channels, H, W)``.
 
     JPEG, PNG, WebP, BMP, TIFF and the first frame of a GIF; grey, palette, CMYK and 16-bit images are
     converted, alpha is dropped (as ``Image.convert("RGB")`` does, which is what training pipelines
     see), and EXIF orientation is honoured. ``channels`` is 3 (RGB) or 1 (grey). ``header`` is what
-    `read_header` gave for the same bytes and budget, if that was asked before.
+    `read_header` gave for the same bytes and budget, if that was asked before; ``pixel_max`` is as in `eight_bit`.
 
     Raises:
         ImageError: with status 400 (empty, truncated, broken), 413 (beyond ``budget``) or 415 (not an
@@ -81,7 +92,7 @@ def decode(data: bytes, channels: int = 3, budget: Budget = _NO_BUDGET, header: 
     if header.format == "WEBP" and channels == 3 and (picture := _decode_webp(data, budget)) is not None:
         return picture
     # Left as its pixels lie: a copy by channels takes longer than resizing them, and as much memory again.
-    return torch.from_numpy(_decode_with_pillow(data, channels, budget)).permute(2, 0, 1)
+    return torch.from_numpy(_decode_with_pillow(data, channels, budget, pixel_max)).permute(2, 0, 1)
 
 
 def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
@@ -106,7 +117,7 @@ def load(
     data: bytes, preprocessing: Preprocessing, budget: Budget = _NO_BUDGET, header: Header | None = None
 ) -> torch.Tensor:
     """`decode` then `fit`: bytes to ``uint8`` of shape ``preprocessing.shape``."""
-    image = decode(data, preprocessing.channels, budget, header)
+    image = decode(data, preprocessing.channels, budget, header, preprocessing.pixel_max)
     with faults_named(budget):
         return fit(image, preprocessing)
 
@@ -146,11 +157,15 @@ def _decode_webp(data: bytes, budget: Budget) -> torch.Tensor | None:
         return _UPRIGHT[turned](picture) if turned in _UPRIGHT else picture
 
 
-def _decode_with_pillow(data: bytes, channels: int, budget: Budget) -> NDArray[np.uint8]:
+def _decode_with_pillow(data: bytes, channels: int, budget: Budget, pixel_max: float | None) -> NDArray[np.uint8]:
     """``uint8`` of shape ``(H, W, channels)``. The image is closed on return, so that its memory is not held twice."""
     with opened(data, budget) as image:
+        if pixel_max is not None and _is_deep_colour(image):
+            raise ImageError(
+                f"its colours have 16 bits, and pixel_max ({pixel_max:g}) is for greys: of colours the upper 8 are read"
+            )
         mode = "RGB" if channels == 3 else "L"
-        grey = eight_bit(upright(image))
+        grey = eight_bit(upright(image), pixel_max)
         pixels = np.array(grey if grey.mode == mode else grey.convert(mode))  # a copy of 4 bytes a pixel, else
     return pixels if channels == 3 else pixels[..., None]
 
@@ -218,19 +233,48 @@ def _orientation(image: Image.Image) -> int:
     return orientation
 
 
-def eight_bit(image: Image.Image) -> Image.Image:
-    """Scale 16-bit, 32-bit and float greys to 8 bits; Pillow's own ``convert`` clips them to white."""
-    if not (image.mode.startswith("I") or image.mode == "F"):
+def is_deep(image: Image.Image) -> bool:
+    """Whether an image of Pillow's holds greys of more than 8 bits."""
+    return image.mode.startswith("I") or image.mode == "F"
+
+
+def white_of(image: Image.Image) -> float | None:
+    """What is white in a deep grey whose data set states nothing: its type's largest value, 1 of floats.
+
+    None of 32-bit and of signed integers: nobody uses all of their range, and no file says how much.
+    """
+    bits = getattr(image, "tag_v2", {}).get(_TIFF_BITS, (16,))[0]
+    return _WHITE.get(image.mode) if bits >= 16 else float((1 << bits) - 1)
+
+
+def eight_bit(image: Image.Image, pixel_max: float | None = None) -> Image.Image:
+    """Scale 16-bit, 32-bit and float greys to 8 bits; Pillow's own ``convert`` clips them to white.
+
+    The scale is that of the data set, ``pixel_max``, or of the image's type (`white_of`), and never goes by what one
+    image holds. What is no number becomes black.
+
+    Raises:
+        ImageError: there is no scale, or a value is darker than black or lighter than white by half a level or more.
+    """
+    if not is_deep(image):
         return image
+    white = white_of(image) if pixel_max is None else pixel_max
+    if white is None:
+        raise ImageError("its greys are 32-bit or signed integers, whose white is not stated: pixel_max (--pixel-max)")
     values = np.asarray(image)
-    largest = values.max(initial=0)
-    if image.mode == "F":
-        factor, divisor = (255, 1) if largest <= 1 else (1, 1)
-    else:
-        factor, divisor = (1, 257) if largest > 255 or image.mode != "I" else (1, 1)
+    darkest, lightest = (float(one.reduce(values, axis=None, initial=0)) for one in (np.fmin, np.fmax))
+    for value in (darkest, lightest):
+        if not -0.5 < value * 255 / white < 255.5:
+            raise ImageError(f"a grey of it is {value:g}, and not from 0 to {white:g}: pixel_max (--pixel-max)")
     scaled = np.empty(values.shape, dtype=np.uint8)
     rows = max(1, _BAND_PIXELS // max(1, values.shape[1]))
     for start in range(0, len(values), rows):
-        band = values[start : start + rows].astype(np.float64) * factor / divisor
-        scaled[start : start + rows] = np.clip(np.rint(np.nan_to_num(band, copy=False)), 0, 255)
+        band = values[start : start + rows].astype(np.float64) * 255 / white
+        scaled[start : start + rows] = np.rint(np.nan_to_num(band, copy=False))
     return Image.fromarray(scaled)
+
+
+def _is_deep_colour(image: Image.Image) -> bool:
+    """Whether an image that is not loaded yet has 16 bits a channel, of which Pillow (13) gives the upper 8."""
+    tiles = getattr(image, "tile", ())
+    return image.format in ("PNG", "TIFF") and not is_deep(image) and any(";16" in str(tile[3]) for tile in tiles)

@@ -110,7 +110,7 @@ def load_item(item: bytes, preprocessing: Preprocessing, budget: Budget, header:
     """As `images.load`, with a refusal for whatever it raises. Safe to call from several threads."""
     started = decoded = time.perf_counter()
     try:
-        image = decode(item, preprocessing.channels, budget, header)
+        image = decode(item, preprocessing.channels, budget, header, preprocessing.pixel_max)
         decoded = time.perf_counter()
         with faults_named(budget):
             image = fit(image, preprocessing)

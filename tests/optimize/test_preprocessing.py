@@ -170,6 +170,8 @@ def test_a_crop_that_the_network_cannot_take_is_refused():
             r"^--mean: must be of pixels from 0 to 1; .*, 0\.485,0\.456,0\.406, and so",
         ),
         ({"std": "0,0,0"}, r"^--std: must be positive"),
+        ({"pixel_max": "0"}, r"^--pixel-max: must be one positive number, such as 4095"),
+        ({"pixel_max": "4095,4095"}, r"^--pixel-max: must be one positive number"),
         ({"interpolation": "lanczos"}, r"^--interpolation: .*'nearest', 'bilinear' or 'bicubic'.*lanczos"),
         ({"crop": 96, "resize": 64}, r"^preprocessing: crop 96x96 is larger than resize 64"),
         ({"mean": 0.5, "std": "1,1,1"}, r"^preprocessing: mean has 1 numbers and std 3"),
@@ -229,7 +231,8 @@ def test_the_report_holds_the_origins_and_a_recipes_preprocessing_is_used(tmp_pa
     data = json.loads((outcome.folder / "report.json").read_text())["data"]
     assert data["preprocessing"]["crop"] == [28, 28]
     assert data["preprocessing_origin"]["crop"] == "preprocessing.crop in recipe.yaml"
-    assert data["preprocessing_origin"].keys() == data["preprocessing"].keys()
+    decided = {part for part, value in data["preprocessing"].items() if value is not None}
+    assert data["preprocessing_origin"].keys() == decided == {"resize", "crop", "mean", "std", "interpolation"}
     card = json.loads((outcome.folder / "artifacts" / "fuse" / "card.json").read_text())
     assert card["preprocessing"]["crop"] == [28, 28]
     assert card["preprocessing"]["interpolation"] == "nearest"

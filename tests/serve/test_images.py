@@ -162,19 +162,79 @@ def test_deep_greys_are_converted_alike_in_bands_and_cost_little_memory(
 ) -> None:
     width, height = 2000, 1500  # several bands
     values = np.random.default_rng(1).integers(0, 65536, (height, width)).astype(dtype)
-    expected = np.rint(values.astype(np.float64) / 257) if dtype is not np.float32 else np.clip(values, 0, 255)
+    expected = np.rint(values.astype(np.float64) / 257)
     data = encoded(Image.fromarray(values), "TIFF")
-    assert np.array_equal(decode(data, 1)[0].numpy(), expected.astype(np.uint8))
+    assert np.array_equal(decode(data, 1, pixel_max=65535)[0].numpy(), expected.astype(np.uint8))
     tracemalloc.start()  # numpy's arrays; by way of float64 all at once they had 24 bytes a pixel
-    decode(data, 1)
+    decode(data, 1, pixel_max=65535)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < len(data) + 12 * width * height
 
 
 def test_a_float_grey_without_a_number_is_black_there() -> None:
-    values = np.array([[0.0, 1.0, np.nan, np.inf]], dtype=np.float32)
-    assert decode(encoded(Image.fromarray(values), "TIFF"), 1).flatten().tolist() == [0, 1, 0, 255]
+    values = np.array([[0.0, 1.0, np.nan, 0.5]], dtype=np.float32)
+    assert decode(encoded(Image.fromarray(values), "TIFF"), 1).flatten().tolist() == [0, 255, 0, 128]
+
+
+DEEP = {"PNG": ["uint16"], "TIFF": ["uint16", "int32", "float32"]}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for kind, types in DEEP.items() for dtype in types])
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_a_deep_grey_is_scaled_by_the_white_that_is_stated_whatever_else_an_image_holds(
+    kind: str, dtype: str, data: st.DataObject
+) -> None:
+    white = data.draw(st.sampled_from([255, 1023, 4095, 65535]))
+    numbers = np.array(data.draw(st.lists(st.integers(0, white), min_size=4, max_size=4)), dtype).reshape(2, 2)
+    for values in (numbers, np.minimum(numbers, 1)):  # the scale is not of the largest value
+        got = decode(encoded(Image.fromarray(values), kind), 1, pixel_max=white)[0].numpy()
+        assert np.abs(got - values.astype(np.float64) * 255 / white).max() <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "kind", "white", "message"),
+    [
+        ([[0.5, 1.01]], "float32", "TIFF", None, "is 1.01, and not from 0 to 1: pixel_max"),
+        ([[0.5, -0.01]], "float32", "TIFF", None, "is -0.01, and not from 0 to 1"),
+        ([[0.5, np.inf]], "float32", "TIFF", 4095, "is inf, and not from 0 to 4095"),
+        ([[5, 70000]], "int32", "TIFF", 65535, "is 70000, and not from 0 to 65535"),
+        ([[5, 200]], "int32", "TIFF", None, "32-bit or signed integers, whose white is not stated: pixel_max"),
+        ([[5, 4200]], "uint16", "PNG", 4095, "is 4200, and not from 0 to 4095"),
+        ([[5, 4200]], "uint16", "TIFF", 4095, "is 4200, and not from 0 to 4095"),
+    ],
+)
+def test_a_deep_grey_outside_of_its_range_or_without_one_is_refused_in_one_line(
+    values: list[list[float]], dtype: str, kind: str, white: float | None, message: str
+) -> None:
+    data = encoded(Image.fromarray(np.array(values, dtype)), kind)
+    with pytest.raises(ImageError, match=message) as caught:
+        decode(data, 1, pixel_max=white)
+    assert caught.value.status == 400
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stated_white_leaves_8_bits_alone_and_refuses_colours_of_16_bits() -> None:
+    data = encoded(picture(1), "PNG")
+    assert torch.equal(decode(data, pixel_max=4095), decode(data))
+    rows = b"".join(b"\0" + struct.pack(">6H", 1, 2, 3, 4, 5, 6) for _ in range(2))
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    deep = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
+    )
+    assert decode(deep).shape == (3, 2, 2)
+    with pytest.raises(ImageError, match=r"colours have 16 bits, and pixel_max \(4095\) is for greys"):
+        decode(deep, pixel_max=4095)
+
+
+def test_a_tiff_of_12_bits_is_scaled_by_12() -> None:
+    packed = bytes([0xFF, 0xF8, 0x00])  # 4095 and 2048
+    entries = [(256, 2), (257, 1), (258, 12), (259, 1), (262, 1), (273, 0), (277, 1), (278, 1), (279, 3)]
+    place = 8 + 2 + 12 * len(entries) + 4
+    body = b"".join(struct.pack("<HHII", tag, 4, 1, place if tag == 273 else value) for tag, value in entries)
+    data = b"II*\0" + struct.pack("<IH", 8, len(entries)) + body + struct.pack("<I", 0) + packed
+    assert decode(data, 1).flatten().tolist() == [255, 128]
 
 
 # What a viewer does to show an image upright, by its orientation tag (EXIF 2.32, table 6), in tensor terms.
