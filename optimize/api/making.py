@@ -47,6 +47,7 @@ def load(
     augment: Augmentation | None = None,
     val_images: int | None = None,
     skip_unreadable: bool = False,
+    accept_gaps: bool = False,
     seed: int = 0,
     processes: int | None = None,
     tensorboard: str | Path | None = None,
@@ -73,6 +74,7 @@ def load(
             data; a folder of images is not mirrored.
         val_images: measure accuracy on so many validation images, drawn from each class alike; by default on all.
         skip_unreadable: measure without the validation images that cannot be read, instead of refusing them.
+        accept_gaps: go on with data in which something is missing, such as images of a class, instead of refusing it.
         seed: of every random choice.
         processes: how many processes of this machine train together, here and in ``qat``; on GPUs each has one. By
             default one; in a script that torchrun has started several times, all of these.
@@ -95,6 +97,7 @@ def load(
                 val_images=val_images,
                 augment=augment,
                 skip_unreadable=skip_unreadable,
+                accept_gaps=accept_gaps,
                 store=_path("store", store),
                 device=device,
                 image_size=image_size,

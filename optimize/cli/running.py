@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from optimize.cli.words import (
+    AcceptGaps,
     Confidence,
     Every,
     MaxDrop,
@@ -58,6 +59,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         typer.Option(help="Random changes of training images: none, shift or shift+flip; by default what suits data."),
     ] = None,
     skip_unreadable: SkipUnreadable = False,
+    accept_gaps: AcceptGaps = False,
     recipe: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
@@ -143,6 +145,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             val_images=val_images,
             augment=augment,
             skip_unreadable=skip_unreadable,
+            accept_gaps=accept_gaps,
             recipe=recipe,
             store=store,
             device=device,

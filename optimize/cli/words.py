@@ -18,6 +18,10 @@ Every = Annotated[bool, typer.Option("--all", help="List every execution of each
 Measure = Annotated[
     str, typer.Option(help="Where to measure: auto (every device that there is), or a list such as cpu,cuda.")
 ]
+AcceptGaps = Annotated[
+    bool,
+    typer.Option("--accept-gaps", help="Go on with data in which something is missing, such as images of a class."),
+]
 SkipUnreadable = Annotated[
     bool,
     typer.Option(

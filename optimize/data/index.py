@@ -35,7 +35,7 @@ from serve.runtime.errors import UserError
 #: Files that are looked at to see whether an index still holds.
 LOOKED_AT = 4096
 
-_VERSION = 1
+_VERSION = 2
 _SETTLED_NS = 2_000_000_000  # file systems keep times as coarsely as this
 
 
@@ -55,6 +55,8 @@ class Index:
         val_fingerprint: of the validation split.
         native_size: see `ImageData`.
         stamps: for each directory that was listed, how it looked before.
+        gaps: see `ImageData`.
+        notes: likewise.
     """
 
     classes: tuple[str, ...]
@@ -68,6 +70,8 @@ class Index:
     val_fingerprint: Fingerprint
     native_size: tuple[int, int] | None
     stamps: dict[bytes, Stamp]
+    gaps: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 _ARRAYS = ("labels", "sizes", "times", "train", "val")
@@ -90,6 +94,8 @@ def write(index: Index, path: Path) -> bool:
         "folders": [os.fsdecode(name) for name in index.files.folders],
         "fingerprints": [[f.digest, f.kind] for f in (index.train_fingerprint, index.val_fingerprint)],
         "native_size": index.native_size,
+        "gaps": index.gaps,
+        "notes": index.notes,
         "stamps": [[os.fsdecode(name), *entry] for name, entry in index.stamps.items()],
     }
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.npz")
@@ -127,6 +133,8 @@ def read(path: Path, root: Path) -> Index | None:
                 **{name: arrays[name] for name in _ARRAYS},
                 train_fingerprint=train,
                 val_fingerprint=val,
+                gaps=tuple(body["gaps"]),
+                notes=tuple(body["notes"]),
                 native_size=tuple(body["native_size"]) if body["native_size"] else None,
                 stamps={os.fsencode(name): tuple(entry) for name, *entry in body["stamps"]},
             )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,16 @@ from optimize.data.fingerprint import NO_SIZE
 from optimize.data.sources import Files
 from serve.runtime.errors import UserError
 
-#: What counts as an image file, in lower case.
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+#: What counts as an image file, in lower case; of any other file its first bytes say it.
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".jfi", ".pjpeg", ".pjp", ".png", ".apng"),
+    *(".bmp", ".dib", ".gif", ".tif", ".tiff", ".webp"),
+)
+#: How files of the formats begin that the runtime decodes.
+_MAGIC = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF....WEBP|BM....\0\0\0\0|II[*+]\0|MM\0[*+]", re.DOTALL
+)
+_HEAD = 16
 
 _SUFFIXES = frozenset(suffix.encode() for suffix in SUFFIXES)
 _ENDLESS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -40,6 +50,8 @@ class Listing:
         times: ``int64 (N,)``, when each was changed last, in ns; 0 for such a file.
         starts: where the images of each folder begin that was listed.
         stamps: for each directory that was listed, relative to the files' root, how it looked before.
+        gaps: what is missing that may be meant to be: classes that have no images somewhere.
+        notes: what was left out.
     """
 
     classes: tuple[str, ...]
@@ -49,16 +61,18 @@ class Listing:
     times: _Sizes
     starts: tuple[int, ...]
     stamps: dict[bytes, Stamp]
+    gaps: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def list_classes(root: Path, *folders: Path, told: Callable[[float], None] = lambda share: None) -> Listing:
     """List the images of each class folder in ``folders``, one after the other, with paths relative to ``root``.
 
-    A class folder's images may lie at any depth. Hidden files and folders do not count; links do.
-    ``told`` is given the share of the class folders that are done.
+    The classes are those of the first folder. A class folder's images may lie at any depth. Hidden files and folders do
+    not count; links do. ``told`` is given the share of the class folders that are done.
 
     Raises:
-        UserError: a folder cannot be read, has fewer than two classes, one has no images, or a pipe or a device that is
+        UserError: a folder cannot be read, has no images or fewer than two classes, or a pipe or a device that is
             called as an image is.
     """
     stamps = {b"": stamp(root)}
@@ -67,22 +81,27 @@ def list_classes(root: Path, *folders: Path, told: Callable[[float], None] = lam
     times: list[_Sizes] = []
     counts: list[int] = []
     starts: list[int] = []
-    classes: list[str] = []
+    skipped: list[bytes] = []
+    gaps: list[str] = []
+    classes = [entry.name for entry in folders_in(folders[0])]
     for number, folder in enumerate(folders):
         below = os.fsencode(folder.relative_to(root)) if folder != root else b""
         stamps[below] = stamp(folder)
         above = (stamps[b""][0], stamps[below][0])
-        classes = [entry.name for entry in folders_in(folder)]
+        there = {entry.name for entry in folders_in(folder)}
         starts.append(sum(counts))
         for done, name in enumerate(classes):
             told((number + done / len(classes)) / len(folders))
             counts.append(0)
-            for found in _walk(os.fsencode(root), _join(below, os.fsencode(name)), stamps, above):
+            if name not in there:
+                continue
+            for found in _walk(os.fsencode(root), _join(below, os.fsencode(name)), stamps, above, skipped):
                 listed.append(found[:2])
                 sizes.append(found[2])
                 times.append(found[3])
                 counts[-1] += len(found[1])
-        _check(folder, classes, counts[len(counts) - len(classes) :])
+        skipped += _loose(folder, below)
+        gaps += _gaps(folders[0], folder, classes, there, counts[len(counts) - len(classes) :])
     labels = np.tile(np.arange(len(classes), dtype=np.int32), len(folders))
     return Listing(
         tuple(classes),
@@ -92,18 +111,54 @@ def list_classes(root: Path, *folders: Path, told: Callable[[float], None] = lam
         np.concatenate(times),
         tuple(starts),
         stamps,
+        tuple(gaps),
+        _left_out(skipped),
     )
 
 
-def _check(folder: Path, classes: list[str], counts: list[int]) -> None:
+def _gaps(first: Path, folder: Path, classes: list[str], there: set[str], counts: list[int]) -> list[str]:
+    """Which classes lack images in ``folder``, and which of its folders are none of the ``classes`` of ``first``.
+
+    Raises:
+        UserError: it has no images at all, or there are fewer than two classes.
+    """
     if not any(counts):
-        found = f"{len(classes)} folders without images" if classes else "no folders"
+        found = f"{len(there)} folders without images" if there else "no folders"
         raise UserError(f"{folder}: holds no images (found {found}); it needs one folder of images a class")
-    if 0 in counts:
-        empty = classes[counts.index(0)]
-        raise UserError(f"{folder}: the class folder {empty!r} holds no images ({', '.join(SUFFIXES)})")
     if len(classes) < 2:
         raise UserError(f"{folder}: has only one class ({classes[0]}); a classifier needs at least two")
+    gaps = []
+    only = ((sorted(set(classes) - there), first), (sorted(there - set(classes)), folder))
+    if parts := [f"{_some(names)} only in {where.name}/" for names, where in only if names]:
+        gaps.append(f"{first.parent}: {first.name}/ and {folder.name}/ have different classes: {'; '.join(parts)}")
+    empty = [name for name, count in zip(classes, counts, strict=True) if not count and name in there]
+    if empty:
+        which = f"the class folder {empty[0]!r} holds" if len(empty) == 1 else f"{len(empty)} class folders hold"
+        gaps.append(f"{folder}: {which} no images ({_some(empty)})")
+    return gaps
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _loose(folder: Path, below: bytes) -> list[bytes]:
+    """Files that are called as images are and lie in no class folder."""
+    names = (os.fsencode(entry.name) for entry in folder.iterdir() if entry.is_file())
+    return sorted(_join(below, name) for name in names if _is_called_image(name) and not name.startswith(b"."))
+
+
+def _left_out(skipped: list[bytes]) -> tuple[str, ...]:
+    """The line about files that were not taken; none if there are none."""
+    if not skipped:
+        return ()
+    kinds = Counter(os.path.splitext(os.fsdecode(name))[1].lower() or "no suffix" for name in skipped)  # noqa: PTH122
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) + (", …" if len(kinds) > 5 else "")
+    files = (
+        "1 file that is no image, or lies" if len(skipped) == 1 else f"{len(skipped)} files that are no images, or lie"
+    )
+    names = [os.fsdecode(name) for name in skipped]
+    return (f"left out: {files} in no class folder ({counts}): {_some(names, 5)}",)
 
 
 def folders_in(folder: Path) -> list[Path]:
@@ -132,9 +187,9 @@ def stamp(folder: Path | bytes) -> Stamp:
 
 
 def _walk(
-    root: bytes, place: bytes, stamps: dict[bytes, Stamp], above: tuple[int, ...]
+    root: bytes, place: bytes, stamps: dict[bytes, Stamp], above: tuple[int, ...], skipped: list[bytes]
 ) -> Iterator[tuple[bytes, list[bytes], _Sizes, _Sizes]]:
-    """Each directory from ``place`` down, with its images' names, sizes and times, by name."""
+    """Each directory from ``place`` down, with its images' names, sizes and times, by name; ``skipped`` gets others."""
     path = os.path.join(root, place)  # noqa: PTH118 - bytes
     stamps[place] = stamp(path)  # before it is read, so that a change meanwhile is seen later
     if stamps[place][0] in above:
@@ -147,7 +202,7 @@ def _walk(
                 name = entry.name
                 if name.startswith(b"."):
                     continue
-                if name[name.rfind(b".") :].lower() in _SUFFIXES and not entry.is_dir(follow_symlinks=False):
+                if _is_called_image(name) and not entry.is_dir(follow_symlinks=False):
                     try:
                         status = entry.stat()
                         found.append((name, status.st_size, status.st_mtime_ns))
@@ -157,6 +212,11 @@ def _walk(
                     _check_kind(entry.path, status.st_mode)
                 elif entry.is_dir():
                     folders.append(name)
+                elif entry.is_file() and _begins_as_image(entry.path):
+                    status = entry.stat()
+                    found.append((name, status.st_size, status.st_mtime_ns))
+                else:
+                    skipped.append(_join(place, name))
     except OSError as error:
         raise _unreadable(path, error) from None
     found.sort()
@@ -165,7 +225,19 @@ def _walk(
         yield place, [name for name, _, _ in found], sizes, np.fromiter((time for *_, time in found), np.int64)
     inside = (*above, stamps[place][0])
     for name in sorted(folders):
-        yield from _walk(root, _join(place, name), stamps, inside)
+        yield from _walk(root, _join(place, name), stamps, inside, skipped)
+
+
+def _is_called_image(name: bytes) -> bool:
+    return name[name.rfind(b".") :].lower() in _SUFFIXES
+
+
+def _begins_as_image(path: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - bytes
+            return _MAGIC.match(file.read(_HEAD)) is not None
+    except OSError:
+        return False
 
 
 def _check_kind(path: bytes, mode: int) -> None:

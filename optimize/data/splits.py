@@ -25,7 +25,7 @@ _Rows = npt.NDArray[np.int64]
 
 
 def split_off(sources: Sequence[Source], labels: Sequence[int] | _Rows, keys: Sequence[bytes]) -> tuple[Split, Split]:
-    """Split off `VAL_SHARE` of each class (at least one image): those with the smallest keys.
+    """Split off `VAL_SHARE` of each class (at least one image, if it has two): those with the smallest keys.
 
     A key depends on its image's name alone, so that a new image leaves the others where they are, but
     for at most one of its class that it displaces at the boundary.
@@ -38,7 +38,8 @@ def split_off(sources: Sequence[Source], labels: Sequence[int] | _Rows, keys: Se
 
 def chosen_by_key(labels: _Rows, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
     """Which images `split_off` takes for validation."""
-    counts = np.maximum(1, np.rint(np.bincount(labels) * VAL_SHARE).astype(np.int64))
+    found = np.bincount(labels)
+    counts = np.minimum(np.maximum(1, np.rint(found * VAL_SHARE).astype(np.int64)), found - 1)
     chosen: npt.NDArray[np.bool_] = ranks(labels, np.argsort(keys, kind="stable")) < counts[labels]
     return chosen
 

@@ -136,7 +136,7 @@ def _of_run(store: Path, run: str, seed: int, listener: Listener) -> Split:
 
 
 def _val(data: str, seed: int, listener: Listener) -> Split:
-    return open_data(data, seed=seed, listener=listener).val
+    return open_data(data, seed=seed, listener=listener, accept_gaps=True).val
 
 
 def _pixels(split: Split, card: Card, images: int) -> torch.Tensor:

@@ -66,6 +66,9 @@ class Job(Config):
     skip_unreadable: bool = Field(
         default=False, description="measure without the validation images that cannot be read, instead of refusing them"
     )
+    accept_gaps: bool = Field(
+        default=False, description="go on with data in which something is missing, such as images of a class"
+    )
     recipe: Path | None = Field(default=None, description="a YAML file; None takes the default")
     store: Path = Field(default=Path("model_store"), description="where runs are kept")
     device: str = Field(default="auto", description="where to train and calibrate: auto, cpu, cuda or cuda:N")
@@ -249,7 +252,11 @@ def _anywhere(job: Job) -> Job | None:
 
 def _data(job: Job, listener: Listener) -> ImageData:
     """The data as the job wants it."""
-    data = open_data(job.data, seed=job.seed, listener=listener) if isinstance(job.data, str) else job.data
+    data = (
+        open_data(job.data, seed=job.seed, listener=listener, accept_gaps=job.accept_gaps)
+        if isinstance(job.data, str)
+        else job.data
+    )
     if job.classes is not None:
         data = with_classes(data, job.classes)
     check_classes(data)

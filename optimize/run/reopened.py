@@ -40,7 +40,7 @@ def reopen_run(
     identity = identity_of(store / run)
     if identity is None:
         raise UserError(f"{store / run / layout.IDENTITY_FILE} is missing or unreadable; run the model again")
-    data = open_data(identity.data, seed=seed, listener=listener)
+    data = open_data(identity.data, seed=seed, listener=listener, accept_gaps=True)  # as the run did, if there are any
     card = load_card(layout.artifact_folder(store, run, report.baseline.name))
     if len(card.classes) == len(data.classes):
         data = dataclasses.replace(data, classes=card.classes)  # names that a file gave the run

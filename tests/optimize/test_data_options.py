@@ -18,7 +18,9 @@ from optimize.cli import app
 from optimize.data.classes import read_classes
 from optimize.data.formats.base import formats, open_data, usages
 from optimize.listener import Silent
+from optimize.models.preprocessing import PreprocessingConfig, Wish
 from optimize.run.job import Job, Opened, open_job
+from optimize.training.config import TrainingConfig
 from serve.runtime.errors import UserError
 
 from .runs_fixtures import ONE_THREAD, UNCOMPILED, command
@@ -62,6 +64,21 @@ def test_names_of_classes_come_from_a_file_in_the_order_of_the_classes(pets, tmp
     file.write_text("Katze, süß\r\n  dog \n\n", encoding="utf-8")
     job, _ = opened(data=f"imagefolder:{pets}", classes=file)
     assert job.session.context.data.classes == ("Katze, süß", "dog")
+
+
+def test_what_was_left_out_or_missing_is_said_and_on_every_card(pets, opened):
+    (pets / "n02" / "readme.md").write_text("no image")
+    (pets / "n03").mkdir()
+    with pytest.raises(UserError, match=r"'n03' holds no images .*--accept-gaps"):
+        opened(data=f"imagefolder:{pets}")
+    grey = Wish(PreprocessingConfig(mean=0.5, std=0.5, resize=16, crop=16))
+    job, said = opened(data=f"imagefolder:{pets}", accept_gaps=True, preprocessing=grey)
+    assert "class folder 'n03' holds no images" in said
+    assert "left out: 1 file that is no image" in said
+    card = job.session.baseline(TrainingConfig(epochs=1, batch_size=8)).artifact.card
+    assert card.data["notes"] == list(job.session.context.data.notes)
+    assert len(card.data["notes"]) == 2
+    assert card.classes == ("n01", "n02", "n03")
 
 
 @pytest.mark.parametrize(
@@ -131,11 +148,12 @@ def test_the_command_lines_options_reach_the_job(monkeypatch, tmp_path):
 
     monkeypatch.setattr(pipeline, "run", stop)
     names = tmp_path / "names.txt"
-    options = ["--classes", str(names), "--val-images", "7", "--augment", "none", "--skip-unreadable"]
+    options = ["--classes", str(names), "--val-images", "7", "--augment", "none", "--skip-unreadable", "--accept-gaps"]
     assert CliRunner().invoke(app, ["run", "resnet18", *options]).exit_code == 2
     assert CliRunner().invoke(app, ["run", "resnet18"]).exit_code == 2
     given, plain = seen
     assert (given.classes, given.val_images, given.augment, given.skip_unreadable) == (names, 7, "none", True)
+    assert (given.accept_gaps, plain.accept_gaps) == (True, False)
     assert (plain.classes, plain.val_images, plain.augment, plain.skip_unreadable) == (None, None, None, False)
 
 

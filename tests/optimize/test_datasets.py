@@ -119,6 +119,121 @@ def test_the_split_and_the_fingerprint_do_not_depend_on_where_the_folder_lies(fo
     assert before.fingerprint == after.fingerprint
 
 
+SPLITS = [
+    *[
+        ("train", name)
+        for name in ("test", "valid", "validation", "dev", "eval", "holdout", "hold-out", "testing", "tst")
+    ],
+    *[("Training", "Testing"), ("TRAIN", "VAL"), ("trn", "tst"), ("train2017", "val2017"), ("seg_train", "seg_test")],
+    *[("training_set", "test_set"), ("TrainSet", "TestSet"), ("Train images", "Validation images")],
+]
+
+
+@pytest.mark.parametrize(("train_name", "val_name"), SPLITS)
+def test_folders_of_splits_are_known_by_their_usual_names(tmp_path, train_name, val_name):
+    for label in "ab":
+        write_image(tmp_path / train_name / label / "1.png")
+        write_image(tmp_path / val_name / label / "2.png")
+    data = open_data(f"imagefolder:{tmp_path}")
+    assert data.classes == ("a", "b")
+    assert {file(source).name for source in data.train.sources} == {"1.png"}
+    assert {file(source).name for source in data.val.sources} == {"2.png"}
+
+
+def test_of_several_folders_to_measure_with_one_is_taken_and_the_others_are_said(tmp_path):
+    for part in ("train", "test", "valid", "extra"):
+        for label in "ab":
+            write_image(tmp_path / part / label / f"{part}.png")
+    data = open_data(f"imagefolder:{tmp_path}")
+    assert {file(source).name for source in data.val.sources} == {"valid.png"}
+    assert data.notes == ("valid/ is measured with; not used: extra/, test/",)
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (("art/cat", "art/dog", "photo/cat", "photo/dog"), r"art/, photo/ all hold the same folders \(cat/, dog/\)"),
+        (("a/cat", "a/dog", "a/eel", "b/cat", "b/dog"), "all hold the same folders"),
+        (("cat/train", "cat/val", "dog/train", "dog/val"), "splits lie above classes, as train/CLASS/"),
+        (("test/a", "test/b", "val/a", "val/b"), "has test/, val/ and no train/ to train with"),
+        (("train/a", "train/b", "training/a", "training/b", "val/a"), "has train/, training/; one folder can be"),
+        (("cat/x", "dog/x", "val/x"), "val/ is called as a split and holds folders"),
+    ],
+)
+def test_folders_that_may_be_splits_are_refused_in_one_line(tmp_path, folders, message):
+    for name in folders:
+        for number in range(3):
+            write_image(tmp_path / name / f"{number}.png")
+    with pytest.raises(UserError, match=message) as caught:
+        open_data(f"imagefolder:{tmp_path}")
+    assert "\n" not in str(caught.value)
+
+
+def test_one_folder_of_the_same_name_in_each_class_is_none_of_splits(tmp_path):
+    for label in "ab":
+        for number in range(3):
+            write_image(tmp_path / label / "images" / f"{number}.png")
+    assert open_data(f"imagefolder:{tmp_path}").classes == ("a", "b")
+
+
+GAPS: dict[str, tuple[list[str], str, tuple[list[int], list[int]]]] = {
+    "no validation images": (["train/a/1", "train/b/1", "val/a/2"], "b only in train/", ([0, 1], [0])),
+    "no class to train": (
+        ["train/a/1", "train/c/1", "val/a/2", "val/b/2", "val/c/2"],
+        "b only in val/",
+        ([0, 1], [0, 1]),
+    ),
+    "an empty class": (["a/1", "a/2", "b/", "c/1", "c/2"], "class folder 'b' holds no images", ([0, 2], [0, 2])),
+    "empty in val": (["train/a/1", "train/b/1", "val/a/2", "val/b/"], "class folder 'b' holds no", ([0, 1], [0])),
+    "one image": (["a/1", "b/1", "b/2"], "class 'a' has one image", ([0, 1], [1])),
+    "the same folders": (["a/x/1", "a/y/1", "b/x/1", "b/y/1"], "all hold the same folders", ([0, 1], [0, 1])),
+}
+
+
+@pytest.mark.parametrize("kind", GAPS)
+def test_a_gap_is_refused_and_accepted_by_a_flag_which_leaves_the_classes_in_their_places(tmp_path, kind):
+    files, message, (train, val) = GAPS[kind]
+    for name in files:
+        (tmp_path / name).mkdir(parents=True) if name.endswith("/") else write_image(tmp_path / f"{name}.png")
+    with pytest.raises(UserError, match=f"{message}.*if that is meant: --accept-gaps"):
+        open_data(f"imagefolder:{tmp_path}")
+    data = open_data(f"imagefolder:{tmp_path}", accept_gaps=True)
+    assert [note for note in data.notes if message in note]
+    assert data.train.labels.tolist() == train
+    assert data.val.labels.tolist() == val
+    assert data.classes == (("a", "c") if kind == "no class to train" else ("a", "b", "c")[: len(data.classes)])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *[(f"x.{suffix}", "JPEG") for suffix in ("jfif", "jpe", "JPEG", "jif", "jpg_large", "dat", "txt")],
+        *[("x", "PNG"), ("x.dib", "BMP"), ("x.tif", "TIFF"), ("x.gif", "GIF"), ("x.jpg", "WEBP"), ("x.bak", "WEBP")],
+        *[("x", "GIF"), ("x.raw", "BMP"), ("x.0001", "TIFF"), ("photo of 3. May", "JPEG")],
+    ],
+)
+def test_every_file_that_can_be_decoded_is_an_image_whatever_it_is_called(tmp_path, name, kind):
+    for label in "ab":
+        for folder in ("train", "val"):
+            (tmp_path / folder / label).mkdir(parents=True)
+            Image.new("RGB", (4, 4), (9, 8, 7)).save(tmp_path / folder / label / name, kind)
+    data = open_data(f"imagefolder:{tmp_path}")
+    assert len(data.train) == len(data.val) == 2
+    assert data.notes == ()
+
+
+def test_files_that_are_left_out_are_counted_and_named_also_from_an_index(folder, large, monkeypatch):
+    monkeypatch.setattr(kept, "_SETTLED_NS", 0)
+    for name in ("cat/notes.txt", "cat/BMW models", "dog/labels.csv", "dog/more.csv", "loose.png"):
+        (folder / name).write_bytes(b"BM, and other text")
+    first, again = (open_data(f"imagefolder:{folder}") for _ in range(2))
+    (note,) = first.notes
+    assert note.startswith("left out: 5 files that are no images, or lie in no class folder (2 .csv, ")
+    assert all(name in note for name in ("cat/notes.txt", "cat/BMW models", "dog/labels.csv", "loose.png"))
+    assert again.notes == first.notes
+    assert list((large / "indexes").iterdir())
+
+
 @pytest.mark.parametrize("val_name", ["val", "test", "valid", "validation"])
 def test_train_and_val_folders_are_taken_as_they_are(tmp_path, val_name):
     for label in "ab":

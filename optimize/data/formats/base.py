@@ -5,6 +5,7 @@ Formats are listed in help texts, so a format's module imports what it opens wit
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 #: What is taken where no data is named: it needs no download.
 DEFAULT_DATA = PLAIN_DATA
+
+#: What goes on with data in which something is missing.
+GAPS_FLAG: Final = "--accept-gaps"
 
 #: Seeds are below it: trainings multiply theirs by a million for each process and epoch, and generators take 64 bits.
 SEEDS: Final = 1 << 32
@@ -68,16 +72,19 @@ def usages() -> list[str]:
     return [entry.usage for entry in formats().values()]
 
 
-def open_data(reference: str, *, seed: int = 0, listener: Listener = SILENT) -> ImageData:
+def open_data(reference: str, *, seed: int = 0, listener: Listener = SILENT, accept_gaps: bool = False) -> ImageData:
     """Open a data set by its reference, such as ``digits`` or ``imagefolder:DIR``.
 
     Args:
         reference: what the user wrote; of a name without a place, case and hyphens do not matter.
         seed: of the split, where the data set brings none; below `SEEDS`.
         listener: told how far it is.
+        accept_gaps: go on with data in which something is missing, such as validation images of a class: what it is
+            becomes a note.
 
     Raises:
-        UserError: there is no such format or folder, it cannot be read or downloaded, it is not a classification data
+        UserError: something is missing, and that is not accepted; or there is no such format or folder, it cannot be
+            read or downloaded, it is not a classification data
             set of at least two classes, or the seed is none.
     """
     if not 0 <= seed < SEEDS:
@@ -92,7 +99,10 @@ def open_data(reference: str, *, seed: int = 0, listener: Listener = SILENT) -> 
         raise UserError(f"there is no data set {reference!r}{near}; known are {', '.join(usages())}")
     if entry.place and not place:
         raise UserError(f"{word} needs {entry.place}: {entry.usage}")
-    return entry.open(place, seed, listener)
+    data = entry.open(place, seed, listener)
+    if data.gaps and not accept_gaps:
+        raise UserError(f"{'; '.join(data.gaps)}; if that is meant: {GAPS_FLAG} (accept_gaps=True in Python)")
+    return dataclasses.replace(data, gaps=(), notes=(*data.gaps, *data.notes)) if data.gaps else data
 
 
 def _near(reference: str, word: str, known: Mapping[str, DataFormat]) -> str:

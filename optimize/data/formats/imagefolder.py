@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from serve.layout import expanded
 from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import numpy as np
     import numpy.typing as npt
 
@@ -20,7 +23,14 @@ if TYPE_CHECKING:
 
 #: Share of the time that goes into listing (of ImageNet: 4 of 6 s); the rest are hashes of names and contents.
 _LISTING = 0.7
-_VAL_FOLDERS = ("val", "test", "valid", "validation")
+#: What folders of splits are called, whatever the case; of several to measure with, the first is taken.
+_TRAIN = ("train", "training", "trn")
+_VAL = (
+    *("val", "valid", "validation", "dev", "devel", "development", "holdout", "heldout", "eval", "evaluation"),
+    *("test", "testing", "tst"),
+)
+#: What may stand beside that in a name: train_set, seg_test, val2017, "Test Images".
+_BESIDE = ("set", "data", "dataset", "images", "image", "imgs", "img", "seg", "split", "folder", "photos", "pictures")
 
 
 def _open(place: str, seed: int, listener: Listener) -> ImageData:
@@ -47,7 +57,8 @@ def _open(place: str, seed: int, listener: Listener) -> ImageData:
         for rows, fingerprint in ((found.train, found.train_fingerprint), (found.val, found.val_fingerprint))
     )
     # Not mirrored: there may be letters, signs or a left and a right in the images.
-    return ImageData(root.resolve().name or "imagefolder", found.classes, train, val, "shift", found.native_size)
+    name, size = root.resolve().name or "imagefolder", found.native_size
+    return ImageData(name, found.classes, train, val, "shift", size, gaps=found.gaps, notes=found.notes)
 
 
 def _read(root: Path, seed: int, listener: Listener) -> Index:
@@ -66,24 +77,16 @@ def _read(root: Path, seed: int, listener: Listener) -> Index:
     from optimize.data.records import Split
     from optimize.data.sources import select
 
-    folders = {folder.name: folder for folder in folders_in(root)}
-    val_name = next((name for name in _VAL_FOLDERS if name in folders), None)
-    # A class may be called "train": it is a split only if it holds folders itself.
-    if "train" in folders and folders_in(folders["train"]):
-        if val_name is None:
-            raise UserError(
-                f"{root}: has train/ but none of {', '.join(n + '/' for n in _VAL_FOLDERS)}; "
-                f"add one, or give imagefolder:{root / 'train'} to have it split"
-            )
-        _check_classes(root, folders["train"], folders[val_name])
-        listing = list_classes(root, folders["train"], folders[val_name], told=told)
+    splits, gaps, notes = _splits(root, folders_in(root))
+    if splits is not None:
+        listing = list_classes(root, *splits, told=told)
         validates = np.arange(len(listing.files)) >= listing.starts[1]
     else:
         listing = list_classes(root, root, told=told)
-        few = np.flatnonzero(np.bincount(listing.labels) < 2)
-        if len(few):
-            name = listing.classes[few[0]]
-            raise UserError(f"{root}: class {name!r} has one image; to be split, each class needs at least two")
+        few = [listing.classes[row] for row in np.flatnonzero(np.bincount(listing.labels) == 1)]
+        if few:
+            which = f"class {few[0]!r} has" if len(few) == 1 else f"{len(few)} classes ({few[0]!r} …) have"
+            gaps.append(f"{root}: {which} one image; to be split, each class needs at least two")
         validates = _drawn(listing, seed)
     listener.progressed(_LISTING, "fingerprint")
     train, val = np.flatnonzero(~validates).astype(np.int32), np.flatnonzero(validates).astype(np.int32)
@@ -105,17 +108,69 @@ def _read(root: Path, seed: int, listener: Listener) -> Index:
         val_fingerprint=identity(val),
         native_size=native_size(Split(select(listing.files, train), labels)),
         stamps=listing.stamps,
+        gaps=(*gaps, *listing.gaps),
+        notes=(*notes, *listing.notes),
     )
 
 
-def _check_classes(root: Path, train: Path, val: Path) -> None:
+def _splits(root: Path, folders: Sequence[Path]) -> tuple[tuple[Path, Path] | None, list[str], list[str]]:
+    """The folders to train and to measure with, None where ``folders`` are classes; and what a reader should know.
+
+    Raises:
+        UserError: there are folders of splits, and not one to train and one to measure with.
+    """
     from optimize.data.listing import folders_in
 
-    names = {part: {folder.name for folder in folders_in(part)} for part in (train, val)}
-    only = ((sorted(names[train] - names[val]), train), (sorted(names[val] - names[train]), val))
-    parts = [f"{', '.join(classes[:8])} only in {where.name}/" for classes, where in only if classes]
-    if parts:
-        raise UserError(f"{root}: train/ and {val.name}/ have different classes: {'; '.join(parts)}")
+    inside = {folder: [entry.name for entry in folders_in(folder)] for folder in folders}
+    # A class may be called "train": it is a split only if it holds folders itself.
+    meant = {folder: word for folder in folders if inside[folder] and (word := _split_word(folder.name))}
+    train = [folder for folder, word in meant.items() if word in _TRAIN]
+    val = sorted((_VAL.index(word), folder) for folder, word in meant.items() if word in _VAL)
+    if len(train) > 1:
+        raise UserError(f"{root}: has {_slashed(train)}; one folder can be trained with: put them together")
+    if train and not val:
+        raise UserError(
+            f"{root}: has {train[0].name}/ but none of {', '.join(f'{word}/' for word in _VAL)} with class folders; "
+            f"add one, or give imagefolder:{train[0]} to have it split"
+        )
+    if train:
+        judge = val[0][1]
+        unused = [folder for folder in folders if folder not in (train[0], judge)]
+        notes = [f"{_slashed([judge])} is measured with; not used: {_slashed(unused)}"] if unused else []
+        return (train[0], judge), [], notes
+    if val and len(meant) == len(folders):
+        raise UserError(f"{root}: has {_slashed(folders)} and no train/ to train with; add one, or give one of them")
+    gaps = [f"{root}: {_slashed([folder])} is called as a split and holds folders, and is a class" for _, folder in val]
+    return None, gaps + _alike(root, inside), []
+
+
+def _alike(root: Path, inside: Mapping[Path, Sequence[str]]) -> list[str]:
+    """The remark that folders which would be classes hold the same folders, as splits do."""
+    if len(inside) < 2:
+        return []
+    names = [set(each) for each in inside.values()]
+    shared, there = set.intersection(*names), set.union(*names)
+    if len(shared) < 2 or 2 * len(shared) < len(there):
+        return []
+    some = ", ".join(f"{name}/" for name in sorted(shared)[:4]) + (" …" if len(shared) > 4 else "")
+    remedy = "they are classes, and may be splits: call those train/ and val/"
+    if all(map(_split_word, shared)):
+        remedy = "splits lie above classes, as train/CLASS/ and val/CLASS/"
+    return [f"{root}: {_slashed(list(inside))} all hold the same folders ({some}); {remedy}"]
+
+
+def _split_word(name: str) -> str | None:
+    """The word for a split that a folder is called by, such as ``train`` of ``Train_Set``; None for others."""
+    words = [word for word in re.findall(r"[^\W\d_]+", name.casefold()) if word not in _BESIDE]
+    joined = "".join(words)
+    known = (*_TRAIN, *_VAL)
+    return (
+        joined if joined in known else next((word for word in known if joined in (f"{word}set", f"{word}data")), None)
+    )
+
+
+def _slashed(folders: Sequence[Path]) -> str:
+    return ", ".join(f"{folder.name}/" for folder in folders[:8]) + (" …" if len(folders) > 8 else "")
 
 
 def _drawn(listing: Listing, seed: int) -> npt.NDArray[np.bool_]:
