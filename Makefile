@@ -12,6 +12,7 @@ CHECKPOINT ?=
 RECIPE ?=
 IMAGE_SIZE ?=
 CLASSES ?=
+CLASS_ORDER ?=
 VAL_IMAGES ?=
 AUGMENT ?=
 PROCESSES ?=
@@ -33,7 +34,7 @@ CONFIDENCE ?=
 TRUST_CHECKPOINT ?=
 # Those of them that are given, as options of `run`.
 RUN_OPTIONS = $(foreach name,CHECKPOINT RECIPE IMAGE_SIZE WEIGHTS WEIGHTS_KEY RESIZE CROP MEAN STD INTERPOLATION PIXEL_MAX \
-	CLASSES VAL_IMAGES AUGMENT PROCESSES TENSORBOARD SEED OBJECTIVE MAX_DROP CONFIDENCE,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
+	CLASSES CLASS_ORDER VAL_IMAGES AUGMENT PROCESSES TENSORBOARD SEED OBJECTIVE MAX_DROP CONFIDENCE,$(if $($(name)),--$(shell echo '$(name)' | tr 'A-Z_' 'a-z-') '$($(name))')) \
 	$(if $(SKIP_UNREADABLE),--skip-unreadable) $(if $(ACCEPT_GAPS),--accept-gaps) $(if $(TRUST_CHECKPOINT),--trust-checkpoint) $(if $(RUN),--name '$(RUN)') $(if $(REPLACE),--replace)
 # Models, and options of `benchmarks.zoo`: make zoo ZOO='resnet18 --again'.
 ZOO ?=
@@ -97,7 +98,7 @@ help: ## this list
 	@echo "                   [DEVICE=auto|cpu|cuda] [MEASURE=auto|cpu|cuda|cpu,cuda] [IMAGE_SIZE=pixels]"
 	@echo "                   [WEIGHTS=name] [WEIGHTS_KEY=key]"
 	@echo "                   [RESIZE=pixels] [CROP=pixels] [MEAN=r,g,b] [STD=r,g,b] [INTERPOLATION=name] [PIXEL_MAX=number]"
-	@echo "                   [CLASSES=file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1] [ACCEPT_GAPS=1]"
+	@echo "                   [CLASSES=file] [CLASS_ORDER=data|sorted|natural|checkpoint|file] [VAL_IMAGES=number] [AUGMENT=none|shift|shift+flip] [SKIP_UNREADABLE=1] [ACCEPT_GAPS=1]"
 	@echo "                   [PROCESSES=number] [TENSORBOARD=folder] [RUN=name] [REPLACE=1] [SEED=number]"
 	@echo "                   [OBJECTIVE=latency|p95|throughput|size] [MAX_DROP=0.5pp] [CONFIDENCE=0.95] [TRUST_CHECKPOINT=1]"
 	@echo "       make serve  [RUNS='run run/artifact name=run'] [ARTIFACTS=all|'name name'] [PORT=number] [WORKERS=number]"

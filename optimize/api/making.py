@@ -44,6 +44,7 @@ def load(
     weights_key: str | None = None,
     preprocessing: PreprocessingConfig | None = None,
     classes: str | Path | Sequence[str] | None = None,
+    class_order: str | Path | Sequence[str] | None = None,
     augment: Augmentation | None = None,
     val_images: int | None = None,
     skip_unreadable: bool = False,
@@ -70,6 +71,8 @@ def load(
             ``state_dict_ema``, or what their names begin with, such as ``teacher.``; averaged ones if there are any.
         preprocessing: what images go through, where that is to differ from what model and data ask for.
         classes: the names of the classes in their order, or a text file with one a line, instead of the data's own.
+        class_order: which output means which class: ``data`` (its own order), ``sorted``, ``natural``, ``checkpoint``,
+            a text file with a name a line, or the names; by default what the checkpoint states, else the data's own.
         augment: random changes of training images: ``none``, ``shift`` or ``shift+flip``; by default what suits the
             data; a folder of images is not mirrored.
         val_images: measure accuracy on so many validation images, drawn from each class alike; by default on all.
@@ -94,6 +97,7 @@ def load(
                 checkpoint=_path("checkpoint", checkpoint) if checkpoint is not None else None,
                 data=data if isinstance(data, str | ImageData) else _held(data, seed, bar),
                 classes=Path(classes) if isinstance(classes, str) else classes,
+                class_order=class_order if isinstance(class_order, str | Path | None) else tuple(class_order),
                 val_images=val_images,
                 augment=augment,
                 skip_unreadable=skip_unreadable,

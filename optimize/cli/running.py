@@ -50,6 +50,14 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         Optional[Path],  # noqa: UP045
         typer.Option(help="A text file with the classes' names, one a line, instead of the data's own."),
     ] = None,
+    class_order: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="Which output means which class: data, sorted, natural, checkpoint, or a file with a name a line. "
+            "By default what the checkpoint states.",
+            metavar="ORDER",
+        ),
+    ] = None,
     val_images: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Measure accuracy on so many validation images, drawn from each class alike."),
@@ -142,6 +150,7 @@ def run(  # noqa: PLR0917 - each is an option of the command line
             checkpoint=checkpoint,
             data=data,
             classes=classes,
+            class_order=class_order,
             val_images=val_images,
             augment=augment,
             skip_unreadable=skip_unreadable,

@@ -71,6 +71,7 @@ class ImageData(Described):
         preferred_side: side in pixels that the images are scaled to for a network that asks for none; None: their own.
         preprocessing: what was done to the images already, whose sources then are pixels; None: nothing yet.
         val_of: how many images there are to measure with, where ``val`` is a part of them.
+        order: its own names of the classes in the order of ``classes``, where that is not its own order.
         gaps: what is missing or looks like a mistake, and may be meant, a line each; see `open_data`.
         notes: what a reader should know of how it was read, a line each; they are said, and on every card.
     """
@@ -84,6 +85,7 @@ class ImageData(Described):
     preferred_side: int | None = None
     preprocessing: Preprocessing | None = None
     val_of: int | None = None
+    order: tuple[str, ...] | None = None
     gaps: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optimize.models.stated_classes import metadata_of, stated_classes
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError, did_you_mean, first_line
 
@@ -59,6 +60,7 @@ class Checkpoint:
         info: plain numbers that stood beside the state dict, such as ``epoch`` or ``best_prec1``.
         place: where in the file they lay, such as ``model_ema``; empty if they are the whole file.
         notes: what a reader should know of the choice of that place.
+        classes: lists of classes in the file, by their places, each in the order of the outputs.
     """
 
     state: Mapping[str, torch.Tensor]
@@ -66,6 +68,7 @@ class Checkpoint:
     info: dict[str, int | float] = field(default_factory=dict)
     place: str = ""
     notes: tuple[str, ...] = ()
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,8 @@ def read_checkpoint(path: Path, *, trust_pickle: bool = False, weights_key: str 
         for key, value in (content.items() if isinstance(content, Mapping) else ())
         if isinstance(key, str) and isinstance(value, int | float) and not isinstance(value, bool)
     }
-    return Checkpoint(cleaned.state, digest, info, place, notes)
+    classes = stated_classes(metadata_of(path) if path.suffix == ".safetensors" else content)
+    return Checkpoint(cleaned.state, digest, info, place, notes, classes)
 
 
 def _another_kind(head: bytes) -> str | None:

@@ -15,6 +15,7 @@ from optimize.models import timm
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.live import module_digest, tensors_digest
 from optimize.models.source import ModelSource, unwrapped
+from optimize.models.stated_classes import stated_classes
 from optimize.models.user import declared_preprocessing
 from serve.runtime.errors import UserError, one_line
 
@@ -66,7 +67,7 @@ def module_source(module: nn.Module) -> tuple[ModelSource, Checkpoint]:
         factory=functools.partial(_copied, own),
     )
     notes = (f"the weights are those of the {name} that was given",)
-    return source, Checkpoint(state, tensors_digest(state), notes=notes)
+    return source, Checkpoint(state, tensors_digest(state), notes=notes, classes=stated_classes(own))
 
 
 def _copied(module: nn.Module, num_classes: int, image_size: int | None) -> nn.Module:

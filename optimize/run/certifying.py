@@ -11,9 +11,10 @@ import torch
 
 from optimize.certify.layers import check_layers, in_process
 from optimize.certify.records import Engine
+from optimize.data.class_order import in_recorded_order
 from optimize.data.formats.base import open_data
 from optimize.data.loading import loader
-from optimize.data.records import Split
+from optimize.data.records import ImageData, Split
 from optimize.data.splits import subset
 from optimize.listener import Listener
 from optimize.measure import processes
@@ -25,7 +26,8 @@ from optimize.run.identity import identity_of
 from optimize.store.files import write_json
 from optimize.store.keys import LayersKey, opening
 from optimize.store.objects import Store
-from serve.runtime.card import Card
+from serve import layout
+from serve.runtime.card import Card, read_card
 from serve.runtime.engines.base import execution_id, find_engine
 from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.execution import Execution
@@ -54,7 +56,7 @@ def certify_layers(
         UserError: the run's images cannot be found, or are not those that it was measured on.
     """
     opened = Store(store)
-    split = _of_run(store, certified.run, seed, listener) if data is None else _val(data, seed, listener)
+    split = _of_run(store, certified.run, seed, listener) if data is None else _opened(data, seed, listener).val
     pixels = _pixels(split, certified.card, images)
     found = []
     with contextlib.closing(opened.hold()):
@@ -124,7 +126,8 @@ def _of_run(store: Path, run: str, seed: int, listener: Listener) -> Split:
     if identity is None:
         raise UserError(f"{run} does not say of which data it is; name it with --data")
     then = report_of(store, run).data
-    split = _val(identity.data, seed, listener)
+    card = read_card(layout.artifact_folder(store, run, report_of(store, run).baseline.name))
+    split = in_recorded_order(_opened(identity.data, seed, listener), card.data).val
     if then.val_of is not None:
         split = subset(split, then.val, seed)
     if split.fingerprint != then.val_fingerprint:
@@ -135,8 +138,8 @@ def _of_run(store: Path, run: str, seed: int, listener: Listener) -> Split:
     return split
 
 
-def _val(data: str, seed: int, listener: Listener) -> Split:
-    return open_data(data, seed=seed, listener=listener, accept_gaps=True).val
+def _opened(data: str, seed: int, listener: Listener) -> ImageData:
+    return open_data(data, seed=seed, listener=listener, accept_gaps=True)
 
 
 def _pixels(split: Split, card: Card, images: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.data.augment import AUGMENTATIONS, IN_WORDS
+from optimize.data.class_order import CHECKPOINT, ORDERS, with_order
 from optimize.data.classes import check_classes, with_classes
 from optimize.data.depth import depth_notes
 from optimize.data.formats.base import DEFAULT_DATA, SEEDS, open_data
@@ -56,6 +57,11 @@ class Job(Config):
     )
     classes: Path | tuple[str, ...] | None = Field(
         default=None, description="the names of the classes, or a file with one a line; None takes the data's own"
+    )
+    class_order: str | Path | tuple[str, ...] | None = Field(
+        default=None,
+        description="which output means which class: data, sorted, natural, checkpoint, a file with a name a line, or "
+        "the names; None: what the checkpoint states, else the data's own",
     )
     val_images: int | None = Field(
         default=None, ge=1, description="measure on so many validation images, stratified; None on all"
@@ -141,6 +147,8 @@ class Job(Config):
             raise ValueError(
                 f"--weights-key {self.weights_key} is of a checkpoint, and none is given; add --checkpoint FILE"
             )
+        if self.class_order == CHECKPOINT and self.checkpoint is None and not isinstance(self.model, nn.Module):
+            raise ValueError("--class-order checkpoint is of a checkpoint, and none is given; add --checkpoint FILE")
         if self.trust_checkpoint and self.checkpoint is None:
             raise ValueError("--trust-checkpoint is of a checkpoint, and none is given; add --checkpoint FILE")
         if isinstance(self.model, nn.Module) and (self.checkpoint is not None or self.weights is not None):
@@ -189,7 +197,7 @@ def open_job(job: Job, listener: Listener, recipe: Wish | None = None) -> Opened
     source, checkpoint, origin = (source, weights, Path(source.name)) if weights else _with_weights(job, source)
     listener.started("opening")  # until the next step begins
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch (2.14) does not see a container's quota
-    data = _data(job, listener)
+    data = _data(job, listener, checkpoint, origin)
     validation = f"{len(data.val)} of {data.val_of}" if data.val_of else f"{len(data.val)}"
     wishes = [wish for wish in (recipe, job.preprocessing) if wish is not None]
     chosen = choose_preprocessing(source, data, job.image_size, wishes)
@@ -244,21 +252,30 @@ def _anywhere(job: Job) -> Job | None:
         "checkpoint": job.checkpoint.resolve() if job.checkpoint else None,
         "data": layout.data_anywhere(job.data),
         "classes": job.classes.resolve() if isinstance(job.classes, Path) else job.classes,
+        "class_order": _order_anywhere(job.class_order),
         "store": job.store.resolve(),
         "tensorboard": None,  # of this process's trainings
     }
     return job.model_copy(update=places)
 
 
-def _data(job: Job, listener: Listener) -> ImageData:
+def _order_anywhere(order: str | Path | tuple[str, ...] | None) -> str | Path | tuple[str, ...] | None:
+    is_file = isinstance(order, Path) or (isinstance(order, str) and order not in (*ORDERS, CHECKPOINT))
+    return Path(order).resolve() if is_file and isinstance(order, str | Path) else order
+
+
+def _data(job: Job, listener: Listener, checkpoint: Checkpoint | None, origin: Path | None) -> ImageData:
     """The data as the job wants it."""
     data = (
         open_data(job.data, seed=job.seed, listener=listener, accept_gaps=job.accept_gaps)
         if isinstance(job.data, str)
         else job.data
     )
+    own = data.classes
     if job.classes is not None:
         data = with_classes(data, job.classes)
+    if data.order is None:  # else it was opened in that of a run
+        data = with_order(data, own, job.class_order, checkpoint.classes if checkpoint else None, origin)
     check_classes(data)
     if job.augment is not None:
         data = dataclasses.replace(data, augment=job.augment)

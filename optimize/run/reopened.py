@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from optimize.data.class_order import in_recorded_order
 from optimize.data.formats.base import open_data
 from optimize.listener import Listener
 from optimize.measure.rows import Report
@@ -42,6 +43,7 @@ def reopen_run(
         raise UserError(f"{store / run / layout.IDENTITY_FILE} is missing or unreadable; run the model again")
     data = open_data(identity.data, seed=seed, listener=listener, accept_gaps=True)  # as the run did, if there are any
     card = load_card(layout.artifact_folder(store, run, report.baseline.name))
+    data = in_recorded_order(data, card.data)
     if len(card.classes) == len(data.classes):
         data = dataclasses.replace(data, classes=card.classes)  # names that a file gave the run
     wished = {part.name: getattr(card.preprocessing, part.name) for part in dataclasses.fields(card.preprocessing)}

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
+from optimize.measure.class_order import misplaced
 from optimize.measure.contention import disturbance
 from optimize.measure.figures import Measured
 from optimize.measure.latency import compare
@@ -85,7 +88,9 @@ def measure(
         _must_remain(pairs[artifacts[0].name], skips)
         answers, skipped = _each("accuracy", remaining(), bench.answers, listener)
         skips |= skipped
-        _must_remain(pairs[artifacts[0].name], skips)
+        known = _must_remain(pairs[artifacts[0].name], skips)
+        if "checkpoint" in artifacts[0].card.lineage[0].config:  # what was trained here cannot have another order
+            _say_misplaced(answers[known[0]].value, bench, listener)
         floats = float_references(remaining(), eager_origin(artifacts[0]), bench, graph_of)
         listener.started("speed")
         speed = bench.speed([*remaining(), *floats.pairs.values()])
@@ -142,6 +147,13 @@ def measure(
             | {kept.key for kept in weighed.values()}
         ),
     )
+
+
+def _say_misplaced(answers: Answers, bench: Bench, listener: Listener) -> None:
+    data = bench.context.data
+    read = np.delete(data.val.labels.numpy(), answers.left_out.numpy())
+    if (said := misplaced(answers.predicted.numpy(), read, data.classes)) is not None:
+        listener.said(said)
 
 
 def _shares(table: SpeedTable) -> Iterator[float | None]:

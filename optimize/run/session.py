@@ -375,6 +375,7 @@ class Session(Described):
                 "fingerprint": data.fingerprint,
                 "train": len(data.train),
                 "val": len(data.val),
+                **({"class_order": list(data.order)} if data.order else {}),
                 **({"notes": list(data.notes)} if data.notes else {}),
             },
             versions=made.versions,

@@ -100,6 +100,7 @@ def _runs(execution: Execution) -> dict[str, Any]:
 def _model(given: TeacherModel | nn.Module, context: Context) -> Teaching:
     """A model with weights, built for the student's classes and image size."""
     source, checkpoint, origin = _weights(given)
+    _check_order(checkpoint, source, context)
     own = _normalised(source, context)
 
     def build() -> Teacher:
@@ -114,6 +115,18 @@ def _model(given: TeacherModel | nn.Module, context: Context) -> Teaching:
     architecture = architecture_of(source, len(context.data.classes), context.preprocessing)
     digest = _digest(make_key(source=architecture, weights=[checkpoint.sha256, checkpoint.place]), own)
     return Teaching(digest, build)
+
+
+def _check_order(checkpoint: Checkpoint, source: ModelSource, context: Context) -> None:
+    """Refuse a teacher whose checkpoint states the student's classes in another order."""
+    data = context.data
+    for place, names in checkpoint.classes.items():
+        known = next((own for own in (data.order or data.classes, data.classes) if set(own) == set(names)), names)
+        if tuple(known) != names:
+            raise UserError(
+                f"distil.teacher: {source.name} has the student's classes in another order ({place!r} of its "
+                f"checkpoint: {', '.join(names[:3])} …); give the student that order: --class-order FILE"
+            )
 
 
 def _weights(given: TeacherModel | nn.Module) -> tuple[ModelSource, Checkpoint, Path]:

@@ -1,0 +1,160 @@
+"""Which output of a network means which class: the order that a checkpoint states, or the user, or the data's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from optimize.data.classes import read_classes
+from optimize.data.fingerprint import Fingerprint
+from optimize.data.records import ImageData, Split
+from serve.runtime.errors import UserError
+
+ORDER_FLAG: Final = "--class-order"
+
+#: The order of the checkpoint, whatever the data's; without it, it is taken only if it states one of these names.
+CHECKPOINT: Final = "checkpoint"
+
+
+def _natural(name: str) -> tuple[object, ...]:
+    """As timm (1.0) sorts the folders of classes: numbers by their values."""
+    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name.lower()))
+
+
+#: Orders by a word: from the names of the data's own order to the same names in this one.
+ORDERS: Final[Mapping[str, Callable[[Sequence[str]], Sequence[str]]]] = {
+    "data": lambda names: names,
+    "sorted": sorted,
+    "natural": lambda names: sorted(names, key=_natural),
+}
+
+Asked = str | Path | Sequence[str] | None
+
+
+def with_order(
+    data: ImageData,
+    own: Sequence[str],
+    asked: Asked = None,
+    stated: Mapping[str, tuple[str, ...]] | None = None,
+    origin: object = "the checkpoint",
+) -> ImageData:
+    """``data`` with its classes, and the labels with them, in the order of the network's outputs.
+
+    Args:
+        data: in its own order.
+        own: its own names of the classes, where ``data.classes`` are others that a file gave.
+        asked: ``data``, ``sorted``, ``natural``, ``checkpoint``, a file with a name a line, or the names; None: what
+            the checkpoint states, if it states these classes, else the data's own.
+        stated: lists of classes in the checkpoint, by their places.
+        origin: the checkpoint, for messages.
+
+    Raises:
+        UserError: the names are not those of the data, there is no such order, or the checkpoint states two.
+    """
+    if asked is None or asked == CHECKPOINT:
+        return _as_stated(data, own, asked, stated or {}, origin)
+    if isinstance(asked, str) and asked in ORDERS:
+        place, names = asked, tuple(ORDERS[asked](own))
+    elif isinstance(asked, str | Path):
+        if not Path(asked).is_file():
+            words = ", ".join([*ORDERS, CHECKPOINT])
+            raise UserError(f"{ORDER_FLAG} {asked}: there is no such file; give one with a name a line, or {words}")
+        place, names = str(asked), read_classes(Path(asked))
+    else:
+        place, names = "class_order", tuple(asked)
+    rows = _rows(names, own, data)
+    if rows is None:
+        raise UserError(f"{place}: has other classes than {data.name}: {_difference(names, own)}")
+    return _permuted(data, own, rows, f"{ORDER_FLAG} {place}")
+
+
+def in_recorded_order(data: ImageData, card_data: Mapping[str, Any]) -> ImageData:
+    """``data`` in the order that a card says its run had; see `ImageData.order`.
+
+    Raises:
+        UserError: the data have other classes now.
+    """
+    names = card_data.get("class_order")
+    if names is None:
+        return data
+    notes = tuple(card_data.get("notes", ()))
+    return dataclasses.replace(with_order(data, data.classes, tuple(names)), notes=notes)
+
+
+def _as_stated(
+    data: ImageData, own: Sequence[str], asked: Asked, stated: Mapping[str, tuple[str, ...]], origin: object
+) -> ImageData:
+    orders: dict[tuple[int, ...], str] = {}
+    for place, names in stated.items():
+        if (rows := _rows(names, own, data)) is not None:
+            orders.setdefault(tuple(rows), place)
+    if len(orders) > 1:
+        places = " and ".join(map(repr, orders.values()))
+        raise UserError(
+            f"{origin}: states two orders of the classes, in {places}; say which: {ORDER_FLAG} data or FILE"
+        )
+    for order, place in orders.items():
+        return _permuted(data, own, order, f"{origin}, {place!r}")
+    near = {place: names for place, names in stated.items() if len(names) == len(own)}
+    if asked == CHECKPOINT:
+        place, names = next(iter({**near, **stated}.items()), ("", ()))
+        found = f"{place!r} has {_difference(names, own)}" if place else "it states no classes"
+        raise UserError(f"{ORDER_FLAG} {CHECKPOINT}: {origin} does not state the classes of {data.name}: {found}")
+    for place, names in near.items():
+        said = f"{origin}: {place!r} states other classes than {data.name} has: {_difference(names, own)}"
+        if set(names) & {*own, *data.classes}:
+            raise UserError(f"{said}; rename them, or go by the data's order: {ORDER_FLAG} data")
+        return dataclasses.replace(data, notes=(*data.notes, f"{said}; outputs are taken to be in the data's order"))
+    return data
+
+
+def _rows(names: Sequence[str], own: Sequence[str], data: ImageData) -> list[int] | None:
+    """The data's class for each of ``names``, by its own names or those that a file gave; None if they are others."""
+    for known in (own, data.classes):
+        if len(names) == len(known) == len(set(names)) and set(names) == set(known):
+            places = {name: row for row, name in enumerate(known)}
+            return [places[name] for name in names]
+    return None
+
+
+def _permuted(data: ImageData, own: Sequence[str], rows: Sequence[int], whose: str) -> ImageData:
+    """Class ``rows[i]`` of the data becomes class ``i``."""
+    if list(rows) == list(range(len(rows))):
+        return data
+    places = torch.empty(len(rows), dtype=torch.int64)
+    places[torch.tensor(rows)] = torch.arange(len(rows))
+
+    def moved(split: Split) -> Split:
+        known = split.known and Fingerprint(split.known.part(np.asarray(rows)).digest, split.known.kind)
+        return Split(split.sources, places[split.labels], known)
+
+    classes = tuple(data.classes[row] for row in rows)
+    note = f"the order of the classes is that of {whose}, not the data's: {_some(classes)}"
+    return dataclasses.replace(
+        data,
+        classes=classes,
+        train=moved(data.train),
+        val=moved(data.val),
+        order=tuple(own[row] for row in rows),
+        notes=(*data.notes, note),
+    )
+
+
+def _difference(names: Sequence[str], own: Sequence[str]) -> str:
+    more, less = [sorted(set(a) - set(b)) for a, b in ((names, own), (own, names))]
+    if not more and not less:
+        return "a name twice"
+    parts = [f"{len(names)} names where there are {len(own)} classes"] if len(names) != len(own) else []
+    parts += [f"{_some(more)} that the data has not"] if more else []
+    return ", ".join(parts + ([f"not {_some(less)}"] if less else []))
+
+
+def _some(names: Iterable[str], most: int = 4) -> str:
+    held = list(names)
+    return ", ".join(held[:most]) + (f" and {len(held) - most} more" if len(held) > most else "")

@@ -1,0 +1,68 @@
+"""Whether another order of the classes would explain a network's answers: outputs that mean other classes than said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from optimize.data.class_order import ORDER_FLAG, ORDERS
+
+#: The other order must be right for this share of the images, and for this much more than the order that is used …
+_RIGHT, _GAIN = 0.5, 0.1
+#: … and more than chance would have it, in standard errors of the paired difference.
+_SURE = 5.0
+
+_Rows = npt.NDArray[np.int64]
+
+
+def misplaced(predicted: _Rows, labels: _Rows, classes: Sequence[str]) -> str | None:
+    """Say so where another order of the classes fits the answers far better than the one that is used.
+
+    Each half of the images is judged by the order that fits the other half best, so that an order which only fits
+    chance gains nothing.
+
+    Args:
+        predicted: ``(N,)``, the best output for each image.
+        labels: ``(N,)``, its class.
+        classes: their names, in the order that is used.
+    """
+    even = np.arange(len(labels)) % 2 == 0
+    right = np.empty(len(labels), bool)
+    for half in (even, ~even):
+        right[half] = _meant(predicted[~half], labels[~half], len(classes))[predicted[half]] == labels[half]
+    used = predicted == labels
+    gain = right.astype(np.float64) - used
+    majority = np.bincount(labels, minlength=1).max() / max(1, len(labels))
+    if len(gain) < 2 or right.mean() < max(_RIGHT, used.mean() + _GAIN, majority + _GAIN):
+        return None
+    if gain.mean() * np.sqrt(len(gain)) < _SURE * max(float(gain.std()), 1 / np.sqrt(len(gain))):
+        return None
+    meant = _meant(predicted, labels, len(classes))
+    order = [classes[place] for place in meant]
+    word = next((word for word, ordered in ORDERS.items() if list(ordered(classes)) == order), None)
+    moved = np.flatnonzero(meant != np.arange(len(classes)))
+    which = ", ".join(f"{place} is {order[place]!r} and not {classes[place]!r}" for place in moved[:3].tolist())
+    return (
+        f"the network's outputs seem to be in another order than the classes: top-1 is {used.mean():.1%}, and would be "
+        f"{right.mean():.1%} if output {which}{' …' if len(moved) > 3 else ''}; give the order by {ORDER_FLAG} "
+        + (word or "FILE, a name a line")
+    )
+
+
+def _meant(predicted: _Rows, labels: _Rows, classes: int) -> _Rows:
+    """The class that each output stands for, each once: pairs that occur most often first."""
+    pairs, counts = np.unique(predicted * classes + labels, return_counts=True)
+    meant = np.full(classes, -1)
+    free = np.ones(classes, bool)
+    for pair in pairs[np.argsort(-counts, kind="stable")].tolist():
+        output, label = divmod(pair, classes)
+        if meant[output] < 0 and free[label]:
+            meant[output], free[label] = label, False
+    # Outputs that nothing is known of keep their class where it is free.
+    for output in np.flatnonzero(meant < 0).tolist():
+        if free[output]:
+            meant[output], free[output] = output, False
+    meant[meant < 0] = np.flatnonzero(free)
+    return meant
