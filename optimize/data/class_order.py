@@ -100,7 +100,8 @@ def _as_stated(
             f"{origin}: states two orders of the classes, in {places}; say which: {ORDER_FLAG} data or FILE"
         )
     for order, place in orders.items():
-        return _permuted(data, own, order, f"{origin}, {place!r}")
+        file = getattr(origin, "name", origin)  # on a card, where it lay is nobody's business
+        return _permuted(data, own, order, f"{file}, {place!r}")
     near = {place: names for place, names in stated.items() if len(names) == len(own)}
     if asked == CHECKPOINT:
         place, names = next(iter({**near, **stated}.items()), ("", ()))
