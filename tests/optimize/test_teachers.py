@@ -210,6 +210,11 @@ def test_what_cannot_teach_is_refused_in_one_line_before_anything_is_made(sessio
         assert "\n" not in str(refusal.value)
     with pytest.raises(UserError, match="the checkpoint's head has 7 outputs, the data has 4 classes"):
         session.apply(base, taught(saved(tmp_path, 5, 7)))
+    save_file(weights(5), tmp_path / "other.safetensors", {"classes": '["b", "a", "c", "d"]'})
+    with pytest.raises(
+        UserError, match=r"has the student's classes in another order \('classes' of its checkpoint: b, a"
+    ):
+        session.apply(base, taught({"model": TINY, "checkpoint": tmp_path / "other.safetensors"}))
     spoilt = torch.nn.Linear(2, 2)
     spoilt.weight.data.fill_(float("nan"))
     with pytest.raises(UserError, match=r"^distil\.teacher: Linear: does not fit the model: .* hold NaN"):
