@@ -441,12 +441,13 @@ def _speed_as_json(speed: Speed) -> dict[str, Any]:
         "rounds": {str(size): turns for size, turns in speed.rounds.items()},
         "starts": list(speed.starts),
         "others": {str(size): shares for size, shares in speed.others.items()},
+        "clocks": list(speed.clocks),
     }
 
 
 def _speed_from_json(body: Mapping[str, Any]) -> Speed:
     rounds, others = ({int(size): turns for size, turns in body[name].items()} for name in ("rounds", "others"))
-    return Speed(rounds, tuple(body["starts"]), others)
+    return Speed(rounds, tuple(body["starts"]), others, tuple(body["clocks"]))
 
 
 def eager_origin(artifact: Artifact) -> Artifact | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 #: Share of the cores from which on a turn is taken again, within a budget. /proc/stat counts in hundredths of a second,
 #: a turn takes some twenty of them on each core, and so this is as little as can be told of one turn.
@@ -27,19 +30,23 @@ class Disturbance:
 
     others: float | None = None
     busiest: float | None = None
+    clocks: tuple[int, int] | None = None
     warning: str = ""
 
 
-def disturbance(shares: Iterable[float | None], remedy: str) -> Disturbance:
-    """What others took in all, and whether the speeds are provisional.
+def disturbance(shares: Iterable[float | None], clocks: Iterable[float | None], remedy: str) -> Disturbance:
+    """What others took in all, how fast the cores' clocks ran, and whether the speeds are provisional.
 
     Args:
         shares: of each turn, as `Watch.others` gives them.
+        clocks: behind each turn, as `Watch.clock` gives them.
         remedy: how they are measured again, a few words.
     """
     known = [share for share in shares if share is not None]
+    read = [clock for clock in clocks if clock is not None]
+    range_read = (round(min(read)), round(max(read))) if read else None
     if not known:
-        return Disturbance()
+        return Disturbance(clocks=range_read)
     others, busiest = statistics.fmean(known), max(known)
     warning = ""
     if others > BUSY:
@@ -47,7 +54,7 @@ def disturbance(shares: Iterable[float | None], remedy: str) -> Disturbance:
             f"Provisional: other processes took {others:.0%} of the cores while speeds were measured, more than "
             f"{BUSY:.0%}. On a quiet machine, {remedy}."
         )
-    return Disturbance(round(others, 4), round(busiest, 4), warning)
+    return Disturbance(round(others, 4), round(busiest, 4), range_read, warning)
 
 
 class Watch:
@@ -59,6 +66,9 @@ class Watch:
     Args:
         own: ids of the processes whose work is timed.
     """
+
+    #: Where the kernel tells the clocks, in kHz.
+    clocks: Path = Path("/sys/devices/system/cpu")
 
     def __init__(self, own: Callable[[], Iterable[int]]) -> None:
         self._own = own
@@ -78,6 +88,17 @@ class Watch:
         ours = sum(max(0.0, seconds - self._ours.get(pid, 0.0)) for pid, seconds in self._our_seconds().items())
         return min(1.0, max(0.0, (busy - self._busy - ours) / elapsed))
 
+    def clock(self) -> float | None:
+        """The cores' clock now, in MHz, on average; None where the kernel does not tell it, as to virtual machines."""
+        try:
+            read = [
+                int(Path(f"{self.clocks}/cpu{core}/cpufreq/scaling_cur_freq").read_text(encoding="ascii"))
+                for core in self._cores
+            ]
+        except (OSError, ValueError):
+            return None
+        return statistics.fmean(read) / 1e3
+
     def _busy_seconds(self) -> float | None:
         try:
             lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
@@ -94,11 +115,7 @@ class Watch:
         """Processor time of each of our processes, by its id."""
         found = {os.getpid(): time.process_time()}
         for pid in self._own():
-            try:
-                fields = (
-                    Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-                )
-            except OSError:
-                continue
-            found[pid] = (int(fields[11]) + int(fields[12])) / _TICKS  # utime and stime, the 14th and 15th of all
+            with contextlib.suppress(psutil.Error):  # it has gone
+                spent = psutil.Process(pid).cpu_times()
+                found[pid] = spent.user + spent.system
         return found

@@ -45,11 +45,13 @@ class Speed:
             a turn in each process then.
         others: for each batch size and turn, the share of the cores that other processes took meanwhile; None where
             that could not be told.
+        clocks: behind each turn, the cores' clock in MHz; None where that could not be told.
     """
 
     rounds: Mapping[int, Sequence[Sequence[float]]]
     starts: Sequence[int] = ()
     others: Mapping[int, Sequence[float | None]] = field(default_factory=dict)
+    clocks: Sequence[float | None] = ()
 
     @property
     def shares(self) -> list[float | None]:
@@ -158,12 +160,14 @@ def measure_speed(
                     continue
                 try:
                     times[name].add(size, *steady.take(present[name], size))
+                    times[name].clocks.append(watch.clock() if watch is not None else None)
                 except PipelineError:
                     del present[name]
                     break
             done = (number * len(names) + place + 1) / (timing.rounds * len(names))
             listener.progressed(done, f"speed, round {number + 1}/{timing.rounds}")
-    return {name: Speed(times[name].rounds, starts, times[name].others) for name in present}
+    kept = {name: times[name] for name in present}
+    return {name: Speed(taken.rounds, starts, taken.others, taken.clocks) for name, taken in kept.items()}
 
 
 class _Taken:
@@ -172,6 +176,7 @@ class _Taken:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.rounds: dict[int, list[list[float]]] = {size: [] for size in sizes}
         self.others: dict[int, list[float | None]] = {size: [] for size in sizes}
+        self.clocks: list[float | None] = []
 
     def add(self, size: int, calls: list[float], others: float | None) -> None:
         self.rounds[size].append(calls)

@@ -258,7 +258,8 @@ class Measurement(Record):
     """How and when the speeds were taken; ``cached``: they are those of an earlier run of the same set.
 
     ``others`` is the share of the cores that other processes took meanwhile, on average, and ``busiest`` that of the
-    turn in which they took most; None where the system does not tell. ``warning`` says that the speeds are provisional,
+    turn in which they took most; ``clocks`` are the slowest and the fastest clock of the cores behind a turn, in MHz.
+    None where the system does not tell. ``warning`` says that the speeds are provisional,
     and why; empty: they are not.
     """
 
@@ -268,6 +269,7 @@ class Measurement(Record):
     cached: bool
     others: float | None = None
     busiest: float | None = None
+    clocks: tuple[int, int] | None = None
     warning: str = ""
 
 

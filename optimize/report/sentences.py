@@ -151,11 +151,15 @@ def _processes(processes: int) -> list[str]:
 
 
 def _others(measurement: Measurement) -> list[str]:
+    clocks = []
+    if measurement.clocks is not None:
+        clocks = [f"The cores ran at {measurement.clocks[0]} to {measurement.clocks[1]} MHz."]
     if measurement.others is None or measurement.busiest is None:
-        return []
+        return clocks
     return [
+        *clocks,
         f"Meanwhile other processes took {percent(measurement.others)} % of the cores on average, and "
-        f"{percent(measurement.busiest)} % in the turn in which they took most."
+        f"{percent(measurement.busiest)} % in the turn in which they took most.",
     ]
 
 

@@ -166,7 +166,11 @@ def compare_runs(
             seconds=taken,
             cached=False,
             **dataclasses.asdict(
-                disturbance((share for speed in speeds.values() for share in speed.shares), "compare them again")
+                disturbance(
+                    (share for speed in speeds.values() for share in speed.shares),
+                    (clock for speed in speeds.values() for clock in speed.clocks),
+                    "compare them again",
+                )
             ),
         ),
     )

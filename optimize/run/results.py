@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -132,7 +132,13 @@ def measure(
             taken=datetime.datetime.fromisoformat(speed.created),
             seconds=speed.seconds,
             cached=speed.cached,
-            **dataclasses.asdict(disturbance(_shares(speed.value), "measure again with --remeasure")),
+            **dataclasses.asdict(
+                disturbance(
+                    (share for taken in speed.value.speeds.values() for share in taken.shares),
+                    (clock for taken in speed.value.speeds.values() for clock in taken.clocks),
+                    "measure again with --remeasure",
+                )
+            ),
         ),
         turns=every.turns,
         right={pair.id: answers[pair.id].value.first.numpy() for pair in remaining()},
@@ -154,11 +160,6 @@ def _say_misplaced(answers: Answers, bench: Bench, listener: Listener) -> None:
     read = np.delete(data.val.labels.numpy(), answers.left_out.numpy())
     if (said := misplaced(answers.predicted.numpy(), read, data.classes)) is not None:
         listener.said(said)
-
-
-def _shares(table: SpeedTable) -> Iterator[float | None]:
-    for speed in table.speeds.values():
-        yield from speed.shares
 
 
 def _must_remain(pairs: Sequence[Candidate], skips: Mapping[str, Skip]) -> list[str]:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
 from optimize.measure import latency
-from optimize.measure.contention import BUSY, UNSTEADY, Watch, disturbance
+from optimize.measure.contention import BUSY, UNSTEADY, Disturbance, Watch, disturbance
 from optimize.measure.latency import Speed, Turn, compare, measure_speed
 from optimize.measure.statistics import student_ratio
 from optimize.measure.timing import Timing
@@ -80,6 +81,9 @@ class Others:
     def others(self) -> float:
         return self.shares.pop(0) if self.shares else 0.0
 
+    def clock(self) -> float:
+        return 2600.0
+
 
 ONE = Timing(rounds=1, processes=1, batch_sizes=(1,))
 
@@ -111,15 +115,32 @@ def test_turns_are_taken_again_within_a_budget(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_speeds_of_a_busy_machine_are_provisional_and_say_what_to_do() -> None:
-    found = disturbance([0.4, None, 0.2], "measure again with --remeasure")
-    assert (found.others, found.busiest) == (0.3, 0.4)
+    found = disturbance([0.4, None, 0.2], [2599.6, None, 3100.2], "measure again with --remeasure")
+    assert (found.others, found.busiest, found.clocks) == (0.3, 0.4, (2600, 3100))
     assert found.warning == (
         "Provisional: other processes took 30% of the cores while speeds were measured, more than 10%. On a quiet "
         "machine, measure again with --remeasure."
     )
-    assert disturbance([BUSY / 2] * 3, "").warning == ""
-    assert disturbance([None], "").others is None
+    assert disturbance([BUSY / 2] * 3, [], "").warning == ""
+    assert disturbance([None], [None], "") == Disturbance()
     assert BUSY < UNSTEADY
+
+
+def test_the_clock_is_the_average_of_the_cores_and_none_where_one_does_not_tell(tmp_path: Path) -> None:
+    watch = Watch(list)
+    watch.clocks = tmp_path
+    assert watch.clock() is None
+    cores = sorted(os.sched_getaffinity(0))
+    for number, core in enumerate(cores):
+        folder = tmp_path / f"cpu{core}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text(f"{2_000_000 + 500_000 * number}\n")
+    assert watch.clock() == pytest.approx(2000 + 250 * (len(cores) - 1))
+
+
+def test_the_clock_behind_each_turn_is_kept() -> None:
+    speeds = measure_speed({"a": lambda size: [1.0]}, ONE, watch=Others(0.0))  # type: ignore[arg-type]
+    assert speeds["a"].clocks == [2600.0]
 
 
 def test_each_variant_is_started_anew_and_larger_batches_have_a_turn_in_each_process() -> None:
