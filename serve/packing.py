@@ -55,9 +55,19 @@ def package_run(
 def _seal_archive(folder: Path, archive: Path) -> None:
     """Write the bill of materials of an archive that was just packed, and both into the run's list of files."""
     digest = sha256_file(archive)
+    sealed.reseal(folder, [archive, write_bill(folder, archive, digest)], {archive: digest})
+
+
+def write_bill(folder: Path, archive: Path, digest: str) -> Path:
+    """Write the bill of materials of an archive, unless there is one of this archive that nobody has changed.
+
+    Args:
+        folder: the run's.
+        archive: in it.
+        digest: its SHA-256.
+    """
     intact = not sealed.is_sealed(folder) or sealed.holds(folder, sbom_path(archive).relative_to(folder).as_posix())
-    bill = write_sbom(archive, digest, keep=intact)
-    sealed.reseal(folder, [archive, bill], {archive: digest})
+    return write_sbom(archive, digest, keep=intact)
 
 
 def repacking(store: Path, selection: Selection, options: ServingOptions, device: DeviceChoice = "auto") -> Pack | None:

@@ -18,15 +18,15 @@ from optimize.store.files import TEMPORARY, write_atomically, write_json
 from optimize.store.keys import ArchiveKey
 from optimize.store.objects import Store
 from optimize.store.sources import code_of
-from serve import layout, sealed
+from serve import layout
 from serve.options import ServingOptions
+from serve.packing import write_bill
 from serve.runtime.card import CARD_FILE, Card, write_card
 from serve.runtime.engines.base import chain_for, execution_id
 from serve.runtime.evidence import Evidence
 from serve.runtime.execution import Execution
 from serve.runtime.known import KNOWN_FILE, KnownAnswer
 from serve.runtime.serving import SERVING_FILE, Serving
-from serve.sbom import sbom_path, write_sbom
 from serve.torchserve import server
 from serve.torchserve.archive import build_archive
 from serve.torchserve.handler import ImageClassifierHandler
@@ -217,9 +217,7 @@ def _publish_archive(
     stored = store.obtain(key, pack, about=f"{card.model} on {card.data['name']}: archive")
     store.link(stored.folder / path.name, path)
     digest = stored.files[path.name]
-    run = path.parents[1]
-    intact = sealed.holds(run, sbom_path(path).relative_to(run).as_posix())
-    write_sbom(path, digest, keep=intact)  # of this environment: beside the archive, and not of it
+    write_bill(path.parents[1], path, digest)  # of this environment: beside the archive, and not of it
     return key, digest
 
 
