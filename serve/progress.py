@@ -97,7 +97,7 @@ def in_notebook() -> bool:
         return False
     from IPython import get_ipython
 
-    return type(get_ipython()).__name__ == "ZMQInteractiveShell"
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(get_ipython()).__mro__)  # Colab derives its own
 
 
 def surface(console: Console | None = None) -> Surface | None:

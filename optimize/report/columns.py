@@ -63,6 +63,7 @@ class Column:
         rank: a terminal too narrow for all columns leaves out those of the highest rank first; 1 always stays.
         table: which of the page's two tables it belongs to; in a terminal there is one.
         left: whether it is text, and not figures.
+        fields: where the row has it, as a data frame calls its columns: ``latency_ms.p50``; what lies beneath one, too.
     """
 
     key: str
@@ -72,6 +73,7 @@ class Column:
     rank: int = 7
     table: Literal["results", "details"] = "results"
     left: bool = False
+    fields: tuple[str, ...] = ()
 
     @property
     def head(self) -> str:
@@ -203,27 +205,72 @@ def _made(line: Line, _: Results) -> Cell:
 
 #: In the order in which they stand. The name of the line stands before them.
 COLUMNS: tuple[Column, ...] = (
-    Column("runs_on", "runs on", "", _runs_on, rank=1, left=True),
-    Column("precision", "precision", "", _precision, rank=6, left=True),
-    Column("top1", "top-1", "%", _measured(lambda m: percent(m.accuracy.top1)), rank=1),
-    Column("delta", "Δ", "points", _measured(_difference), rank=1),
-    Column("interval", "95 %", "", _measured(_interval), rank=2),
-    Column("p50", "p50", "ms", _timed(lambda t: number(t.latency_ms.p50)), rank=1),
-    Column("p95", "p95", "ms", _timed(lambda t: number(t.latency_ms.p95))),
-    Column("p99", "p99", "ms", _timed(_p99), rank=6),
-    Column("samples", "calls", "", _timed(lambda t: count(t.latency_ms.samples)), table="details"),
-    Column("speedup", "speed", "", _speedup, rank=1),
-    Column("vs_eager", "vs eager", "", _timed(lambda t: times(t.vs_eager.value)), rank=5, table="details"),
-    Column("vs_parent", "vs parent", "", _measured(_vs_parent), rank=3),
-    Column("throughput", "img/s", "", _timed(_throughput), rank=4),
-    Column("size", "size", "", _size, rank=1),
-    Column("top5", "top-5", "%", _measured(lambda m: percent(m.accuracy.top5)), table="details"),
-    Column("moved", "gained, lost", "", _measured(_moved), table="details"),
-    Column("agreement", "same top-1", "%", _measured(_agreement), table="details"),
-    Column("sqnr", "SQNR", "dB", _measured(_sqnr), table="details"),
-    Column("apart", "largest difference", "", _measured(_apart), table="details"),
-    Column("memory", "memory", "", _measured(lambda m: size(m.footprint.memory_bytes)), table="details"),
-    Column("load", "load", "ms", _measured(lambda m: number(m.footprint.load_ms)), table="details"),
-    Column("provider", "executed by", "", _provider, table="details", left=True),
-    Column("made", "made in", "", _made, table="details"),
+    Column("runs_on", "runs on", "", _runs_on, rank=1, left=True, fields=("execution.engine", "execution.device")),
+    Column("precision", "precision", "", _precision, rank=6, left=True, fields=("file.precision",)),
+    Column("top1", "top-1", "%", _measured(lambda m: percent(m.accuracy.top1)), rank=1, fields=("accuracy.top1",)),
+    Column("delta", "Δ", "points", _measured(_difference), rank=1, fields=("accuracy.difference.delta",)),
+    Column(
+        "interval",
+        "95 %",
+        "",
+        _measured(_interval),
+        rank=2,
+        fields=("accuracy.difference.low", "accuracy.difference.high"),
+    ),
+    Column("p50", "p50", "ms", _timed(lambda t: number(t.latency_ms.p50)), rank=1, fields=("latency_ms.p50",)),
+    Column("p95", "p95", "ms", _timed(lambda t: number(t.latency_ms.p95)), fields=("latency_ms.p95",)),
+    Column("p99", "p99", "ms", _timed(_p99), rank=6, fields=("latency_ms.p99",)),
+    Column(
+        "samples",
+        "calls",
+        "",
+        _timed(lambda t: count(t.latency_ms.samples)),
+        table="details",
+        fields=("latency_ms.samples",),
+    ),
+    Column("speedup", "speed", "", _speedup, rank=1, fields=("speedup.value",)),
+    Column(
+        "vs_eager",
+        "vs eager",
+        "",
+        _timed(lambda t: times(t.vs_eager.value)),
+        rank=5,
+        table="details",
+        fields=("vs_eager.value",),
+    ),
+    Column("vs_parent", "vs parent", "", _measured(_vs_parent), rank=3, fields=("vs_parent.value",)),
+    Column("throughput", "img/s", "", _timed(_throughput), rank=4, fields=("throughput",)),
+    Column("size", "size", "", _size, rank=1, fields=("file.bytes",)),
+    Column(
+        "top5", "top-5", "%", _measured(lambda m: percent(m.accuracy.top5)), table="details", fields=("accuracy.top5",)
+    ),
+    Column(
+        "moved",
+        "gained, lost",
+        "",
+        _measured(_moved),
+        table="details",
+        fields=("accuracy.difference.gained", "accuracy.difference.lost"),
+    ),
+    Column("agreement", "same top-1", "%", _measured(_agreement), table="details", fields=("parity.top1_agreement",)),
+    Column("sqnr", "SQNR", "dB", _measured(_sqnr), table="details", fields=("parity.sqnr_db",)),
+    Column("apart", "largest difference", "", _measured(_apart), table="details", fields=("parity.max_abs",)),
+    Column(
+        "memory",
+        "memory",
+        "",
+        _measured(lambda m: size(m.footprint.memory_bytes)),
+        table="details",
+        fields=("footprint.memory_bytes",),
+    ),
+    Column(
+        "load",
+        "load",
+        "ms",
+        _measured(lambda m: number(m.footprint.load_ms)),
+        table="details",
+        fields=("footprint.load_ms",),
+    ),
+    Column("provider", "executed by", "", _provider, table="details", left=True, fields=("provider",)),
+    Column("made", "made in", "", _made, table="details", fields=("seconds",)),
 )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rich.console import Console
+from typing import TYPE_CHECKING, overload
 
 from optimize.measure.rows import Recommendation, Reference, Results, Row
-from optimize.report.console import output
+from optimize.report.columns import COLUMNS
+from optimize.report.console import text
 from optimize.report.lines import lines
 from optimize.report.page import fragment, plot
 from optimize.report.table import table
@@ -19,6 +17,7 @@ from serve.runtime.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,30 +49,42 @@ class Comparison:
         return f"<Comparison {plural(len(self.rows), 'artifact')}; recommended {self.recommendation.pair}>"
 
     def __str__(self) -> str:
-        # As wide as the terminal that it is printed to; a file, a pipe or a notebook gets every column.
-        console = Console(file=io.StringIO(), width=output().width)
-        console.print(table(self.results))
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
+        return text(table(self.results))
 
     def _repr_html_(self) -> str:
         return fragment(self.results)
 
-    def plot(self, path: str | Path) -> Path:
-        """Draw accuracy against latency into ``path``, a ``.png`` or ``.svg``, which is returned.
+    @overload
+    def plot(self, path: None = None) -> Figure: ...
+
+    @overload
+    def plot(self, path: str | Path) -> Path: ...
+
+    def plot(self, path: str | Path | None = None) -> Figure | Path:
+        """Draw accuracy against latency: as matplotlib's figure, which a notebook shows, or into a file.
+
+        Args:
+            path: a ``.png`` or ``.svg`` to write, which is returned; by default the figure is.
 
         Raises:
-            UserError: it has another suffix, or nothing was measured.
+            UserError: ``path`` has another suffix or cannot be written, or nothing was measured.
         """
-        target = Path(path)
+        from optimize.report.plots import pareto_figure
+
         try:
-            plot(self.results, target)
+            if path is None:
+                return pareto_figure(self.results)
+            plot(self.results, Path(path))
         except ValueError as error:
-            raise UserError(f"{target}: {error}") from None
-        return target
+            raise UserError(f"{path}: {error}" if path is not None else str(error)) from None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        return Path(path)
 
     def to_pandas(self, *, every: bool = False) -> pd.DataFrame:
         """One row per artifact, indexed by name; nested fields become columns such as ``latency_ms.p50``.
+
+        The columns of the printed table come first, in its order, and why nothing was measured; then all others.
 
         Args:
             every: one row for each of its executions, and not the best alone; ``id`` tells them apart.
@@ -89,4 +100,14 @@ class Comparison:
             measured = pair.pop("measured", None) or {}
             row = {name: value for name, value in line.row.to_json().items() if name != "pairs"}
             flat.append(row | pair | measured)
-        return pandas.json_normalize(flat).set_index("name")
+        frame = pandas.json_normalize(flat).set_index("name")
+        return frame[sorted(frame.columns, key=_place)]
+
+
+#: What a data frame begins with: the fields of the table's columns, and the reason where these are empty.
+_FIRST = (*(name for column in COLUMNS for name in column.fields), "skip.kind", "skip.reason")
+
+
+def _place(column: object) -> int:
+    """Where a data frame's column belongs; of those that the table has not, the order stays."""
+    return next((place for place, name in enumerate(_FIRST) if f"{column}.".startswith(f"{name}.")), len(_FIRST))

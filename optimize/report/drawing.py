@@ -43,6 +43,13 @@ PAPER = Palette("#1b1f24", "#57606a", "#e3e6ea", "#ffffff", "#3565b5", "#a4540a"
 PAGE = Palette("#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05", "#0a0b06", "#0a0b07", "#0a0b08")
 
 
+class Chart(Figure):
+    """A figure that a notebook shows by itself; matplotlib's own needs pyplot's backend for notebooks."""
+
+    def _repr_png_(self) -> bytes:
+        return render(self, "png")
+
+
 def canvas(palette: Palette, *, height: float, right: float, top: float) -> tuple[Figure, Axes]:
     """An empty chart, ``height`` in inches; ``right`` and ``top`` are where its axes end, as parts of the figure."""
     figure = _figure(palette, height)
@@ -60,7 +67,7 @@ def canvases(palette: Palette, count: int, *, height: float) -> tuple[Figure, li
 
 def _figure(palette: Palette, height: float) -> Figure:
     # 72 dots per inch make a display pixel one point, so that label boxes can be laid out in points.
-    figure = Figure(figsize=(9.4, height), dpi=72, facecolor=palette.surface)
+    figure = Chart(figsize=(9.4, height), dpi=72, facecolor=palette.surface)
     FigureCanvasAgg(figure)
     return figure
 

@@ -109,7 +109,8 @@ def fragment(results: Results, columns: Sequence[Column] = COLUMNS) -> str:
     template = _environment().get_template("comparison.html.j2")
     return template.render(
         results=results,
-        columns=columns,
+        shown=[column for column in columns if column.table == "results"],
+        details=[column for column in columns if column.table == "details"],
         verdict=verdict(results),
         yardsticks=yardsticks(results),
         groups=_groups(results),

@@ -61,13 +61,22 @@ def pareto_image(results: Results, kind: str) -> bytes:
     """The same plot on white paper, as ``png`` or ``svg``.
 
     Raises:
-        ValueError: Another kind was asked for, or no artifact has both an accuracy and a latency.
+        ValueError: another kind was asked for, or no artifact has both an accuracy and a latency.
     """
     if kind not in ("png", "svg"):
         raise ValueError(f"a plot is written as .png or .svg, not {kind!r}")
+    return render(pareto_figure(results), kind)
+
+
+def pareto_figure(results: Results) -> Figure:
+    """The same plot on white paper, as matplotlib's figure.
+
+    Raises:
+        ValueError: no artifact has both an accuracy and a latency.
+    """
     if not (found := marks(results)):
         raise ValueError("no artifact has both an accuracy and a latency, so there is nothing to plot")
-    return render(_pareto(found, PAPER, title=results.title), kind)
+    return _pareto(found, PAPER, title=results.title)
 
 
 def throughput_svg(results: Results) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -28,6 +28,17 @@ class PipelineError(Exception):
     """
 
     exit_code = 1
+
+    @property
+    def _render_traceback_(self) -> Callable[[], list[str]]:
+        """What a notebook shows: the message alone. IPython asks for this name (``showtraceback``, IPython 8 and 9).
+
+        Raises:
+            AttributeError: another exception is the cause, whose traceback IPython then shows.
+        """
+        if self.__cause__ is not None:
+            raise AttributeError("_render_traceback_")
+        return f"{type(self).__name__}: {self}".splitlines
 
 
 class UserError(PipelineError):
