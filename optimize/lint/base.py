@@ -19,7 +19,7 @@ from optimize.lint.files import read_graph, weight_bytes
 from optimize.lint.graph import DOMAINS, Graph, label, printable
 from optimize.lint.shapes import misfits
 from serve.runtime.errors import PipelineError, UserError, message_of, one_line
-from serve.runtime.registry import Registry
+from serve.runtime.registry import Registry, defined_at
 
 #: What a graph is for: ``cpu``, ONNX Runtime and OpenVINO on a CPU with VNNI; ``x86``, on any x86 CPU (weights or
 #: activations of 7 bits, which 16-bit sums hold); ``tensorrt``, TensorRT 10 or 11.
@@ -85,7 +85,7 @@ def rule(name: str, severity: Severity, targets: tuple[LintTarget, ...] = TARGET
     """Register the decorated function as a rule."""
 
     def registered(check: Check) -> Check:
-        _REGISTRY.register(Rule(name, severity, targets, check))
+        _REGISTRY.register(Rule(name, severity, targets, check), defined_at(check))
         return check
 
     return registered

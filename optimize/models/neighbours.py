@@ -119,7 +119,7 @@ def of_module(name: str) -> Neighbourhood:
         OSError: a file cannot be read.
     """
     importlib.invalidate_caches()
-    files = _located(name, _places(name.partition(".")[0]))
+    files = _located(name, found_in(name.partition(".")[0]))
     if name not in files:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     if not is_installed(files[name]):
@@ -241,7 +241,7 @@ def _in_package(path: Path, levels: int) -> Neighbourhood:
     """A file whose outermost package is the folder ``levels`` above it."""
     top = path.parents[levels - 1]
     inner = [folder.name for folder in reversed(path.parents[: levels - 1])]
-    places = _places(top.name)
+    places = found_in(top.name)
     free = (not places or top in places) and not any("." in part for part in (top.name, *inner))
     alias = None if free and (top / "__init__.py").is_file() else (_private(top), top)
     outermost = alias[0] if alias else top.name
@@ -270,7 +270,7 @@ def _followed(
             top = entry.partition(".")[0]
             if top in sys.stdlib_module_names or top in PROJECT:
                 continue
-            places = [known[top]] if top in known else _places(top)
+            places = [known[top]] if top in known else found_in(top)
             new = _located(entry, places) if not any(map(is_installed, places)) else {}
             if not places:
                 for folder in search:
@@ -312,7 +312,7 @@ def owners_of(top: str) -> list[str]:
 _distributions = functools.cache(importlib.metadata.packages_distributions)  # which reads the files of all
 
 
-def _places(top: str) -> list[Path]:
+def found_in(top: str) -> list[Path]:
     """Where Python finds the outermost module ``top``: its file, or the folders of the package; nothing if nowhere."""
     for finder in sys.meta_path:
         try:

@@ -15,12 +15,12 @@ from torch import fx, nn
 
 from optimize.context import Context
 from optimize.export.gradients import lost_gradients
+from optimize.models.live import live_digest
 from optimize.store.artifact import EAGER, KIND_NAMES, Artifact, Kind, Product
-from optimize.store.sources import source_digest
 from serve.config import Config
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution
-from serve.runtime.registry import Registry
+from serve.runtime.registry import Registry, defined_at
 
 C = TypeVar("C", bound=Config)
 
@@ -91,8 +91,9 @@ class Pass(Generic[C]):
         return self.rebuild(module, example)
 
     def source_digest(self) -> str:
-        """SHA-256 of the pass's source and all that it imports: changed code takes no old result from the cache."""
-        return source_digest(self.apply.__module__)
+        """SHA-256 of the pass's code and all that it refers to: changed code takes no old result from the cache."""
+        makers = (self.config, self.apply, self.rebuild, self.resize, self.learner)
+        return live_digest(*makers, home=self.config.__module__)
 
 
 _REGISTRY: Registry[Pass[Any]] = Registry("pass", package="optimize.passes", group="optimize.passes")
@@ -100,6 +101,8 @@ _REGISTRY: Registry[Pass[Any]] = Registry("pass", package="optimize.passes", gro
 
 def register(entry: Pass[C]) -> Pass[C]:
     """Add a pass to the registry; its name and its config type must be new, and it must be complete.
+
+    One that is defined again, by a notebook's cell that is run again, takes the place of what it was.
 
     Raises:
         ValueError: the name or the config's type is taken, or a pass that yields modules does not say how they
@@ -109,8 +112,7 @@ def register(entry: Pass[C]) -> Pass[C]:
         raise ValueError(f"a pass with config {entry.config.__name__} is registered already")
     if entry.yields in EAGER and entry.rebuild is None and entry.resize is None:
         raise ValueError(f"the pass {entry.name!r} yields modules: it must say how one is rebuilt (rebuild=…)")
-    _REGISTRY.register(entry)
-    return entry
+    return _REGISTRY.register(entry, defined_at(entry.config))
 
 
 def passes() -> dict[str, Pass[Any]]:
@@ -145,7 +147,10 @@ def gradients_lost(artifact: Artifact, module: nn.Module, example: torch.Tensor)
 
 def pass_of(config: Config) -> Pass[Any]:
     """The pass that a config belongs to."""
+    kind = type(config)
     for entry in passes().values():
-        if type(config) is entry.config:
+        if kind is entry.config:
             return entry
+        if defined_at(kind) == defined_at(entry.config):
+            raise UserError(f"{kind.__name__} was defined again since these settings were made; make them again")
     raise UserError(f"{type(config).__name__} is not the config of a pass")

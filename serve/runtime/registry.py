@@ -26,6 +26,12 @@ class Named(Protocol):
 T = TypeVar("T", bound=Named)
 
 
+def defined_at(code: object) -> str:
+    """Module and name of a function or a class; empty of what has none, such as a partial or a lambda."""
+    name = getattr(code, "__qualname__", "")
+    return f"{code.__module__}.{name}" if name and "<lambda>" not in name else ""
+
+
 class Registry(Generic[T]):
     """The entries of one kind by name. Safe to read from several threads once it has been read in one.
 
@@ -43,17 +49,24 @@ class Registry(Generic[T]):
         self._may_lack = may_lack
         self._left_out: dict[str, str] = {}
         self._entries: dict[str, T] = {}
+        self._homes: dict[str, str] = {}
         self._read = False
 
-    def register(self, entry: T) -> T:
+    def register(self, entry: T, home: str = "") -> T:
         """Add an entry and return it.
+
+        Args:
+            entry: what to add.
+            home: where it is defined, see `defined_at`. What is defined there again takes its place: a cell of a
+                notebook is run again.
 
         Raises:
             ValueError: its name is taken.
         """
-        if entry.name in self._entries:
+        if entry.name in self._entries and not (home and home == self._homes.get(entry.name)):
             raise ValueError(f"a {self.kind} named {entry.name!r} is registered already")
         self._entries[entry.name] = entry
+        self._homes[entry.name] = home
         return entry
 
     def registered(self) -> tuple[T, ...]:

@@ -14,6 +14,7 @@ from nbclient import NotebookClient
 
 import optimize as opt
 from tests.optimize.synthetic import synthetic
+from tests.optimize.test_notebook_passes import HELPERS, PASS, digest
 
 SETUP = """
 from tests.optimize.synthetic import synthetic
@@ -29,6 +30,8 @@ CELLS = {
     "mistaken": "opt.load(3)",
     "settings": "opt.Ptq(images='many', seed=-1)",
     "caused": "raise opt.PipelineError('it failed') from ValueError('the cause')",
+    "helpers": HELPERS,
+    "pass": f"{PASS}print(SNAP.source_digest())",
     "caught": "try:\n    opt.load(3)\nexcept opt.UserError as error:\n    print(error)",
 }
 
@@ -101,6 +104,10 @@ def test_what_another_exception_caused_keeps_its_traceback(outputs: Mapping[str,
 
 def test_a_mistake_can_be_caught_as_anywhere(outputs: Mapping[str, list[Any]]) -> None:
     assert outputs["caught"][0]["text"].startswith("model: must be")
+
+
+def test_a_pass_of_a_cell_is_known_by_its_code(outputs: Mapping[str, list[Any]]) -> None:
+    assert outputs["pass"][0]["text"].strip() == digest(HELPERS, PASS)
 
 
 def test_a_plot_without_a_path_is_matplotlibs_figure() -> None:

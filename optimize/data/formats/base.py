@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from optimize.listener import SILENT, Listener
 from serve.layout import PLAIN_DATA
 from serve.runtime.errors import UserError, did_you_mean
-from serve.runtime.registry import Registry
+from serve.runtime.registry import Registry, defined_at
 
 if TYPE_CHECKING:
     from optimize.data.records import ImageData
@@ -59,7 +59,7 @@ _REGISTRY: Registry[DataFormat] = Registry(
 
 def register(entry: DataFormat) -> DataFormat:
     """Add a format to the registry; its name must be new."""
-    return _REGISTRY.register(entry)
+    return _REGISTRY.register(entry, defined_at(entry.open))
 
 
 def formats() -> dict[str, DataFormat]:
