@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import reprlib
 import textwrap
@@ -190,7 +191,7 @@ def _spelled(annotation: Any) -> str:
         return _spelled(parts[0])
     if origin in (typing.Union, types.UnionType):
         return " | ".join(map(_spelled, parts))
-    if origin in (dict, tuple) and Ellipsis not in parts:
+    if origin in (dict, tuple, type, functools.partial) and Ellipsis not in parts:
         return f"{origin.__name__}[{', '.join(map(_spelled, parts))}]"
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation.__name__

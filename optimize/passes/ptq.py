@@ -16,6 +16,7 @@ from optimize.passes.base import Pass, register
 from optimize.quantization.biases import round_biases
 from optimize.quantization.choices import Chosen, check_choices, resolve
 from optimize.quantization.convert import trace_calls, write_reference
+from optimize.quantization.observer_choice import Observer
 from optimize.quantization.pt2e import (
     Watching,
     installed,
@@ -26,7 +27,7 @@ from optimize.quantization.pt2e import (
     watched_layers,
     weighted_layers,
 )
-from optimize.quantization.ranges import Granularity, Observer, WeightObserver
+from optimize.quantization.ranges import Granularity, WeightObserver
 from optimize.quantization.static import FrontEnd, Static, fx_front_end, observing, quantize
 from optimize.quantization.targets import target_named
 from optimize.store.artifact import Artifact, Product

@@ -15,7 +15,8 @@ from optimize.quantization.convert import trace_calls
 from optimize.quantization.lowbit import words
 from optimize.quantization.lowbit.prepared import choose_bits
 from optimize.quantization.lowbit.settings import LowBits, low_layers
-from optimize.quantization.ranges import Granularity, Observer, WeightObserver
+from optimize.quantization.observer_choice import Observer
+from optimize.quantization.ranges import Granularity, WeightObserver
 from optimize.quantization.static import Static, fx_front_end, observing, quantize
 from optimize.quantization.targets import target_named
 from optimize.store.artifact import Artifact, Product

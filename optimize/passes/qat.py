@@ -33,8 +33,8 @@ from optimize.quantization.convert import choose, prepare, trace_calls, write_qu
 from optimize.quantization.fusions import nodes_in
 from optimize.quantization.gate import IMAGES, check_quantized
 from optimize.quantization.norms import lift_factors
+from optimize.quantization.observer_choice import Observer
 from optimize.quantization.observers import activations, observe, watched
-from optimize.quantization.ranges import Observer
 from optimize.quantization.targets import target_named
 from optimize.quantization.ties import part_from_ties
 from optimize.store.artifact import Artifact, Product

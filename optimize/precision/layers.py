@@ -17,7 +17,7 @@ from optimize.quantization.calibration import calibrate
 from optimize.quantization.calls import called_layer
 from optimize.quantization.choices import Override, resolve
 from optimize.quantization.gate import sqnr
-from optimize.quantization.ranges import Observer
+from optimize.quantization.observer_choice import Observer
 from optimize.quantization.simulate import each_alone, weighted
 from optimize.quantization.static import calibrating, observer_of, observing
 from optimize.quantization.targets import x86_target

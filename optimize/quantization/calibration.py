@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 from torch.ao.quantization import disable_fake_quant, enable_fake_quant
-from torch.ao.quantization.observer import HistogramObserver, ObserverBase
+from torch.ao.quantization.observer import MinMaxObserver, ObserverBase
 
 from optimize.context import Context
 from optimize.quantization.observers import MeanMinMaxObserver, activations, observe, watched
@@ -84,7 +84,7 @@ def _range(observer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The least and the largest value that an observer's integers stand for, or that it saw."""
     if isinstance(observer, CountingObserver):
         return observer.range()
-    if not isinstance(observer, HistogramObserver):
+    if type(observer) in (MinMaxObserver, MeanMinMaxObserver):
         return observer.min_val, observer.max_val
     scale, zero_point = observer.calculate_qparams()
     return ((observer.quant_min - zero_point) * scale).squeeze(), ((observer.quant_max - zero_point) * scale).squeeze()

@@ -15,7 +15,8 @@ from typing_extensions import TypedDict  # pydantic takes typing's from Python 3
 from optimize.models.patterns import around, classes, matching, unmatched
 from optimize.quantization.calls import called_layer
 from optimize.quantization.gate import Gate
-from optimize.quantization.ranges import Granularity, Observer, WeightObserver
+from optimize.quantization.observer_choice import Observer, spelled
+from optimize.quantization.ranges import Granularity, WeightObserver
 from optimize.quantization.targets import TargetName, check_target
 from serve.runtime.errors import UserError
 
@@ -179,7 +180,7 @@ def overrides_note(watched: Iterable[str], chosen: Chosen) -> tuple[str, ...]:
     if not chosen.observers:
         return ()
     found = Counter(chosen.observer(name) for name in watched)
-    counts = [f"{name} on {found[name]}" for name in sorted(set(chosen.observers.values()))]
+    counts = sorted(f"{spelled(observer)} on {found[observer]}" for observer in set(chosen.observers.values()))
     return (f"observers chosen for single activations: {', '.join(counts)}",)
 
 

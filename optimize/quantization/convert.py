@@ -43,6 +43,7 @@ from optimize.quantization.means import flatten_places, free_means
 from optimize.quantization.narrow import clamp_packed
 from optimize.quantization.narrow_groups import put_groups_together
 from optimize.quantization.norms import with_factors
+from optimize.quantization.observer_choice import Observer
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.outputs import free_outputs
 from optimize.quantization.padding import embed_padding, pad_integers
@@ -50,7 +51,6 @@ from optimize.quantization.patches import unfold_patches
 from optimize.quantization.pieces import take_pieces
 from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
-from optimize.quantization.ranges import Observer
 from optimize.quantization.resizes import free_resizes
 from optimize.quantization.same import write_out_same
 from optimize.quantization.scalars import free_scalars

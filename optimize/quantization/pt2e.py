@@ -29,10 +29,11 @@ from optimize.quantization.between import before_layers, fixed, integers_at
 from optimize.quantization.choices import Chosen
 from optimize.quantization.dropouts import drop_dropouts
 from optimize.quantization.explicit import quantizing
+from optimize.quantization.observer_choice import Observer
 from optimize.quantization.padding import CONVOLUTIONS, zeros_in_program
 from optimize.quantization.pools import GlobalPool, free_last_pool
 from optimize.quantization.qdq import explicit_form
-from optimize.quantization.ranges import Granularity, Observer, WeightObserver, cut, weight_observer
+from optimize.quantization.ranges import Granularity, WeightObserver, cut, weight_observer
 from optimize.quantization.targets import Target
 from optimize.quantization.watchers import called_module, holds_watcher
 

@@ -6,10 +6,9 @@ Those that clip look at a histogram of all that was seen, not at the extremes.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import BeforeValidator
 from torch.ao.quantization.observer import (
     HistogramObserver,
     MinMaxObserver,
@@ -19,16 +18,6 @@ from torch.ao.quantization.observer import (
 )
 
 from optimize.quantization.observers import MeanMinMaxObserver
-
-
-def _hyphened(name: object) -> object:
-    return name.replace("_", "-") if isinstance(name, str) else name
-
-
-#: How a range is found; ``moving_average`` is taken for ``moving-average``.
-Observer = Annotated[
-    Literal["minmax", "moving-average", "histogram", "entropy", "percentile", "mse"], BeforeValidator(_hyphened)
-]
 
 #: What the names mean, for settings' descriptions.
 MEANING = (
@@ -308,7 +297,7 @@ def cut(weight: torch.Tensor, kind: WeightObserver, granularity: Granularity, mo
 
 
 #: The observer of each name.
-OBSERVERS: dict[Observer, type[ObserverBase]] = {
+OBSERVERS: dict[str, type[ObserverBase]] = {
     "minmax": MinMaxObserver,
     "moving-average": MeanMinMaxObserver,
     "histogram": HistogramObserver,

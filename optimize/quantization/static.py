@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from pydantic import Field
@@ -18,8 +17,9 @@ from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import Choices, Chosen, overrides_note, weights_note
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, check_quantized
+from optimize.quantization.observer_choice import AUTO, AnyObserver, Observer
 from optimize.quantization.observers import watched
-from optimize.quantization.ranges import MEANING, Observer
+from optimize.quantization.ranges import MEANING
 from optimize.quantization.recovery import Recovery, choose_weights, recover
 from optimize.quantization.simulate import simulated, weighted
 from optimize.quantization.targets import target_named
@@ -31,9 +31,9 @@ from optimize.store.effects import write_effects
 class Static(Choices, Recovery):
     """The settings of quantization by calibration."""
 
-    observer: Observer | Literal["auto"] = Field(
+    observer: AnyObserver = Field(
         default="histogram",
-        description=f"how activation ranges are found: {MEANING}; auto: the one of them with which the logits are "
+        description=f"how activation ranges are found: {MEANING}; auto: the one of these with which the logits are "
         "nearest to the float network's, tried on three of four of the calibration images and judged on the others",
     )
     images: int = Field(
@@ -97,7 +97,7 @@ def observer_of(
     Returns:
         Its name, and a note of what ``auto`` tried, empty where it was not asked for.
     """
-    if config.observer != "auto":
+    if config.observer != AUTO:
         return config.observer, ""
     return best_observer(observed, module, context, shown, simulate)
 

@@ -33,7 +33,7 @@ from torch.ao.quantization.qconfig import default_reuse_input_qconfig
 from torch.nn import functional
 
 from optimize.export.padding import LAYERS as ZEROS
-from optimize.quantization.ranges import OBSERVERS, Observer
+from optimize.quantization.observer_choice import Observer, maker
 from serve.runtime.errors import UserError
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86, WEIGHT_MAX, has_vnni, saturates
 
@@ -89,7 +89,7 @@ class Target:
             quant_min=-self.weight_max,
             quant_max=self.weight_max,
         )
-        return QConfig(activation=OBSERVERS[observer].with_args(**self._range), weight=weight)  # type: ignore[no-untyped-call]
+        return QConfig(activation=maker(observer).with_args(**self._range), weight=weight)  # type: ignore[no-untyped-call]
 
     def fewer(self, bits: int) -> Target:
         """The same with activations of so many bits, all of them used."""
@@ -99,7 +99,8 @@ class Target:
 
     def observer(self, name: Observer) -> ObserverBase:
         """A new observer of activations."""
-        return OBSERVERS[name](**self._range)
+        made: ObserverBase = maker(name)(**self._range)
+        return made
 
     @property
     def _range(self) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from torch import fx, nn
 from optimize.context import Context
 from optimize.quantization.calibration import Batches, calibrate
 from optimize.quantization.gate import sqnr
-from optimize.quantization.ranges import OBSERVERS, Observer
+from optimize.quantization.observer_choice import Observer
+from optimize.quantization.ranges import OBSERVERS
 from optimize.quantization.simulate import simulated
 from serve.runtime.images import normalise
 

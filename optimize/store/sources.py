@@ -157,10 +157,10 @@ def _registered_packages(nodes: Iterable[ast.AST], name: str, package: str) -> I
 
 @functools.cache
 def _members(package: str) -> tuple[str, ...]:
-    """All modules of a package."""
+    """All modules of a package; a module that is none has no others."""
     spec = _found(package)
     assert spec is not None
-    return tuple(f"{package}.{entry.name}" for entry in pkgutil.iter_modules(spec.submodule_search_locations))
+    return tuple(f"{package}.{entry.name}" for entry in pkgutil.iter_modules(spec.submodule_search_locations or ()))
 
 
 def imported_names(source: bytes, package: str) -> list[str]:

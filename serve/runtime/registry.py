@@ -37,7 +37,7 @@ class Registry(Generic[T]):
 
     Args:
         kind: what an entry is called in messages, such as ``pass``.
-        package: whose modules hold the project's own entries.
+        package: whose modules hold the project's own entries; a module, where it needs no others.
         group: the entry-point group of foreign distributions; each entry point names a module to import.
         may_lack: whether a module of the package may be left out because a library that it imports is not installed.
     """
@@ -81,7 +81,7 @@ class Registry(Generic[T]):
         """
         if not self._read:
             package = importlib.import_module(self._package)
-            own = [module.name for module in pkgutil.iter_modules(package.__path__)]
+            own = [module.name for module in pkgutil.iter_modules(getattr(package, "__path__", ()))]
             for name in own:
                 self._import(name)
             for point in metadata.entry_points(group=self._group):

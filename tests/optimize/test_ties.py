@@ -14,7 +14,7 @@ from optimize.context import Context
 from optimize.data.records import Split
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
-from optimize.quantization.ranges import Observer
+from optimize.quantization.observer_choice import Observer
 from optimize.quantization.targets import TargetName
 
 from .workbench import noise_context, parent_of, png, quantizers

@@ -11,7 +11,7 @@ from optimize.quantization.fixed import fix_weight, fixed_activation
 from optimize.quantization.lowbit.inputs import Grid, put_before
 from optimize.quantization.lowbit.settings import LowBits
 from optimize.quantization.lowbit.weights import LEAST_SCALE, Codes, XnorWeight
-from optimize.quantization.ranges import Granularity, Observer, WeightObserver, weight_observer
+from optimize.quantization.ranges import Granularity, WeightObserver, weight_observer
 from optimize.quantization.simulate import weighted
 from optimize.quantization.targets import Target
 
@@ -86,5 +86,5 @@ def choose_bits(
             fix_weight(prepared, name, observer.calculate_qparams()[0], low, high)
     if bits.activation_bits < 8:
         own = target.fewer(bits.activation_bits)
-        watching: dict[str, Observer] = {name: "mse" for name in layers if name in called}
+        watching: dict[str, str] = {name: "mse" for name in layers if name in called}
         put_before(prepared, watching, own.observer)
