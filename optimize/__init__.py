@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Any
 from serve.runtime.execution import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from optimize.api import apply, compare, compare_runs, load, package, profile, restore, save, search, sensitivity
+    from optimize.api import (
+        apply,
+        apply_each,
+        compare,
+        compare_runs,
+        load,
+        package,
+        profile,
+        restore,
+        save,
+        search,
+        sensitivity,
+    )
     from optimize.data.from_python import image_data
     from optimize.errors import NotApplicableError, PassError
     from optimize.measure.timing import Timing
@@ -40,7 +52,7 @@ if TYPE_CHECKING:
     from optimize.report.comparison import Comparison
     from optimize.training.config import TrainingConfig as Training
     from optimize.training.distil import Distil
-    from optimize.variant import Variant
+    from optimize.variant import Failed, Variant
     from serve.options import ServingOptions
     from serve.runtime.card import Preprocessing
     from serve.runtime.errors import PipelineError, UserError
@@ -51,6 +63,7 @@ __all__ = [
     "Dynamic",
     "Equalize",
     "Expand",
+    "Failed",
     "FineTune",
     "Fuse",
     "Half",
@@ -78,6 +91,7 @@ __all__ = [
     "UserError",
     "Variant",
     "apply",
+    "apply_each",
     "compare",
     "compare_runs",
     "image_data",
@@ -92,7 +106,19 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        ("apply", "compare", "compare_runs", "load", "package", "profile", "restore", "save", "search", "sensitivity"),
+        (
+            "apply",
+            "apply_each",
+            "compare",
+            "compare_runs",
+            "load",
+            "package",
+            "profile",
+            "restore",
+            "save",
+            "search",
+            "sensitivity",
+        ),
         "optimize.api",
     ),
     "Comparison": "optimize.report.comparison",
@@ -122,7 +148,7 @@ _HOMES = {
     "QatLowbit": "optimize.passes.qat_lowbit",
     "Distil": "optimize.training.distil",
     "Training": "optimize.training.config",
-    "Variant": "optimize.variant",
+    **dict.fromkeys(("Failed", "Variant"), "optimize.variant"),
     **dict.fromkeys(("NotApplicableError", "PassError"), "optimize.errors"),
     **dict.fromkeys(("PipelineError", "UserError"), "serve.runtime.errors"),
 }

@@ -13,6 +13,7 @@ from typing import overload
 from PIL.Image import Image
 
 from optimize.data.sources import tiff
+from optimize.measure.rows import Row
 from optimize.noise import silenced
 from optimize.report.words import size
 from optimize.run.session import Session, Step
@@ -115,6 +116,35 @@ class Variant(Described):
             "size": size(self.artifact.path.stat().st_size),
             "preprocessing": str(self.session.preprocessing),
         }
+
+
+@dataclass(frozen=True, repr=False)
+class Failed(Described):
+    """A variant that could not be made: a row of a comparison that says why, and has no figures.
+
+    Attributes:
+        session: that it belongs to.
+        row: its name, pass, settings and parent, and the reason.
+        traceback: of the exception that ended it, as text; empty where its parent is what failed.
+    """
+
+    session: Session
+    row: Row
+    traceback: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name in tables."""
+        return self.row.name
+
+    @property
+    def reason(self) -> str:
+        """Why it was not made, in one line."""
+        assert self.row.skip is not None
+        return self.row.skip.reason
+
+    def _facts(self) -> dict[str, str]:
+        return {"name": self.name, "reason": self.reason}
 
 
 def _opened(variant: Variant) -> Predictor:

@@ -7,11 +7,12 @@ there or here before is not made again.
 
 from optimize.api.comparing import compare, compare_runs
 from optimize.api.layers import Searched, profile, search, sensitivity
-from optimize.api.making import apply, load, package, restore, save
+from optimize.api.making import apply, apply_each, load, package, restore, save
 
 __all__ = [
     "Searched",
     "apply",
+    "apply_each",
     "compare",
     "compare_runs",
     "load",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from optimize.arguments import differences, must_be
+from optimize.arguments import differences, must_be, unused
 from optimize.measure.bench import Bench
 from optimize.measure.machine import measured_devices, resolve_device
-from optimize.measure.rows import Results
+from optimize.measure.rows import Results, Row
 from optimize.measure.timing import Timing
 from optimize.measure.wanted import check_wanted
 from optimize.noise import silenced
@@ -18,17 +19,19 @@ from optimize.run.comparing import compare_runs as _compare_runs
 from optimize.run.floats import graph_of
 from optimize.run.recommendation import Objective, Recommend, recommend
 from optimize.run.results import measure as measure_steps
+from optimize.run.session import Step
+from optimize.store.artifact import Artifact
 from optimize.training.torchrun import only_first
-from optimize.variant import Variant
+from optimize.variant import Failed, Variant
 from serve.progress import here
-from serve.runtime.errors import UserError
+from serve.runtime.errors import PipelineError, UserError
 from serve.runtime.execution import Execution
 
 _RULE = Recommend()
 
 
 def compare(
-    *variants: Variant,
+    *variants: Variant | Failed,
     timing: Timing | None = None,
     measure: str = "auto",
     executions: Sequence[str | Execution] | None = None,
@@ -45,7 +48,8 @@ def compare(
     from: eager ones, and its float graph on ONNX Runtime and OpenVINO where no variant is one.
 
     Args:
-        variants: what to compare.
+        variants: what to compare. What could not be made (see `apply_each`) has a row with the reason. Of two that have
+            one name, the later is called by its parent besides, or numbered.
         timing: how speed is measured.
         measure: where to measure: ``auto`` (every device that there is), or a list such as ``cpu,cuda``.
         executions: engines' names, such as ``openvino``, or executions; by default all. The first variant is measured
@@ -56,21 +60,22 @@ def compare(
         confidence: that no artifact passes which has that loss, over all of them together.
 
     Raises:
-        UserError: there are none, two share a name, they come from different sessions, the rule is none, or there is
+        UserError: there are none, one is given twice, they come from different sessions, the rule is none, or there is
             no such engine or device.
+        PipelineError: the first could not be made or cannot be measured, or none of the others could be made.
     """
     rule = Recommend(objective=objective, max_drop=max_drop, confidence=confidence)
     if not variants:
         raise UserError("compare needs at least one variant")
     for variant in variants:
-        must_be(Variant, variant, "compare takes variants, as load() and apply() give them")
+        must_be((Variant, Failed), variant, "compare takes variants, as load() and apply() give them")
     session = variants[0].session
-    names = [variant.name for variant in variants]
     for variant in variants:
         if differing := differences(session, variant.session):
-            raise UserError(f"{variant.name} cannot be compared with {names[0]}: they differ in {', '.join(differing)}")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"two variants are called {twice[0]!r}; give one another name: apply(…, name=…)")
+            what = f"{variant.name} cannot be compared with {variants[0].name}"
+            raise UserError(f"{what}: they differ in {', '.join(differing)}")
+    steps = _distinct(variants)
+    _see_that_some_are_made(variants)
     timing = timing or Timing()
     if executions is not None:
         timing = Timing(**{**dict(timing), "executions": tuple(executions)})
@@ -78,7 +83,7 @@ def compare(
     devices = measured_devices(measure, session.context.device)
     with silenced():
         bench = Bench(session.store, session.context, timing, devices)
-        measured = measure_steps([variant.step for variant in variants], bench, functools.partial(graph_of, session))
+        measured = measure_steps(steps, bench, functools.partial(graph_of, session))
     return Comparison(
         Results(
             title=session.source.name,
@@ -93,6 +98,48 @@ def compare(
             measurement=measured.measurement,
         )
     )
+
+
+def _see_that_some_are_made(variants: Sequence[Variant | Failed]) -> None:
+    first, *others = variants
+    if isinstance(first, Failed):
+        raise PipelineError(f"{first.name}, with which all others are compared, could not be made: {first.reason}")
+    failed = [variant for variant in others if isinstance(variant, Failed)]
+    if failed and len(failed) == len(others):
+        reasons = [f"{variant.name}: {variant.reason}" for variant in failed]
+        raise PipelineError("\n".join([f"none of what is to be compared with {first.name} could be made:", *reasons]))
+
+
+def _distinct(variants: Sequence[Variant | Failed]) -> list[Step | Row]:
+    """What is compared, with no name twice.
+
+    Raises:
+        UserError: one is given twice.
+    """
+    names: dict[object, str] = {}
+    for variant in variants:
+        known = _identity(variant)
+        if known in names:
+            raise UserError(f"{variant.name!r} is given twice")
+        above = None if isinstance(variant, Failed) else variant.artifact.parent
+        parent = variant.row.parent if isinstance(variant, Failed) else above and above.name
+        wanted = (variant.name, *((f"{parent}-{variant.name}",) if parent else ()))
+        names[known] = unused(names.values(), *wanted)
+
+    def named(artifact: Artifact) -> Artifact:
+        parent = named(artifact.parent) if artifact.parent else None
+        return dataclasses.replace(artifact, name=names.get(artifact.folder, artifact.name), parent=parent)
+
+    return [
+        variant.row.model_copy(update={"name": names[_identity(variant)]})
+        if isinstance(variant, Failed)
+        else dataclasses.replace(variant.step, artifact=named(variant.artifact))
+        for variant in variants
+    ]
+
+
+def _identity(variant: Variant | Failed) -> object:
+    return id(variant) if isinstance(variant, Failed) else variant.artifact.folder
 
 
 def compare_runs(

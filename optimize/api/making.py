@@ -5,24 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
 
-from optimize.arguments import must_be, must_be_model, nearest_settings, step_name
+from optimize.arguments import must_be, must_be_model, nearest_settings, step_name, step_names
 from optimize.data.formats.base import DEFAULT_DATA
 from optimize.data.from_python import image_data
 from optimize.data.items import Data
 from optimize.data.records import Augmentation, ImageData
+from optimize.measure.rows import Skip
 from optimize.models.preprocessing import PreprocessingConfig, Wish
 from optimize.noise import silenced
 from optimize.run.job import Job, open_job
 from optimize.run.saved import take
 from optimize.run.session import Session
+from optimize.run.skips import not_made, skip_of
 from optimize.training.config import TrainingConfig
 from optimize.training.torchrun import only_first
-from optimize.variant import Variant
+from optimize.variant import Failed, Variant
 from serve.config import Config
 from serve.options import ServingOptions
 from serve.progress import ProgressBar, here
@@ -127,7 +130,7 @@ def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
     Args:
         parent: what to run it on.
         config: a pass's settings, such as ``Ptq(observer="minmax")``.
-        name: the variant's name; by default the pass's, with the settings that differ from its defaults.
+        name: the variant's name; by default the pass's, with the settings that are not as usual, in short.
 
     Raises:
         UserError: the pass cannot follow this parent.
@@ -141,12 +144,48 @@ def apply(parent: Variant, config: Config, name: str | None = None) -> Variant:
         return Variant(parent.session, parent.session.apply(parent.artifact, config, wanted))
 
 
+def apply_each(parent: Variant | Failed, configs: Sequence[Config] | Mapping[str, Config]) -> list[Variant | Failed]:
+    """Run several passes, or one with several settings, each on ``parent``; what fails ends none of the others.
+
+    Args:
+        parent: what to run them on. Of one that failed itself, nothing is made.
+        configs: the passes' settings; by name, or named by what differs between them.
+
+    Returns:
+        For each a variant, or why there is none. ``compare`` takes both, and has a row for each.
+
+    Raises:
+        UserError: these are no settings.
+    """
+    must_be((Variant, Failed), parent, "apply_each takes a variant, as load() gives it")
+    must_be((Sequence, Mapping), configs, "apply_each takes settings of passes, such as [opt.Ptq()]")
+    each = list(configs.values() if isinstance(configs, Mapping) else configs)
+    for config in each:
+        must_be(Config, config, f"apply_each takes settings of passes, such as opt.{nearest_settings(config)}()")
+    names = list(configs) if isinstance(configs, Mapping) else step_names(each)
+    for name in names:
+        must_be(str, name, "apply_each takes settings by name, such as {'fewer-images': opt.Ptq(images=128)}")
+    return [_made_or_failed(parent, config, name) for config, name in zip(each, names, strict=True)]
+
+
+def _made_or_failed(parent: Variant | Failed, config: Config, name: str) -> Variant | Failed:
+    if isinstance(parent, Failed):
+        skip = Skip(kind="parent_skipped", reason=f"its parent {parent.name} failed: {parent.reason}")
+        return Failed(parent.session, not_made(name, config, parent.name, skip))
+    try:
+        return apply(parent, config, name)
+    except Exception as error:  # noqa: BLE001 - whatever a library raises on one of them must not cost the others
+        row = not_made(name, config, parent.name, skip_of(error))
+        return Failed(parent.session, row, "".join(traceback.format_exception(error)))
+
+
 def save(variant: Variant, folder: str | Path) -> Path:
     """Copy a variant's model file and card, and what else its card names, to ``folder``, which must not exist.
 
     Raises:
-        UserError: ``folder`` exists or cannot be written.
+        UserError: ``folder`` exists or cannot be written, or this is no variant.
     """
+    must_be(Variant, variant, "save takes a variant, as load() and apply() give it")
     target = Path(folder)
     try:
         target.mkdir(parents=True)
@@ -192,8 +231,9 @@ def package(
         options: batching, threads and the handler's settings.
 
     Raises:
-        UserError: the name is not a legal one, or ``path`` cannot be written.
+        UserError: the name is not a legal one, or ``path`` cannot be written, or this is no variant.
     """
+    must_be(Variant, variant, "package takes a variant, as load() and apply() give it")
     target = Path(path)
     return build_archive(variant.artifact.folder, target, model_name=model_name or target.stem, options=options)
 

@@ -33,6 +33,7 @@ from optimize.run.recommendation import Recommend, recommend
 from optimize.run.rehearsal import check_teaching
 from optimize.run.results import measure
 from optimize.run.session import BASELINE, Step
+from optimize.run.skips import not_made, skip_of
 from optimize.store.files import write_atomically, write_json
 from optimize.training.config import trains
 from serve import layout, sealed
@@ -193,7 +194,8 @@ def _carry_out(opened: Opened, stage: Stage, steps: Mapping[str, Step | Row]) ->
     needed = [("parent", stage.parent), *(("teacher", name) for name in stage.teachers)]
     for what, name in needed:
         if isinstance(steps[name], Row):
-            return _not_made(stage, Skip(kind="parent_skipped", reason=f"its {what} {name} was skipped"))
+            skip = Skip(kind="parent_skipped", reason=f"its {what} {name} was skipped")
+            return not_made(stage.name, stage.config, stage.parent, skip)
     parent = steps[stage.parent]
     assert isinstance(parent, Step)
     others = {step.artifact.name: step.artifact for step in steps.values() if isinstance(step, Step)}
@@ -201,22 +203,15 @@ def _carry_out(opened: Opened, stage: Stage, steps: Mapping[str, Step | Row]) ->
     log.unlink(missing_ok=True)
     try:
         return opened.session.apply(parent.artifact, stage.config, stage.name, others)
-    except NotApplicableError as error:
-        return _not_made(stage, Skip(kind="not_applicable", reason=str(error)))
-    except EngineError as error:  # no kernels for it on this machine
-        return _not_made(stage, Skip(kind="cannot_run_here", reason=str(error)))
-    except PassError as error:
-        reason = str(error) if error.__cause__ is None else _explained(error, log)
-        return _not_made(stage, Skip(kind="failed", reason=reason))
+    except (NotApplicableError, EngineError, PassError) as error:
+        skip = skip_of(error)
+        if isinstance(error, PassError) and error.__cause__ is not None:
+            skip = Skip(kind="failed", reason=_explained(error, log))
     except (PipelineError, OSError):
         raise
     except Exception as error:  # noqa: BLE001 - a library's failure on one model must not cost the other artifacts
-        return _not_made(stage, Skip(kind="failed", reason=_explained(error, log)))
-
-
-def _not_made(stage: Stage, skip: Skip) -> Row:
-    config = stage.config.model_dump(mode="json")
-    return Row(name=stage.name, operation=stage.operation.name, config=config, parent=stage.parent, skip=skip)
+        skip = Skip(kind="failed", reason=_explained(error, log))
+    return not_made(stage.name, stage.config, stage.parent, skip)
 
 
 def _error_log(opened: Opened, name: str) -> Path:
