@@ -331,7 +331,7 @@ class Session(Described):
             write_card(folder, card)
 
         key = NamedKey(made=planned.key, card=dataclasses.asdict(card)).digest
-        found = self.store.obtain(key, name_it, about=self._about(planned.name), shared=made)
+        found = self.store.obtain(key, name_it, about=self._about(planned.name))
         own = card.lineage[-1]
         if build_module is None and own.operation == BASELINE:
             build_module = functools.partial(first_module, self)

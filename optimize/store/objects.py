@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 from optimize.errors import NotApplicableError
 from optimize.store.files import temporary_for, write_json
+from optimize.store.hashes import Hashes
 from optimize.store.locks import Hold, exclusive, is_free
 from serve import layout
 from serve.hints import command
@@ -68,6 +70,8 @@ class Store(Described):
         self._temporary = root / ".store" / "tmp"
         self._unfinished = root / ".store" / "unfinished"
         self._locks = root / layout.LOCKS
+        self._hashes = Hashes(root / ".store" / "hashes.json")
+        weakref.finalize(self, self._hashes.save)
         #: Folder for files without a name.
         self.scratch = self._temporary
         try:
@@ -120,7 +124,7 @@ class Store(Described):
 
     def open(self, key: str) -> StoredObject | None:
         """A whole object, every file checked; None if it is absent or damaged."""
-        return self._found(key, None)
+        return self._found(key)
 
     def forget(self, key: str) -> None:
         """Remove an object, if it is there, so that it is made again."""
@@ -136,7 +140,6 @@ class Store(Described):
         waiting: Callable[[], None] | None = None,
         *,
         about: str = "",
-        shared: StoredObject | None = None,
     ) -> StoredObject:
         """The object under ``key``; built by ``build(folder)`` if it is not there.
 
@@ -147,19 +150,18 @@ class Store(Described):
             build: writes the object's files into an empty folder; what it raises leaves no trace.
             waiting: called once if another process is building the object.
             about: what it is, for people who prune; no part of the object's identity.
-            shared: a whole object that this one may have files in common with: those are not hashed again.
         """
-        if (found := self._found(key, shared)) is not None:
+        if (found := self._found(key)) is not None:
             return found
         with exclusive(self._locks / key, waiting):
-            if (found := self._found(key, shared)) is not None:
+            if (found := self._found(key)) is not None:
                 return found
             self.forget(key)  # what is left there is damaged; under the lock, so that nobody has just replaced it
             with self.workspace() as temporary:
                 content = temporary / "object"
                 content.mkdir()
                 try:
-                    manifest = _build(content, key, build, about, shared)
+                    manifest = _build(content, key, build, about, self._hashes.of)
                 except (NotApplicableError, UserError):
                     raise
                 except Exception as error:
@@ -171,9 +173,9 @@ class Store(Described):
             shutil.rmtree(self.unfinished(key), ignore_errors=True)
         return _stored(self._objects / key, manifest, cached=False)
 
-    def _found(self, key: str, shared: StoredObject | None) -> StoredObject | None:
+    def _found(self, key: str) -> StoredObject | None:
         folder = self._objects / key
-        if not folder.is_dir() or fault(folder, shared) is not None:
+        if not folder.is_dir() or fault(folder, self._hashes.of) is not None:
             return None
         return _stored(folder, _manifest(folder), cached=True)
 
@@ -199,11 +201,12 @@ class Store(Described):
         destination.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_for(destination)
         try:
-            try:
-                os.link(source, temporary)
-            except OSError:
-                shutil.copyfile(source, temporary)
-            temporary.replace(destination)
+            with self._hashes.unchanged(source):
+                try:
+                    os.link(source, temporary)
+                except OSError:
+                    shutil.copyfile(source, temporary)
+                temporary.replace(destination)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -225,7 +228,7 @@ class Store(Described):
 
 
 def _build(
-    content: Path, key: str, build: Callable[[Path], None], about: str, shared: StoredObject | None
+    content: Path, key: str, build: Callable[[Path], None], about: str, hash_of: Callable[[Path], str]
 ) -> dict[str, Any]:
     """Build an object in the empty folder ``content`` and seal it with its manifest, which is returned."""
     started = time.perf_counter()
@@ -234,7 +237,7 @@ def _build(
         "key": key,
         "about": about,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "files": {path.name: _hash(path, shared) for path in sorted(content.iterdir())},
+        "files": {path.name: hash_of(path) for path in sorted(content.iterdir())},
         "seconds": time.perf_counter() - started,
     }
     write_json(sealed(manifest), content / MANIFEST)
@@ -258,24 +261,14 @@ def _stored(folder: Path, manifest: Mapping[str, Any], *, cached: bool) -> Store
     return StoredObject(folder, float(manifest["seconds"]), cached, str(manifest["created"]), dict(manifest["files"]))
 
 
-def _hash(path: Path, shared: StoredObject | None) -> str:
-    """SHA-256 of a file; that of ``shared`` if it is the same file, whose content has just been checked there."""
-    if shared is not None and path.name in shared.files and path.samefile(shared.folder / path.name):
-        return shared.files[path.name]
-    return sha256_file(path)
-
-
 def no_space(folder: Path) -> str:
     """The one line for a full disk."""
     free = command("optimize prune", folder)
     return f"no space left on the disk of {folder}: free some ({free}), or name another --store"
 
 
-def fault(folder: Path, shared: StoredObject | None = None) -> str | None:
-    """What is wrong with an object's folder, in one line; None if it is whole.
-
-    Files that it has in common with ``shared``, which is whole, are not hashed.
-    """
+def fault(folder: Path, hash_of: Callable[[Path], str] = sha256_file) -> str | None:
+    """What is wrong with an object's folder, in one line; None if it is whole."""
     try:
         files: dict[str, str] = _manifest(folder)["files"]
     except (OSError, ValueError) as error:
@@ -284,6 +277,6 @@ def fault(folder: Path, shared: StoredObject | None = None) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if _hash(path, shared) != expected:
+        if hash_of(path) != expected:
             return f"{name} does not match its SHA-256"
     return None

@@ -18,6 +18,7 @@ from typing import Any, Final
 from optimize.data.folders import cache_folder
 from optimize.store.files import write_atomically
 from serve.runtime.documents import sealed, unsealed
+from serve.runtime.errors import UserError
 
 #: Entries of files that nobody asks for any more are dropped when there are so many.
 _MOST: Final = 4096
@@ -71,5 +72,5 @@ class SourceCache:
     def _path(self) -> Path | None:
         try:
             return cache_folder("sources") / f"{self._reader[:16]}.json"
-        except RuntimeError:  # there is no home
+        except UserError:  # there is no home
             return None
