@@ -12,7 +12,7 @@ from optimize.data.records import ImageData
 from optimize.listener import SILENT, Listener
 from optimize.models.teacher import Teacher
 from optimize.store.objects import Store
-from serve.runtime.card import Preprocessing
+from serve.runtime.card import Preprocessing, Probabilities
 from serve.runtime.described import Described
 from serve.runtime.images import normalise
 
@@ -39,6 +39,7 @@ class Context(Described):
         tensorboard: folder for the events of what trains; None: none are written.
         teacher: of what is being made, where its training has one.
         store: where a teacher's answers are kept; None: nowhere.
+        probabilities: what the logits of the network that is trained become, which decides the loss.
     """
 
     data: ImageData
@@ -54,6 +55,7 @@ class Context(Described):
     tensorboard: Path | None = None
     teacher: Teacher | None = None
     store: Store | None = None
+    probabilities: Probabilities = "softmax"
 
     def _facts(self) -> dict[str, str]:
         shape = " × ".join(map(str, self.preprocessing.shape))

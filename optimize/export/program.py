@@ -25,7 +25,9 @@ _MANGLED = re.compile(rb"___torch_mangle_\d+")
 def write_weights(module: nn.Module, folder: Path) -> None:
     """Write the state dict as ``weights.safetensors``, which is what a child's eager module is rebuilt from."""
     # Tied tensors are written once per name: a state dict read back must be complete.
-    state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in module.state_dict().items()}
+    # What `get_extra_state` gives beside tensors is as the module is built.
+    own = ((name, value) for name, value in module.state_dict().items() if isinstance(value, torch.Tensor))
+    state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in own}
     save_file(state, folder / WEIGHTS_FILE)
 
 

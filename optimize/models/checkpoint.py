@@ -6,14 +6,10 @@ are loaded into is found by `optimize.models.source`.
 
 from __future__ import annotations
 
-import argparse
-import errno
-import pathlib
-import re
-import warnings
+import types
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +18,9 @@ import torch
 from torch import nn
 
 from optimize.models.stated_classes import metadata_of, stated_classes
+from optimize.models.unpickling import load_pickle
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError, did_you_mean, first_line
-
-TRUST_FLAG = "--trust-checkpoint"
 
 WEIGHTS_KEY = "--weights-key"
 
@@ -43,11 +38,12 @@ _AVERAGED = (
 _HOLDERS = ("state_dict", "model", "model_state_dict", "module", "shadow", "net", "network", "weights", "params")
 #: What wrappers put before every name.
 PREFIXES = ("module.", "_orig_mod.")
-#: Settings that training scripts keep beside the weights, and that hold nothing but plain values.
-_PLAIN_TYPES: list[Any] = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
-#: How every file of torch's format before 1.6 begins: the pickled magic number.
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _HEAD = 128  # bytes that tell what a file is
+#: How deep in dicts and lists weights are looked for, and in how long lists.
+_DEEPEST, _LONGEST = 4, 64
+
+
+State = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,34 +54,44 @@ class Checkpoint:
         state: parameters and buffers by name, without wrappers' prefixes.
         sha256: of the file they were read from.
         info: plain numbers that stood beside the state dict, such as ``epoch`` or ``best_prec1``.
-        place: where in the file they lay, such as ``model_ema``; empty if they are the whole file.
+        place: where in the file they lay, such as ``model_ema``; empty if they are the whole file, or if only the
+            network can tell.
         notes: what a reader should know of the choice of that place.
         classes: lists of classes in the file, by their places, each in the order of the outputs.
+        others: the file's other state dicts by their place, as they lie there; see `cleaned`.
+        sure: whether ``state`` was the user's or the names' choice; if not, it is only the largest, and has its place
+            in ``others``, too.
     """
 
-    state: Mapping[str, torch.Tensor]
+    state: State
     sha256: str
     info: dict[str, int | float] = field(default_factory=dict)
     place: str = ""
     notes: tuple[str, ...] = ()
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    others: Mapping[str, State] = field(default_factory=dict, repr=False)
+    sure: bool = True
 
 
 @dataclass(frozen=True)
-class _Cleaned:
-    """A usable state dict, and what is wrong with the tensors that are not in it."""
+class Cleaned:
+    """A usable state dict, what is wrong with the tensors that are not in it, and the names of what is no tensor."""
 
-    state: Mapping[str, torch.Tensor]
+    state: State
     faults: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
-def read_checkpoint(path: Path, *, trust_pickle: bool = False, weights_key: str | None = None) -> Checkpoint:
+def read_checkpoint(
+    path: Path, *, trust_pickle: bool = False, weights_key: str | None = None, home: types.ModuleType | None = None
+) -> Checkpoint:
     """Read a ``.pt``/``.pth``/``.th``/``.tar``/``.ckpt`` or ``.safetensors`` file that holds a state dict.
 
-    The state dict may be the whole file or lie under ``state_dict``, ``model``, ``model_state_dict`` …
-    (nested too); averaged weights beside it (``ema``, ``model_ema``, ``state_dict_ema`` …) go first. The
-    prefixes that wrappers add (``module.`` of DataParallel when every key has it, ``_orig_mod.`` of
-    ``torch.compile``) are taken off.
+    The state dict may be the whole file or lie anywhere in its dicts and lists. Where training scripts usually put it
+    (``state_dict``, ``model``, ``model_state_dict`` …) is looked at first, and averaged weights beside it (``ema``,
+    ``model_ema``, ``state_dict_ema`` …) go before it; of other places the network decides, see
+    `optimize.models.fitting`. The prefixes that wrappers add (``module.`` of DataParallel when every key has it,
+    ``_orig_mod.`` of ``torch.compile``) are taken off.
 
     Args:
         path: the file.
@@ -93,6 +99,7 @@ def read_checkpoint(path: Path, *, trust_pickle: bool = False, weights_key: str 
             whole pickled ``nn.Module`` is then accepted as well.
         weights_key: which weights of the file to take: their place, such as ``model`` or ``state_dict_ema``, or
             what the names of the wanted ones begin with, such as ``teacher.``; None chooses as said above.
+        home: where a trusted pickle's classes are looked for that cannot be imported by the name that it has.
 
     Raises:
         UserError: there is no such file, it is not a checkpoint, is broken, holds no state dict (none under
@@ -118,21 +125,29 @@ def read_checkpoint(path: Path, *, trust_pickle: bool = False, weights_key: str 
         content: object = _load_safetensors(path)
     else:
         _refuse_torchscript(path)
-        content = _load_pickle(path, head, trust_pickle)
+        content = load_pickle(path, head, trust=trust_pickle, home=home)
+    states = _states(content)
     if weights_key is not None:
-        place, cleaned = _asked_for(content, weights_key, path)
+        place, chosen = _asked_for(content, states, weights_key, path)
         notes: tuple[str, ...] = (f"the weights of {place!r} are used, as asked for",)
+        others: dict[str, State] = {}
+        sure = True
     else:
-        place, cleaned, notes = _chosen(content, path)
-    if cleaned.faults:
-        raise UserError(f"{path}: needs dense tensors of real numbers: {listing(list(cleaned.faults))}")
+        place, chosen, notes = _chosen(states, content, path)
+        sure = len(states) == 1 or _is_usual(place, states[place])
+        others = {at: state for at, state in states.items() if at != place or not sure}
+    if chosen.faults:
+        raise UserError(f"{path}: needs dense tensors of real numbers: {listing(list(chosen.faults))}")
+    if chosen.left:
+        notes = (*notes, f"left out of it, being no tensors: {listing(list(chosen.left))}")
     info = {
         key: value
         for key, value in (content.items() if isinstance(content, Mapping) else ())
         if isinstance(key, str) and isinstance(value, int | float) and not isinstance(value, bool)
     }
     classes = stated_classes(metadata_of(path) if path.suffix == ".safetensors" else content)
-    return Checkpoint(cleaned.state, digest, info, place, notes, classes)
+    place, notes = (place, notes) if sure else ("", ())
+    return Checkpoint(chosen.state, digest, info, place, notes, classes, others, sure)
 
 
 def _another_kind(head: bytes) -> str | None:
@@ -166,71 +181,80 @@ def _refuse_torchscript(path: Path) -> None:
         raise UserError(f"{path}: is a TorchScript archive, not a checkpoint; save model.state_dict() of the original")
 
 
-def _load_pickle(path: Path, head: bytes, trust_pickle: bool) -> object:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Python 2 wrote text as bytes; latin-1 reads any of them.
-            with torch.serialization.safe_globals(_PLAIN_TYPES):
-                return torch.load(path, map_location="cpu", weights_only=not trust_pickle, encoding="latin1")
-    except Exception as error:  # noqa: BLE001 - unpicklers raise KeyError, IndexError, EOFError, UnicodeError …
-        text = re.sub(r"\x1b\[\d*m", "", str(error))
-        opt_in = f"if you trust where the file comes from, add {TRUST_FLAG}"
-        if not trust_pickle and (match := re.search(r"GLOBAL ([\w.]+)", text)):
-            raise UserError(
-                f"{path}: is not only weights, loading it would run code: it needs the Python object "
-                f"{match.group(1)}; {opt_in}"
-            ) from None
-        if not head.startswith((b"PK\x03\x04", _LEGACY_MAGIC)):
-            if "legacy .tar" in text:
-                raise UserError(f"{path}: torch's tar format of 2016 loads only by running code; {opt_in}") from None
-            if head[8:9] == b"{":  # behind eight bytes of its length
-                raise UserError(f"{path}: looks like a safetensors file; let its name end in .safetensors") from None
-            raise UserError(f"{path}: is not a PyTorch checkpoint (nor does it end in .safetensors)") from None
-        # Where a zip file ends within its last 64 kB or so, torch (2.14) seeks to before its beginning.
-        broken = isinstance(error, EOFError) or (isinstance(error, OSError) and error.errno == errno.EINVAL)
-        if broken or re.search(r"central directory|unexpected EOF|corrupted", text):
-            raise UserError(f"{path}: is truncated or corrupted; copy or download it again") from None
-        if not trust_pickle and (match := re.search(r"WeightsUnpickler error:\s*(\S.*)", text)):
-            raise UserError(f"{path}: needs more than plain weights ({match.group(1)[:120]}); {opt_in}") from None
-        raise UserError(f"{path}: cannot be read as a checkpoint ({first_line(error)})") from None
-
-
-def _states(content: object, at: str = "", depth: int = 0) -> dict[str, Mapping[str, torch.Tensor]]:
-    """Every mapping from names to tensors where training scripts put one, by its place; averaged weights first."""
+def _states(content: Any, at: str = "", depth: int = 0) -> dict[str, State]:
+    """Every mapping from names to tensors by its place in a file: averaged weights first, then the usual places."""
     if isinstance(content, nn.Module):
         return {at: content.state_dict()}
-    if not isinstance(content, Mapping) or depth > 4:
+    if depth > _DEEPEST:
         return {}
-    if content and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in content.items()):
-        return {at: content}
-    found: dict[str, Mapping[str, torch.Tensor]] = {}
-    for holder in (*_AVERAGED, *_HOLDERS):
-        found |= _states(content.get(holder), f"{at}.{holder}" if at else holder, depth + 1)
-    return found
+    found: dict[str, State] = {}
+    for part, value in _entries(content):
+        found |= _states(value, f"{at}.{part}" if at else part, depth + 1)
+    named = isinstance(content, Mapping) and all(isinstance(key, str) for key in content)
+    if named and any(isinstance(value, torch.Tensor) for value in content.values()):
+        found[at] = content
+    return dict(sorted(found.items(), key=lambda entry: _rank(*entry))) if not depth else found
+
+
+def _entries(content: object) -> Iterator[tuple[str, object]]:
+    """What a dict or a list holds, by name or number; the usual names first."""
+    if isinstance(content, list | tuple):
+        yield from ((str(number), value) for number, value in enumerate(content[:_LONGEST]))
+    elif isinstance(content, Mapping):
+        usual = (*_AVERAGED, *_HOLDERS)
+        yield from ((name, content[name]) for name in usual if name in content)
+        # The state of an optimizer is by parameter, and what a module saves of its own need not be tensors.
+        yield from (
+            (name, value)
+            for name, value in content.items()
+            if isinstance(name, str) and name not in usual and not name.startswith("optim") and not _is_extra(name)
+        )
+
+
+def _is_extra(name: str) -> bool:
+    """Whether a name of a state dict is what `nn.Module.get_extra_state` gave, of whatever type."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _is_averaged(place: str) -> bool:
     return any(part in _AVERAGED for part in place.split("."))
 
 
-def _chosen(content: object, path: Path) -> tuple[str, _Cleaned, tuple[str, ...]]:
+def _is_usual(place: str, state: Mapping[str, Any]) -> bool:
+    """Whether weights lie where training scripts put them, and nothing but weights."""
+    parts = filter(None, place.split("."))
+    return all(part in (*_AVERAGED, *_HOLDERS) for part in parts) and not any(
+        isinstance(value, Mapping | list | tuple) and not _is_extra(name) for name, value in state.items()
+    )
+
+
+def _rank(place: str, state: State) -> int:
+    return (0 if _is_averaged(place) else 1) if _is_usual(place, state) else 2
+
+
+def _chosen(states: Mapping[str, State], content: object, path: Path) -> tuple[str, Cleaned, tuple[str, ...]]:
     """Where the weights lie by themselves, they, and what a reader should know of the choice.
 
     Averaged weights are those that their training reported and meant to be used, so they go first, unless they lack
-    what the others have (averages of parameters alone have no batch-norm statistics).
+    what the others have (averages of parameters alone have no batch-norm statistics). Where no place is a usual one it
+    is the largest.
     """
-    states = _states(content)
     if not states:
         raise UserError(f"{path}: holds no state dict ({_outline(content)}); save model.state_dict()")
-    averaged = next((place for place in states if _is_averaged(place)), None)
-    plain = next((place for place in states if not _is_averaged(place)), None)
+    usual = [place for place, state in states.items() if _is_usual(place, state)]
+    averaged = next((place for place in usual if _is_averaged(place)), None)
+    plain = next((place for place in usual if not _is_averaged(place)), None)
     if averaged is None or plain is None:
         place = plain if plain is not None else averaged
-        assert place is not None
+        if place is None:
+            place = max(states, key=lambda at: len(states[at]))
+            return place, cleaned(states[place]), (f"the weights lie in {place!r}",)
         note = (f"the weights are averaged ones (EMA), of {place!r}",) if averaged is not None else ()
-        return place, _clean(states[place]), note
-    smooth, last = _clean(states[averaged]), _clean(states[plain])
+        alike = [at for at, state in states.items() if at != place and state.keys() == states[place].keys()]
+        if alike and averaged is None:
+            note = (f"the weights of {place!r} are used; {WEIGHTS_KEY} {alike[0]} takes others",)
+        return place, cleaned(states[place]), note
+    smooth, last = cleaned(states[averaged]), cleaned(states[plain])
     if lacking := [key for key in last.state if key not in smooth.state]:
         told = f"the averaged weights (EMA) of {averaged!r} lack {listing(lacking, 2)}, those of {plain!r} are used"
         return plain, last, (told,)
@@ -238,20 +262,21 @@ def _chosen(content: object, path: Path) -> tuple[str, _Cleaned, tuple[str, ...]
     return averaged, smooth, (told,)
 
 
-def _asked_for(content: object, wanted: str, path: Path) -> tuple[str, _Cleaned]:
+def _asked_for(content: object, states: Mapping[str, State], wanted: str, path: Path) -> tuple[str, Cleaned]:
     """The weights in the place that the user names, or those whose names begin with what the user names."""
+    if wanted in states:
+        return wanted, cleaned(states[wanted])
     value = content
     for part in wanted.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        value = dict(_entries(value)).get(part)
     for place, state in _states(value, wanted).items():
-        return place, _clean(state)
-    states = _states(content)
+        return place, cleaned(state)
     prefix = wanted.rstrip(".") + "."
     for place, state in states.items():
-        cleaned = _clean(state)
-        if kept := {key: value for key, value in cleaned.state.items() if key.startswith(prefix)}:
-            faults = tuple(fault for fault in cleaned.faults if fault.startswith(prefix))
-            return f"{place}:{prefix}" if place else prefix, _Cleaned(
+        whole = cleaned(state)
+        if kept := {key: value for key, value in whole.state.items() if key.startswith(prefix)}:
+            faults = tuple(fault for fault in whole.faults if fault.startswith(prefix))
+            return f"{place}:{prefix}" if place else prefix, Cleaned(
                 {key.removeprefix(prefix): value for key, value in kept.items()}, faults
             )
     prefixes = sorted({f"{key.partition('.')[0]}." for state in states.values() for key in state if "." in key})
@@ -260,11 +285,13 @@ def _asked_for(content: object, wanted: str, path: Path) -> tuple[str, _Cleaned]
     raise UserError(f"{path}: holds no weights under {wanted!r}{did_you_mean(wanted, known)}; there are {there}")
 
 
-def _clean(found: Mapping[str, torch.Tensor]) -> _Cleaned:
+def cleaned(found: State) -> Cleaned:
     """Take wrappers' prefixes off and make every tensor plain, on the host, in float32 if it is floating."""
     metadata = getattr(found, "_metadata", None)
+    tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+    left = tuple(key for key in found if key not in tensors)
     # torch.optim.swa_utils.AveragedModel counts its steps beside the wrapped module's keys.
-    state = {key: value for key, value in found.items() if key != "n_averaged"}
+    state = {key: value for key, value in tensors.items() if key != "n_averaged"}
     while state and (prefix := next((p for p in PREFIXES if all(k.startswith(p) for k in state)), None)):
         state = {key.removeprefix(prefix): value for key, value in state.items()}
         if isinstance(metadata, Mapping):
@@ -284,7 +311,7 @@ def _clean(found: Mapping[str, torch.Tensor]) -> _Cleaned:
             faults.append(f"{key} is of {str(value.dtype).removeprefix('torch.')}, which torch does not convert")
     if isinstance(metadata, Mapping):
         clean._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
-    return _Cleaned(clean, tuple(faults))
+    return Cleaned(clean, tuple(faults), left)
 
 
 def _unfit(value: torch.Tensor) -> str | None:

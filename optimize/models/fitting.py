@@ -2,66 +2,145 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from optimize.models.checkpoint import PREFIXES, WEIGHTS_KEY, Checkpoint, listing
+from optimize.models.checkpoint import PREFIXES, WEIGHTS_KEY, Checkpoint, State, cleaned, listing
 from serve.runtime.errors import UserError
 
-State = Mapping[str, torch.Tensor]
+#: Names by file key, or by a shorter form of one.
+Names = Mapping[str, str]
+
+#: What training scripts call what they save beside a network: weights of a loss, counts of a metric.
+_BESIDE = re.compile(r"(^|_)(criterion|loss|metrics?)(_|\d|$)")
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A state dict as it goes into a module, or why it does not.
+
+    Attributes:
+        state: with the module's names, and the versions of its modules.
+        notes: what was bridged and left out, in words.
+        faults: what keeps it from being loaded, in words.
+        lacking: whether the module needs more than there is.
+    """
+
+    state: Mapping[str, Any]
+    notes: tuple[str, ...]
+    faults: tuple[str, ...]
+    lacking: bool
 
 
 def load_into(model: nn.Module, checkpoint: Checkpoint, path: Path) -> tuple[str, ...]:
     """Copy ``checkpoint`` into ``model``: every key must be there, be expected, and have its shape.
 
     A prefix that all keys of one of the two have and the other lacks is bridged, such as the ``model.`` of a
-    LightningModule. Left out without complaint: BatchNorm's ``num_batches_tracked`` (absent before torch 0.4.1), and
-    the auxiliary classifiers of GoogLeNet and Inception, which serve training only.
+    LightningModule, and so are the marks that wrappers leave inside names. Of several things in one state dict, those
+    with the one prefix are taken that are all that the model needs, and fit. Names that a module's own loading
+    converts, as torch's weight norm does, are left to it. Left out without complaint: BatchNorm's
+    ``num_batches_tracked`` (absent before torch 0.4.1), and the auxiliary classifiers of GoogLeNet and Inception, which
+    serve training only.
+
+    Of a file whose state dicts have unusual places, the one is taken that fits.
 
     Returns:
-        What was bridged, in words for a reader.
+        What was bridged and left out, in words for a reader.
 
     Raises:
         UserError: keys are missing, unexpected or mis-shaped, or weights are integers or not finite; all by name, and
-            with the prefix that would fit if there is one.
+            with the prefix that would fit if there is one. Or several of the file's state dicts fit.
     """
-    own: State = model.state_dict()
-    renamed, note = _bridged(checkpoint.state, own)
-    state = _fitted(renamed, own)
-    if faults := _faults(state, own):
-        raise UserError(f"{path}: does not fit the model{f' ({note})' if note else ''}: {'; '.join(faults)}")
-    loaded = OrderedDict(state)
-    # Some modules (torchvision's MNASNet, 0.29) refuse a state dict without the version that
-    # ``state_dict()`` keeps in this attribute, and rewrite themselves for an old one.
-    metadata = getattr(checkpoint.state, "_metadata", None) if renamed is checkpoint.state else None
-    metadata = metadata or getattr(own, "_metadata", None)
-    if metadata is not None:
-        loaded._metadata = metadata  # type: ignore[attr-defined]
-    model.load_state_dict(loaded)
-    return (note,) if note else ()
+    fit = _fit(model, checkpoint.state)
+    if not checkpoint.sure or (fit.lacking and checkpoint.others):
+        fit = _of_others(model, checkpoint, path) or fit
+    if fit.faults:
+        note = f" ({'; '.join(fit.notes)})" if fit.notes else ""
+        all_of = "" if checkpoint.sure else f", by none of {listing(list(checkpoint.others), 4)}"
+        raise UserError(f"{path}: does not fit the model{note}{all_of}: {'; '.join(fit.faults)}")
+    model.load_state_dict(fit.state)
+    return fit.notes
 
 
-def _bridged(state: State, own: State) -> tuple[State, str]:
-    """``state`` without, or with, the prefix that makes more of its keys fit; and what was done."""
-    as_it_is = sum(key in own for key in state)
-    off = _best(_prefixes(state, own))
-    if off and off[1] > as_it_is and all(key.startswith(off[0]) for key in state):
-        short = {key.removeprefix(off[0]): value for key, value in state.items()}
-        return short, f"the prefix {off[0]!r} of its names is left out"
-    on = _best(_prefixes(own, state))
-    if on and on[1] > as_it_is and all(key.startswith(on[0]) for key in own):
+def _of_others(model: nn.Module, checkpoint: Checkpoint, path: Path) -> _Fit | None:
+    """The one of the file's other state dicts that fits; None where none does."""
+    usable = ((place, cleaned(state)) for place, state in checkpoint.others.items())
+    tried = ((place, _fit(model, found.state)) for place, found in usable if not found.faults)
+    fits = {place: fit for place, fit in tried if not fit.faults}
+    if len(fits) > 1:
+        ways = " or ".join(f"{WEIGHTS_KEY} {place}" for place in fits)
+        raise UserError(f"{path}: holds {len(fits)} state dicts that fit the model; say which to take: {ways}")
+    for place, fit in fits.items():
+        return replace(fit, notes=(f"the weights of {place!r} are used, the only ones that fit", *fit.notes))
+    return None
+
+
+def _fit(model: nn.Module, state: State) -> _Fit:
+    """``state`` as it goes into ``model``: whole, or what begins with the one prefix that fits."""
+    own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    views = list(_views(state, own))
+    fits = [_judged(model, state, own, *_whole(*view)) for view in views]
+    if not any(whole := [fit for fit in fits if not fit.faults]):
+        whole = [fit for part in _parts(*views[-1]) if not (fit := _judged(model, state, own, *part)).faults]
+    # Of several parts that fit, which are two networks, the faults of the whole name each.
+    return fits[0] if len(whole) != 1 and fits[0].faults else whole[0]
+
+
+def _views(state: State, own: State) -> Iterator[tuple[Names, Names]]:
+    """Both by the names that they have, and without the marks of wrappers in the middle of these, if that is unique."""
+    yield {key: key for key in state}, {key: key for key in own}
+    bare, targets = {_bare(key): key for key in state}, {_bare(key): key for key in own}
+    if len(bare) == len(state) and len(targets) == len(own):
+        yield bare, targets
+
+
+def _bare(key: str) -> str:
+    """A name without the parts that `nn.DataParallel` and ``torch.compile`` put into it, wherever they stand."""
+    *parts, last = key.split(".")
+    return ".".join([*(part for part in parts if f"{part}." not in PREFIXES), last])
+
+
+def _whole(names: Names, targets: Names) -> tuple[dict[str, str], str]:
+    """What each of a file's names becomes in a module, by the prefix that makes more fit; and what was done.
+
+    Args:
+        names: the file's keys, by how they are called here.
+        targets: the module's, likewise.
+    """
+    as_it_is = sum(name in targets for name in names)
+    renamed, note = {name: name for name in names}, ""
+    off = _best(_prefixes(names, targets))
+    on = _best(_prefixes(targets, names))
+    if off and off[1] > as_it_is and all(name.startswith(off[0]) for name in names):
+        renamed = {name: name.removeprefix(off[0]) for name in names}
+        note = f"the prefix {off[0]!r} of its names is left out"
+    elif on and on[1] > as_it_is and all(target.startswith(on[0]) for target in targets):
+        renamed = {name: on[0] + name for name in names}
         # The model itself may have one child called ``module``: then the prefix was no wrapper's.
         note = "" if on[0] in PREFIXES else f"the prefix {on[0]!r} is put before its names"
-        return {on[0] + key: value for key, value in state.items()}, note
-    return state, ""
+    return {names[name]: targets.get(new, new) for name, new in renamed.items()}, note
 
 
-def _prefixes(keys: Iterable[str], targets: State) -> Counter[str]:
+def _parts(names: Names, targets: Names) -> Iterator[tuple[dict[str, str], str]]:
+    """As `_whole`, of those names alone that begin with a prefix under which there is most of what is needed."""
+    needed = [target for target in targets if not target.endswith("num_batches_tracked")]
+    counts = _prefixes(names, targets)
+    for prefix in [prefix for prefix, count in counts.items() if 2 * count > len(needed)]:
+        part = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        left = [names[name] for name in names if name not in part]
+        note = f"those of its names are used that begin with {prefix!r}, and not {listing(left, 4)}"
+        yield {names[name]: targets.get(new, new) for name, new in part.items()}, note
+
+
+def _prefixes(keys: Iterable[str], targets: Container[str]) -> Counter[str]:
     """How many of ``keys`` are one of ``targets`` behind a prefix, for each prefix."""
     found: Counter[str] = Counter()
     for key in keys:
@@ -75,20 +154,75 @@ def _best(prefixes: Counter[str]) -> tuple[str, int] | None:
     return max(prefixes.items(), key=lambda entry: (entry[1], -len(entry[0])), default=None)
 
 
-def _fitted(state: State, own: State) -> dict[str, torch.Tensor]:
-    """Bridge the differences in naming that carry no information."""
-    fitted = dict(state)
-    for key in list(fitted):
+def _judged(model: nn.Module, state: State, own: State, names: Names, note: str) -> _Fit:
+    """A state dict under a module's names: whether it can be loaded, and what is left out of it."""
+    fitted, left = _fitted({name: state[key] for key, name in names.items()}, own)
+    notes = (*filter(None, [note]), *([f"left out of it: {listing(left)}"] if left else []))
+    # What a module keeps of its own beside tensors (`get_extra_state`) stays as it is built.
+    extra = {key: value for key, value in model.state_dict().items() if key not in own}
+    told = _versions(getattr(state, "_metadata", None), names)
+    ours = getattr(model.state_dict(), "_metadata", None)
+    missing, unexpected = [key for key in own if key not in fitted], [key for key in fitted if key not in own]
+    if missing or unexpected:
+        for versions in (told,) if told else (ours, {}):
+            loaded = _with_versions({**extra, **fitted}, versions)
+            if _takes(model, loaded):
+                return _Fit(loaded, notes, tuple(_broken(fitted)), lacking=False)
+    # Some modules (torchvision's MNASNet, 0.29) refuse a state dict without the version that
+    # ``state_dict()`` keeps in this attribute, and rewrite themselves for an old one.
+    loaded = _with_versions({**extra, **fitted}, told or ours)
+    return _Fit(loaded, notes, tuple(_faults(fitted, own)), bool(missing))
+
+
+def _takes(model: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether a module loads what it does not know by name, by converting names itself; it is left as it is."""
+    try:
+        result = copy.deepcopy(model).load_state_dict(state, strict=False)
+    except Exception:  # noqa: BLE001 - of another shape, or whatever the user's own loading raises
+        return False
+    return not result.missing_keys and not result.unexpected_keys
+
+
+def _with_versions(state: Mapping[str, Any], versions: Mapping[str, Any] | None) -> OrderedDict[str, Any]:
+    ordered = OrderedDict(state)
+    if versions is not None:
+        ordered._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return ordered
+
+
+def _versions(metadata: object, names: Names) -> dict[str, Any]:
+    """What a state dict notes of each module (its version), by the names that these get."""
+    if not isinstance(metadata, Mapping) or not metadata:
+        return {}
+    moved = {}
+    for key, name in names.items():
+        for dot in [0, *(match.end() for match in re.finditer(r"\.", key))]:
+            module, rest = key[:dot].rstrip("."), key[dot:]
+            if module in metadata and name.endswith(rest):
+                moved[name.removesuffix(rest).rstrip(".")] = metadata[module]
+    return moved
+
+
+def _fitted(state: State, own: State) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Bridge the differences in naming that carry no information; and the names of what is no part of the network."""
+    fitted, left = dict(state), []
+    tops = {key.partition(".")[0] for key in own}
+    for key, value in state.items():
         # torchvision's DenseNet files predate the ban on dots in names: "norm.1.weight".
         renamed = re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", key)
+        top = key.partition(".")[0]
+        beside = top not in tops and (_BESIDE.search(top) is not None or (top == key and not value.shape))
         if key not in own and renamed in own:
             fitted[renamed] = fitted.pop(key)
         elif key not in own and key.startswith(("AuxLogits.", "aux1.", "aux2.")):
             del fitted[key]
+        elif key not in own and (beside or key.endswith("_extra_state")):
+            del fitted[key]
+            left.append(key)
     for key, value in own.items():
-        if key.endswith("num_batches_tracked") and key not in fitted:
-            fitted[key] = torch.zeros_like(value, device="cpu")
-    return fitted
+        if key.endswith(("num_batches_tracked", "_extra_state")) and key not in fitted:
+            fitted[key] = torch.zeros_like(value, device="cpu") if key.endswith("tracked") else value
+    return fitted, left
 
 
 def _faults(state: State, own: State) -> list[str]:
@@ -98,7 +232,6 @@ def _faults(state: State, own: State) -> list[str]:
     misshaped = [key for key in own if key in state and state[key].shape != own[key].shape]
     # Of int8 tensors that stand for reals by a scale elsewhere, the integers alone would be loaded as they are.
     integers = [key for key in own if key in state and own[key].is_floating_point() > state[key].is_floating_point()]
-    broken = [key for key, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
     faults = []
     if missing or unexpected:
         groups = (("missing", missing), ("unexpected", unexpected))
@@ -112,9 +245,12 @@ def _faults(state: State, own: State) -> list[str]:
     if integers:
         kinds = [f"{key} ({str(state[key].dtype).removeprefix('torch.')})" for key in integers]
         faults.append(f"{len(kinds)} are integers where the model has floating-point weights: {listing(kinds)}")
-    if broken:
-        faults.append(f"{len(broken)} tensors hold NaN or infinite weights: {listing(broken)}")
-    return faults
+    return faults + _broken(state)
+
+
+def _broken(state: State) -> list[str]:
+    broken = [key for key, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
+    return [f"{len(broken)} tensors hold NaN or infinite weights: {listing(broken)}"] if broken else []
 
 
 def _that_would_fit(state: State, own: State) -> list[str]:

@@ -14,7 +14,7 @@ from torch import nn
 from optimize.models import timm
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.live import module_digest, tensors_digest
-from optimize.models.source import ModelSource, unwrapped
+from optimize.models.source import ModelSource, innermost, unwrapped
 from optimize.models.stated_classes import stated_classes
 from optimize.models.user import declared_preprocessing
 from serve.runtime.errors import UserError, one_line
@@ -34,7 +34,7 @@ def module_source(module: nn.Module) -> tuple[ModelSource, Checkpoint]:
     Raises:
         UserError: it is no eager module, has parameters without values, or cannot be copied.
     """
-    given = unwrapped(module)
+    given = innermost(module)
     if isinstance(given, torch.jit.ScriptModule):
         raise UserError("a TorchScript module cannot be optimised; give the nn.Module that it was made from")
     if not isinstance(given, nn.Module):
@@ -45,7 +45,9 @@ def module_source(module: nn.Module) -> tuple[ModelSource, Checkpoint]:
         if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             raise UserError(f"{name}: {key} has no values yet; load weights, or run a batch through it first")
     try:
-        own = copy.deepcopy(module).cpu().float().eval()
+        own = copy.deepcopy(module)
+        unwrapped(own)
+        own = own.cpu().float().eval()
     except Exception as error:  # noqa: BLE001 - whatever the module holds may refuse to be copied
         raise UserError(f"{name}: cannot be copied: {one_line(error)}") from None
     for parameter in own.parameters():

@@ -6,6 +6,7 @@ Each origin has its file: `optimize.models.torchvision`, `optimize.models.timm`,
 
 from __future__ import annotations
 
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class ModelSource(Described):
         size_multiple: the side must be a multiple of this (a ViT's patch).
         only_size: the one side that it can take, where named weights fix it.
         origin: which file of this package made it.
+        home: the imported module of the user's own code, where classes of pickled networks are looked for.
         factory: what `build` calls with ``num_classes`` and ``image_size``.
     """
 
@@ -55,6 +57,7 @@ class ModelSource(Described):
     size_multiple: int = 1
     only_size: int | None = None
     origin: Origin = "user"
+    home: types.ModuleType | None = field(default=None, repr=False, compare=False)
     factory: Callable[[int, int | None], Any] = field(default=_identity, repr=False, compare=False)
 
     def build(self, num_classes: int, image_size: int | None = None) -> nn.Module:
@@ -113,7 +116,23 @@ class ModelSource(Described):
 
 
 def unwrapped(module: object) -> object:
-    """What is inside of the wrappers of ``torch.compile`` and of data parallelism; of anything else, itself."""
+    """A module without the wrappers of ``torch.compile`` and of data parallelism, around it and in it, in place.
+
+    Anything else is given back as it is.
+    """
+    module = innermost(module)
+    if isinstance(module, nn.Module) and not isinstance(module, torch.jit.ScriptModule):
+        for part in list(module.modules()):
+            if isinstance(part, torch.jit.ScriptModule):
+                continue
+            part._compiled_call_impl = None  # of `nn.Module.compile`
+            for name, child in part._modules.items():
+                part._modules[name] = innermost(child)
+    return module
+
+
+def innermost(module: Any) -> Any:
+    """What is inside of the wrappers around a module; see `unwrapped`."""
     while isinstance(module, nn.Module) and not isinstance(module, torch.jit.ScriptModule):
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             module = module.module

@@ -58,6 +58,7 @@ def user_source(reference: str) -> ModelSource:
         preprocessing=preprocessing,
         declared_by=declared_by,
         undeclared=undeclared,
+        home=module,
         factory=functools.partial(_build, factory, neighbourhood),
     )
 

@@ -290,6 +290,8 @@ def _with_weights(job: Job, source: ModelSource) -> tuple[ModelSource, Checkpoin
         source, checkpoint = with_named_weights(source, job.weights)
         return source, checkpoint, Path(f"torchvision's {job.weights}")
     if job.checkpoint is not None:
-        checkpoint = read_checkpoint(job.checkpoint, trust_pickle=job.trust_checkpoint, weights_key=job.weights_key)
+        checkpoint = read_checkpoint(
+            job.checkpoint, trust_pickle=job.trust_checkpoint, weights_key=job.weights_key, home=source.home
+        )
         return with_checkpoint(source, checkpoint), checkpoint, job.checkpoint
     return source, None, None

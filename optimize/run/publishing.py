@@ -97,7 +97,7 @@ def publish(
         serving = options.over(Serving(executions, evidence=evidence_of(row)), card)
         beside = {SERVING_FILE: serving.text}
         if (known := known_answer(row, recommended, first, sample)) is not None:
-            beside[KNOWN_FILE] = known.text
+            beside[KNOWN_FILE] = dataclasses.replace(known, probabilities=card.probabilities).text
         _publish_artifact(store, artifact, target, row.measurements() | {"machine": machine.to_json()}, beside)
         path = layout.archive_path(folder.parent, folder.name, artifact.name)
         key, digest = _publish_archive(store, target, card, beside, path)

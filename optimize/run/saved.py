@@ -92,7 +92,7 @@ def _planned(ancestor: Ancestor) -> Planned:
 
 def _structure(session: Session, lineage: tuple[Ancestor, ...]) -> nn.Module:
     """A module of the structure that the lineage gives to the session's model, with any weights."""
-    module = first_module(session).eval()
+    module = first_module(session, lineage[0].structure).eval()
     for ancestor in lineage[1:]:
         step = find_pass(ancestor.operation)
         module = step.rebuilt(module, session.context.example(), ancestor.structure).eval()

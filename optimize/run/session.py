@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -256,7 +257,7 @@ class Session(Described):
         )
 
         def write(folder: Path) -> Product:
-            context = self._keeping(key, planned.name, teaching)
+            context = self._keeping(key, planned.name, teaching, parent)
             torch.manual_seed(self.context.seed)
             product: Product = step.apply(parent, in_words(config), context, folder)
             return _with_zeros_counted(product, folder) if zeros else product
@@ -266,7 +267,7 @@ class Session(Described):
         collect(sum(file.stat().st_size for file in parent.folder.iterdir()))
         return obtained
 
-    def _keeping(self, key: Key, name: str, teaching: Teaching | None) -> Context:
+    def _keeping(self, key: Key, name: str, teaching: Teaching | None, parent: Artifact | None = None) -> Context:
         """The context of making what has this key: it goes on where it was interrupted, and has its teacher opened.
 
         ``name`` is for its events.
@@ -277,6 +278,7 @@ class Session(Described):
             tensorboard=self._events(name),
             teacher=teaching.open() if teaching else None,
             store=self.store,
+            probabilities=parent.card.probabilities if parent else "softmax",
         )
 
     def _events(self, name: str) -> Path | None:
@@ -334,7 +336,7 @@ class Session(Described):
         found = self.store.obtain(key, name_it, about=self._about(planned.name))
         own = card.lineage[-1]
         if build_module is None and own.operation == BASELINE:
-            build_module = functools.partial(first_module, self)
+            build_module = functools.partial(first_module, self, own.structure)
         elif build_module is None and parent is not None and planned.kind in EAGER:
             build_module = functools.partial(rebuilt, self, own, parent)
         artifact = Artifact(
@@ -363,6 +365,7 @@ class Session(Described):
             input_dtype=product.input_dtype,
             device=product.device,
             target=product.target,
+            probabilities=parent.card.probabilities if parent else product.probabilities,
             preprocessing=self.context.preprocessing,
             classes=data.classes,
             files={name: digest for name, digest in stored.files.items() if name != PRODUCT_FILE},
@@ -397,9 +400,9 @@ def _versions(libraries: tuple[str, ...]) -> dict[str, str | None]:
     return {name: known.get(name) or installed_version(name) for name in (*libraries, "optimize")}
 
 
-def first_module(session: Session) -> torch.nn.Module:
-    """The model as its code builds it, with random weights."""
-    return new_module(session.source, session.context)
+def first_module(session: Session, structure: Mapping[str, Any] = MappingProxyType({})) -> torch.nn.Module:
+    """The model as its code builds it, with random weights; ``structure`` is what the baseline's lineage says of it."""
+    return new_module(session.source, session.context, structure.get("ending", "logits"))
 
 
 def rebuilt(session: Session, step: Ancestor, parent: Artifact) -> torch.nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from optimize.context import Context
@@ -14,6 +15,7 @@ from optimize.measure.machine import installed_version
 from optimize.models.built import architecture_of
 from optimize.models.checkpoint import Checkpoint, read_checkpoint
 from optimize.models.fitting import load_into
+from optimize.models.logits import ending_of, giving_logits
 from optimize.models.module import module_source
 from optimize.models.resolve import resolve_model, with_checkpoint, with_named_weights
 from optimize.models.source import ModelSource
@@ -21,11 +23,16 @@ from optimize.models.teacher import Served, Teacher, Teaching
 from optimize.store.artifact import KIND_NAMES, Artifact
 from optimize.store.keys import content, make_key
 from optimize.store.sources import source_digest
+from optimize.training.baseline import new_module
 from optimize.training.distil import SELF, Distil, TeacherModel
 from serve.runtime.card import Preprocessing
 from serve.runtime.engines.base import find_engine, preferred
 from serve.runtime.errors import UserError, did_you_mean
 from serve.runtime.execution import Execution
+from serve.runtime.images import normalise
+
+#: Images whose answers tell what a teacher ends in.
+_EXAMPLES = 8
 
 
 def find_teacher(distil: Distil, context: Context, parent: Artifact | None, others: Mapping[str, Artifact]) -> Teaching:
@@ -104,13 +111,14 @@ def _model(given: TeacherModel | nn.Module, context: Context) -> Teaching:
     own = _normalised(source, context)
 
     def build() -> Teacher:
-        module = source.build(len(context.data.classes), context.preprocessing.crop[0])
+        module = new_module(source, context)
         try:
             load_into(module, checkpoint, origin)
         except UserError as error:
             said = str(error).removeprefix(f"{source.name}: ")  # which is the origin of a module's own weights
             raise UserError(f"distil.teacher: {source.name}: {said}") from None
-        return Teacher(source.name, digest, module.eval(), own.mean, own.std)
+        module = giving_logits(module, ending_of(module.eval(), _images(context, own)))
+        return Teacher(source.name, digest, module, own.mean, own.std)
 
     architecture = architecture_of(source, len(context.data.classes), context.preprocessing)
     digest = _digest(make_key(source=architecture, weights=[checkpoint.sha256, checkpoint.place]), own)
@@ -138,7 +146,9 @@ def _weights(given: TeacherModel | nn.Module) -> tuple[ModelSource, Checkpoint, 
         source, checkpoint = with_named_weights(source, given.weights)
         return source, checkpoint, Path(f"torchvision's {given.weights}")
     assert given.checkpoint is not None
-    checkpoint = read_checkpoint(given.checkpoint, trust_pickle=given.trust_checkpoint, weights_key=given.weights_key)
+    checkpoint = read_checkpoint(
+        given.checkpoint, trust_pickle=given.trust_checkpoint, weights_key=given.weights_key, home=source.home
+    )
     return with_checkpoint(source, checkpoint), checkpoint, given.checkpoint
 
 
@@ -148,6 +158,11 @@ def _normalised(source: ModelSource, context: Context) -> Preprocessing:
     if own is None or {"mean", "std"} & source.undeclared or own.channels != ours.channels:
         return ours
     return dataclasses.replace(ours, mean=own.mean, std=own.std)
+
+
+def _images(context: Context, own: Preprocessing) -> torch.Tensor:
+    """Real images as a teacher takes them, ``float32 (N, C, H, W)``."""
+    return normalise(context.pixels(_EXAMPLES), own, torch.device("cpu"), torch.float32)
 
 
 def _digest(network: str, preprocessing: Preprocessing) -> str:

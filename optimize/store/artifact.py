@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from optimize.errors import PassError
 from optimize.store.files import write_json
 from optimize.store.history import History
-from serve.runtime.card import Card, Device, Format, InputType, load_card
+from serve.runtime.card import Card, Device, Format, InputType, Probabilities, load_card
 from serve.runtime.described import Described
 from serve.runtime.errors import CardError, UserError
 
@@ -51,6 +52,7 @@ class Product:
 
     ``structure`` is what the pass's ``resize`` needs to give a parent's module this one's shapes, as JSON values.
     ``training`` is how each training went that made it, for reports: two of one key differ in their times.
+    ``probabilities`` is what the baseline's logits become; what is made of it has the same.
     """
 
     file: str
@@ -62,6 +64,7 @@ class Product:
     notes: tuple[str, ...] = ()
     structure: Mapping[str, Any] = field(default_factory=dict)
     training: tuple[History, ...] = ()
+    probabilities: Probabilities = "softmax"
 
 
 @dataclass(frozen=True)
@@ -144,9 +147,11 @@ class Artifact(Described):
         if self.build_module is None:
             raise PassError(f"{self.name} is {KIND_NAMES[self.kind]} and has no eager module")
         module = self.build_module()
-        state = OrderedDict(load_file(self.folder / WEIGHTS_FILE))
+        own = module.state_dict()
+        extra = {name: value for name, value in own.items() if not isinstance(value, torch.Tensor)}
+        state = OrderedDict({**extra, **load_file(self.folder / WEIGHTS_FILE)})
         # MNASNet refuses a state dict without the versions that nn.Module.state_dict notes beside it.
-        state._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+        state._metadata = own._metadata  # type: ignore[attr-defined]
         module.load_state_dict(state)
         return module.eval()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -11,11 +12,13 @@ from optimize.context import Context
 from optimize.export.program import write_program, write_weights
 from optimize.models.checkpoint import Checkpoint
 from optimize.models.fitting import load_into
+from optimize.models.logits import ENDINGS, ending_of, giving_logits, materialised, with_one_tensor
 from optimize.models.source import ModelSource
 from optimize.store.artifact import Product
 from optimize.store.history import History
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
+from serve.runtime.card import Probabilities
 from serve.runtime.errors import UserError, one_line
 
 _SEEN = (
@@ -25,13 +28,26 @@ _SEEN = (
 _ANY_NUMBER = (
     "it must take any number of images: where squeeze() takes the batch's axis away, write flatten(1) in its place"
 )
+#: Images whose answers tell what a network ends in, and those that its program is traced with.
+_EXAMPLES, _TRACED = 8, 4
 #: Of the largest logit; kernels for one image round otherwise, by less than a hundredth of this.
 _ROUNDED = 1e-2
 
 
-def new_module(source: ModelSource, context: Context) -> nn.Module:
-    """The model as its code builds it for the run's classes and image size, with random weights."""
-    return source.build(len(context.data.classes), context.preprocessing.crop[0])
+def new_module(source: ModelSource, context: Context, ending: str = "logits") -> nn.Module:
+    """The model as its code builds it for the run's classes and image size, with random weights.
+
+    Args:
+        source: the model's architecture.
+        context: data and preprocessing.
+        ending: what its forward ends in, as `ending_of` found it; the module gives the logits before that.
+
+    Raises:
+        UserError: it cannot be built, or its answer holds several tensors.
+    """
+    module = source.build(len(context.data.classes), context.preprocessing.crop[0])
+    shape = context.preprocessing.shape
+    return giving_logits(with_one_tensor(materialised(module, shape), shape), ending)
 
 
 def make_baseline(
@@ -55,26 +71,41 @@ def make_baseline(
         UserError: the checkpoint does not fit, or the model does not map images to one logit a class.
         PassError: the training diverged, or the model cannot be written as a program.
     """
-    example = context.example()
+    example, classes = context.example(_EXAMPLES), len(context.data.classes)
     torch.manual_seed(context.seed)
     module = new_module(source, context)
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     training: tuple[History, ...] = ()
     if isinstance(weights, Checkpoint):
         bridged = load_into(module, weights, origin or Path("checkpoint"))
         for note in bridged:
             context.listener.said(f"{origin or 'checkpoint'}: {note}")
         notes = (f"weights of a checkpoint, SHA-256 {weights.sha256}", *weights.notes, *bridged, _SEEN)
-    else:
-        with torch.random.fork_rng(devices=[]):  # a forward may draw numbers, and the training has its own
-            _check_output(module.eval(), example, len(context.data.classes))  # before hours are spent on it
-        result = train(module.train(), context, weights)
+    with torch.random.fork_rng(devices=[]):  # a forward may draw numbers, and the training has its own
+        _check_output(module.eval(), example[:_TRACED], classes)  # before hours are spent on it
+    ending = ending_of(module, example)
+    module = giving_logits(module, ending)
+    probabilities: Probabilities = "sigmoid" if ending == "sigmoid" else "softmax"
+    if isinstance(weights, TrainingConfig):
+        result = train(module.train(), dataclasses.replace(context, probabilities=probabilities), weights)
         notes, training = (f"trained here: {result.kept}", *result.notes), (result.history,)
     module = module.cpu().eval()
-    _check_output(module, example, len(context.data.classes))
+    _check_output(module, example[:_TRACED], classes)
+    if ending != "logits":
+        context.listener.said(ENDINGS[ending])
+        notes = (*notes, ENDINGS[ending])
     write_weights(module, folder)
-    file, file_format = write_program(module, example, folder)
-    return Product(file, file_format, "float32", notes=notes, training=training)
+    file, file_format = write_program(module, example[:_TRACED], folder)
+    structure = {"ending": ending} if ending != "logits" else {}
+    return Product(
+        file,
+        file_format,
+        "float32",
+        notes=notes,
+        structure=structure,
+        training=training,
+        probabilities=probabilities,
+    )
 
 
 def _check_output(module: nn.Module, example: torch.Tensor, classes: int) -> None:

@@ -19,6 +19,7 @@ from optimize.training.config import TrainingConfig
 from optimize.training.distil import Distil
 from optimize.training.features import Student, match, relative_error
 from optimize.training.precision import Precision
+from serve.runtime.card import Probabilities
 from serve.runtime.errors import UserError, one_line
 
 
@@ -37,7 +38,7 @@ class Piece(NamedTuple):
 
 
 class Objective:
-    """The cross-entropy with the labels.
+    """The cross-entropy with the labels; of a network that ends in a sigmoid, each class's own.
 
     Attributes:
         own: what is trained beside the network and left behind; it has parameters or not.
@@ -46,8 +47,8 @@ class Objective:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, config: TrainingConfig) -> None:
-        self._smoothing = config.label_smoothing
+    def __init__(self, config: TrainingConfig, probabilities: Probabilities = "softmax") -> None:
+        self._smoothing, self._probabilities = config.label_smoothing, probabilities
         self.own = nn.ModuleList()
 
     def student(self, module: nn.Module) -> nn.Module:
@@ -56,15 +57,40 @@ class Objective:
 
     def loss(self, outputs: Any, piece: Piece) -> torch.Tensor:
         """The mean over a piece's images; ``outputs`` are the student's, in float32."""
-        return functional.cross_entropy(outputs, piece.targets, label_smoothing=self._smoothing)
+        return label_loss(outputs, piece.targets, self._probabilities, self._smoothing)
 
 
-def soft_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+def label_loss(
+    logits: torch.Tensor, targets: torch.Tensor, probabilities: Probabilities, smoothing: float = 0.0
+) -> torch.Tensor:
+    """The cross-entropy of logits with labels in nats, the mean over images.
+
+    Where each class has a probability of its own it is the binary one, summed over the classes.
+
+    Args:
+        logits: ``(N, classes)``.
+        targets: labels ``int64 (N,)``, or shares ``float32 (N, classes)``.
+        probabilities: what the logits become.
+        smoothing: share of each target that is spread over all classes.
+    """
+    if probabilities == "softmax":
+        return functional.cross_entropy(logits, targets, label_smoothing=smoothing)
+    shares = functional.one_hot(targets, logits.shape[1]).to(logits) if targets.ndim == 1 else targets
+    smooth = shares * (1 - smoothing) + smoothing / logits.shape[1]
+    return functional.binary_cross_entropy_with_logits(logits, smooth, reduction="none").sum(1).mean()
+
+
+def soft_loss(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float, probabilities: Probabilities = "softmax"
+) -> torch.Tensor:
     """``T**2 KL(teacher || student)`` of softened logits ``(N, classes)``, the mean over images in nats.
 
     Hinton et al. 2015 (arXiv:1503.02531), section 2: multiplied by ``T**2``, its gradients stay as large as those of
-    the labels whatever the temperature.
+    the labels whatever the temperature. Where each class has a probability of its own it is the binary cross-entropy
+    with the teacher's.
     """
+    if probabilities == "sigmoid":
+        return label_loss(student / temperature, (teacher / temperature).sigmoid(), probabilities) * temperature**2
     own, wanted = (functional.log_softmax(logits / temperature, 1) for logits in (student, teacher))
     return functional.kl_div(own, wanted, reduction="batchmean", log_target=True) * temperature**2
 
@@ -95,7 +121,7 @@ class Distillation(Objective):
         precision: Precision,
         nodes: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, context.probabilities)
         if config.distil is None or context.teacher is None:
             raise ValueError("there is no teacher")
         self._settings, self._teacher, self._context = config.distil, context.teacher, context
@@ -127,7 +153,7 @@ class Distillation(Objective):
         if settings.weight < 1:
             parts.append((1 - settings.weight) * super().loss(logits, piece))
         if settings.weight:
-            parts.append(settings.weight * soft_loss(logits, wanted, settings.temperature))
+            parts.append(settings.weight * soft_loss(logits, wanted, settings.temperature, self._probabilities))
         if values:
             errors = [relative_error(own, other) for own, other in zip(values, others, strict=True)]
             parts.append(settings.feature_weight * torch.stack(errors).mean())
@@ -197,5 +223,5 @@ def objective(
 ) -> Objective:
     """What ``config`` asks to be made smaller; arguments and errors as of `Distillation`."""
     if config.distil is None:
-        return Objective(config)
+        return Objective(config, context.probabilities)
     return Distillation(module, context, config, fit, precision=precision, nodes=nodes)

@@ -116,7 +116,8 @@ def readme(subject: Subject) -> str:
         "",
         *(f"{number}. {step}" for number, step in enumerate(steps, 1)),
         "",
-        "The answer has a logit for each class in the order of `labels.txt`; softmax gives probabilities. Pixels, time",
+        f"The answer has a logit for each class in the order of `labels.txt`; {subject.card.probabilities} gives "
+        "probabilities. Pixels, time",
         "and files are not limited here as by the project's own servers: whoever prepares the images limits them.",
         "",
     ]

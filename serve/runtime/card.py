@@ -35,6 +35,9 @@ Interpolation = Literal["nearest", "bilinear", "bicubic"]
 #: Of the network's input; ``uint8``: pixels as they are, which the graph itself normalises.
 InputType = Literal["float32", "float16", "bfloat16", "uint8"]
 
+#: What logits become: shares of all classes that sum to one, or a probability of each class by itself.
+Probabilities = Literal["softmax", "sigmoid"]
+
 _T = TypeVar("_T")
 
 
@@ -132,6 +135,7 @@ class Card(Described):
             configuration), by path; empty in an artifact's own folder.
         certificate: of an INT8 artifact, how near each engine's answers are to what its integers mean; None where that
             was not found out.
+        probabilities: what the file's logits become in answers; see `predictor.probabilities_of`.
     """
 
     name: str
@@ -152,6 +156,7 @@ class Card(Described):
     notes: tuple[str, ...] = ()
     packed: Mapping[str, str] = field(default_factory=dict)
     certificate: Certificate | None = None
+    probabilities: Probabilities = "softmax"
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -160,6 +165,7 @@ class Card(Described):
         fields.word("card: format", self.format)
         fields.one_of("card: device", self.device, get_args(Device))
         fields.one_of("card: input_dtype", self.input_dtype, get_args(InputType))
+        fields.one_of("card: probabilities", self.probabilities, get_args(Probabilities))
         if self.target is not None:
             fields.text("card: target", self.target)
         if not isinstance(self.preprocessing, Preprocessing):

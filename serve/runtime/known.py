@@ -14,9 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from . import fields
+from .card import Probabilities
 from .documents import parse_document, read_document
 from .errors import CardError
 
@@ -42,12 +43,14 @@ class KnownAnswer:
         logits: one for each class.
         execution: what gave them, in one word.
         tolerance: see `TOLERANCE`.
+        probabilities: what the logits become in answers, as the card says.
     """
 
     image: bytes
     logits: tuple[float, ...]
     execution: str
     tolerance: float = TOLERANCE
+    probabilities: Probabilities = "softmax"
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -59,6 +62,7 @@ class KnownAnswer:
             raise CardError("known: the list of logits is empty")
         fields.text("known: execution", self.execution)
         fields.number("known: tolerance", self.tolerance, 0.0, 1.0)
+        fields.one_of("known: probabilities", self.probabilities, get_args(Probabilities))
         fields.whole("known: schema", self.schema, SCHEMA, SCHEMA)
 
     @property
@@ -77,11 +81,16 @@ class KnownAnswer:
         """
         if len(probabilities) != len(self.logits) or not all(0.0 <= value <= 1.001 for value in probabilities):
             return math.inf
+        found = (math.log(value) if value > 0 else _LEAST for value in probabilities)
+        return max(abs(max(a, _LEAST) - max(b, _LEAST)) for a, b in zip(found, self._logarithms(), strict=True))
+
+    def _logarithms(self) -> Sequence[float]:
+        """Of the known probabilities."""
+        if self.probabilities == "sigmoid":
+            return [min(logit, 0.0) - math.log1p(math.exp(-abs(logit))) for logit in self.logits]
         largest = max(self.logits)
         total = largest + math.log(math.fsum(math.exp(logit - largest) for logit in self.logits))
-        found = (math.log(value) if value > 0 else _LEAST for value in probabilities)
-        known = (logit - total for logit in self.logits)
-        return max(abs(max(a, _LEAST) - max(b, _LEAST)) for a, b in zip(found, known, strict=True))
+        return [logit - total for logit in self.logits]
 
     def seen_in(self, by_class: Mapping[int, float]) -> str:
         """A line that says how near an answer is to this one.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .budget import Budget
-from .card import Card, Preprocessing, load_card
+from .card import Card, Preprocessing, Probabilities, load_card
 from .decoders.base import CPU, Decoder
 from .described import Described
 from .device_turns import turn_at
@@ -34,7 +34,7 @@ _NOT_FINITE = Refusal(500, "the network gave no finite numbers (NaN or infinity)
 
 @dataclass(frozen=True)
 class Label(Described):
-    """One class of an answer; ``probability`` is the softmax over all classes, in [0, 1]."""
+    """One class of an answer; ``probability`` is in [0, 1], see `probabilities_of`."""
 
     label: str
     index: int
@@ -71,6 +71,11 @@ def infer(
         batch = transfer.send(images)
         inputs = batch if dtype == torch.uint8 else normalise(batch, preprocessing, engine.device, dtype)
         return transfer.receive(engine.run(inputs))
+
+
+def probabilities_of(logits: torch.Tensor, kind: Probabilities) -> torch.Tensor:
+    """Logits ``(N, classes)`` as probabilities: shares that sum to one, or of each class by itself (``sigmoid``)."""
+    return logits.sigmoid() if kind == "sigmoid" else logits.softmax(dim=1)
 
 
 @dataclass(frozen=True)
@@ -146,8 +151,8 @@ class Predictor(Described):
             return infer(self.engine, images, self.card.preprocessing, self._dtype, self._transfer)
 
     def probabilities(self, batch: torch.Tensor) -> torch.Tensor:
-        """As `logits`, with the softmax taken."""
-        return self.logits(batch).softmax(dim=1)
+        """As `logits`, as the probabilities that the card says, in [0, 1]."""
+        return probabilities_of(self.logits(batch), self.card.probabilities)
 
     def warm_up(self, batch_sizes: Iterable[int], repeats: int = 3) -> None:
         """Run every batch size a few times: TorchScript optimises on its second run, CUDA on its first."""
@@ -236,7 +241,7 @@ class Predictor(Described):
     def _best(self, logits: torch.Tensor, wanted: Sequence[int]) -> list[Outcome]:
         """The best classes of each row, best first; equal ones by index."""
         finite = logits.isfinite().all(dim=1).tolist()
-        probabilities = logits.softmax(dim=1)
+        probabilities = probabilities_of(logits, self.card.probabilities)
         count = probabilities.shape[1]
         # One more than is wanted, to see whether that is as good: of equal values topk takes any. For 8 rows of 1000
         # classes a stable sort takes 0.3 ms, and this 0.02 (torch 2.14).
@@ -287,6 +292,7 @@ class Predictor(Described):
             "max_batch": self.max_batch,
             "input": {"shape": list(card.preprocessing.shape), "dtype": card.input_dtype},
             "classes": len(card.classes),
+            "probabilities": card.probabilities,
             "content": card.content,
             # It was measured with the runtime's own decoder; others give other pixels.
             "accuracy": self.accuracy if self.decoder is None else None,

@@ -71,16 +71,30 @@ def test_names_that_fit_need_no_words():
     assert load_into(Net(), Checkpoint(weights(), "0" * 64), pathlib.Path("net.pt")) == ()
 
 
-def test_a_misfit_names_the_prefix_that_would_fit_and_that_takes_it(tmp_path):
-    content = lightning(prefixed(weights(1), "model.") | {"criterion.weight": torch.ones(3)})
+def test_a_loss_s_weights_beside_the_network_are_left_out_and_this_is_said(tmp_path):
+    content = lightning(
+        prefixed(weights(1), "model.") | {"criterion.weight": torch.ones(3), "auc.preds": torch.ones(4)}
+    )
     path = saved(content, tmp_path)
-    with pytest.raises(UserError, match=r"what begins with 'model\.' would fit: --weights-key model\.") as caught:
-        load_into(Net(), read_checkpoint(path), path)
-    assert "\n" not in str(caught.value)
+    net = Net()
+    (note,) = load_into(net, read_checkpoint(path), path)
+    assert note == "those of its names are used that begin with 'model.', and not criterion.weight, auc.preds"
+    assert_same(net.state_dict(), weights(1))
     checkpoint, net = read_checkpoint(path, weights_key="model."), Net()
     load_into(net, checkpoint, path)
     assert checkpoint.place == "state_dict:model."
     assert_same(net.state_dict(), weights(1))
+
+
+def test_a_misfit_names_the_prefix_that_has_most_of_what_is_needed(tmp_path):
+    state = prefixed(weights(1), "model.") | {"criterion.weight": torch.ones(3)}
+    del state["model.conv.bias"]
+    path = saved(lightning(state), tmp_path)
+    with pytest.raises(
+        UserError, match=r"what begins with 'model\.' has 7 of the 8 names .*: --weights-key model\."
+    ) as caught:
+        load_into(Net(), read_checkpoint(path), path)
+    assert "\n" not in str(caught.value)
 
 
 def test_of_two_networks_in_one_file_both_are_named_and_neither_is_guessed(tmp_path):

@@ -1,0 +1,296 @@
+"""A network of any kind of answer → one that gives logits ``(N, classes)``: what trains, quantizes and serves.
+
+A forward may give a tuple, a dict or a record with its logits in it, and it may end in a softmax or a sigmoid. Both are
+found out by running it. Its class is then replaced by a subclass, as `torch.nn.utils.parametrize` does, so that all
+names of its layers stay.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from serve.runtime.errors import UserError, one_line
+
+#: What a network's numbers are: logits, or what a softmax, its logarithm or a sigmoid makes of them.
+Ending = Literal["logits", "softmax", "log-softmax", "sigmoid"]
+
+#: How an answer is told to a reader.
+ENDINGS: Mapping[Ending, str] = {
+    "softmax": "the network ends in a softmax: its logits are taken, and its probabilities are served as they are",
+    "log-softmax": "the network ends in a log-softmax, whose answers are logits, too",
+    "sigmoid": "the network ends in a sigmoid for each class: its logits are taken, and each class is served with its "
+    "own probability, which need not sum to one",
+}
+
+#: One step from an answer to its tensor: an item or an attribute, and its name or number.
+_Step = tuple[Literal["item", "attribute"], Any]
+
+#: How far sums of probabilities in float32 are off.
+_SUM = 1e-3
+#: What the last weights are multiplied by, to see whether it is they that keep answers within [0, 1].
+_FACTORS = (1e3, -1e3)
+#: Of probabilities whose logits are not at hand: log(p) from -80, log(p / (1 - p)) up to 16; also in half precision.
+_LEAST, _MOST, _TINY, _NEXT_TO_ONE = -80.0, 16.0, 1e-35, 6e-8
+_ACTIVATIONS: Mapping[Ending, frozenset[Any]] = {
+    "softmax": frozenset(
+        {torch.softmax, torch.special.softmax, nn.functional.softmax, torch.Tensor.softmax, nn.Softmax, "softmax"}
+    ),
+    "sigmoid": frozenset(
+        {torch.sigmoid, torch.special.expit, nn.functional.sigmoid, torch.Tensor.sigmoid, nn.Sigmoid, "sigmoid"}
+    ),
+}
+
+
+def materialised(module: nn.Module, shape: tuple[int, int, int]) -> nn.Module:
+    """Give lazy layers their shapes, by a batch of empty images ``(2, *shape)``; the mode stays.
+
+    Raises:
+        UserError: the forward fails on it.
+    """
+    tensors = (*module.parameters(), *module.buffers())
+    if any(isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer) for tensor in tensors):
+        training = module.training
+        try:
+            with torch.no_grad():
+                module.eval()(torch.zeros(2, *shape))
+        except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
+            raise UserError(f"the model fails on an input of shape {(2, *shape)}: {one_line(error)}") from None
+        module.train(training)
+    return module
+
+
+def with_one_tensor(module: nn.Module, shape: tuple[int, int, int]) -> nn.Module:
+    """A network that gives a tensor, where its forward gives a tuple, a dict or a record that holds one.
+
+    The only tensor is taken, or that which is called ``logits``. A forward that fails is left as it is.
+
+    Args:
+        module: its class is changed in place.
+        shape: ``(C, H, W)`` of an image.
+
+    Raises:
+        UserError: there are several tensors, and none is called so; all are named with their shapes.
+    """
+    try:
+        answer = _answer(module, torch.zeros(2, *shape))
+    except Exception:  # noqa: BLE001 - whoever uses it says what is wrong with it
+        return module
+    if isinstance(answer, torch.Tensor):
+        return module
+    found = list(_tensors(answer))
+    called = [entry for entry in found if entry[0] and entry[0][-1][1] == "logits"]
+    one = found if len(found) == 1 else called
+    if len(one) != 1:
+        shapes = ", ".join(f"{_spelled(steps)} {tuple(tensor.shape)}" for steps, tensor in found)
+        raise UserError(
+            f"the model gives a {type(answer).__name__} of {len(found)} tensors ({shapes or 'none'}); it must give its "
+            "logits alone, or call them 'logits'"
+        )
+    steps = one[0][0]
+    return _replaced(module, lambda forward: _taken(forward, steps))
+
+
+def _answer(module: nn.Module, images: torch.Tensor) -> Any:
+    """What a network gives in eval mode; the mode and the random numbers stay as they are."""
+    training = [(part, part.training) for part in module.modules()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return module.eval()(images)
+    finally:
+        for part, mode in training:
+            part.training = mode
+
+
+def _tensors(answer: Any, steps: tuple[_Step, ...] = ()) -> Iterator[tuple[tuple[_Step, ...], torch.Tensor]]:
+    """Each tensor of an answer with the way to it."""
+    entries: list[tuple[_Step, Any]] = []
+    if isinstance(answer, torch.Tensor):
+        yield steps, answer
+    elif isinstance(answer, Mapping):  # Hugging Face's ModelOutput is one, too
+        entries = [(("item", key), value) for key, value in answer.items()]
+    elif dataclasses.is_dataclass(answer):
+        entries = [(("attribute", field.name), getattr(answer, field.name)) for field in dataclasses.fields(answer)]
+    elif isinstance(answer, tuple) and hasattr(answer, "_fields"):
+        entries = [(("attribute", name), getattr(answer, name)) for name in answer._fields]
+    elif isinstance(answer, list | tuple):
+        entries = [(("item", number), value) for number, value in enumerate(answer)]
+    elif hasattr(answer, "logits"):
+        entries = [(("attribute", "logits"), answer.logits)]
+    for step, value in entries:
+        yield from _tensors(value, (*steps, step))
+
+
+def _spelled(steps: tuple[_Step, ...]) -> str:
+    return "".join(f"[{name!r}]" if kind == "item" else f".{name}" for kind, name in steps)
+
+
+def _taken(forward: Callable[..., Any], steps: tuple[_Step, ...]) -> Callable[..., Any]:
+    def forward_of_one(self: nn.Module, images: torch.Tensor) -> Any:
+        answer = forward(self, images)
+        for kind, name in steps:
+            answer = answer[name] if kind == "item" else getattr(answer, name)
+        return answer
+
+    return forward_of_one
+
+
+class _Held(nn.Module):
+    """Holds a graph module, whose own class is written anew with each of its changes."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__()
+        self.network = graph
+
+    def forward(self, images: torch.Tensor) -> Any:
+        return self.network(images)
+
+
+def _replaced(module: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> nn.Module:
+    """The module with another forward, made of that of its class."""
+    if isinstance(module, fx.GraphModule):
+        module = _Held(module)
+    kind = type(module)
+    forward = change(kind.forward)
+    # Only images go in, as the forward of a subclass shows to whoever traces it.
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
+    return module
+
+
+def ending_of(module: nn.Module, images: torch.Tensor) -> Ending:
+    """What a network's answers are, measured.
+
+    Those of a softmax are at least 0 and sum to one, and of those of a log-softmax the exponentials do. Those of a
+    sigmoid are within [0, 1], also where the last weights are a thousand times as large.
+
+    Args:
+        module: gives ``(N, classes)``; in eval mode.
+        images: several real ones, ``float32 (N, C, H, W)``, normalised.
+    """
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            answers = module(images)
+    except Exception:  # noqa: BLE001 - whoever uses it says what is wrong with it
+        return "logits"
+    if not isinstance(answers, torch.Tensor) or answers.ndim != 2 or not answers.isfinite().all():
+        return "logits"
+    if (answers >= 0).all() and _sum_to_one(answers):
+        return "softmax"
+    if (answers <= 0).all() and _sum_to_one(answers.exp()):
+        return "log-softmax"
+    return "sigmoid" if _within(answers) and _stays_within(module, images, answers) else "logits"
+
+
+def _sum_to_one(probabilities: torch.Tensor) -> bool:
+    return bool(((probabilities.sum(1) - 1).abs() < _SUM).all())
+
+
+def _within(answers: torch.Tensor) -> bool:
+    return bool(((answers >= 0) & (answers <= 1)).all())
+
+
+def _stays_within(module: nn.Module, images: torch.Tensor, answers: torch.Tensor) -> bool:
+    """Whether answers stay within [0, 1] whatever the weights of the last layer are: logits can be there by chance."""
+    last: list[str] = []
+    hooks = [
+        layer.register_forward_hook(lambda *_, name=name: last.append(name))
+        for name, layer in module.named_modules()
+        if next(layer.parameters(recurse=False), None) is not None
+    ]
+    try:
+        with torch.no_grad():
+            module(images[:1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not last:
+        return False
+    for factor in _FACTORS:
+        other = copy.deepcopy(module)
+        with torch.no_grad():
+            for parameter in other.get_submodule(last[-1]).parameters(recurse=False):
+                parameter.mul_(factor)
+            found = other(images)
+        if not _within(found) or torch.equal(found, answers):
+            return False
+    return True
+
+
+def giving_logits(module: nn.Module, ending: str) -> nn.Module:
+    """A network that gives the logits that its probabilities are made of; its class is changed in place.
+
+    Where its last step is a softmax or a sigmoid, what that is given is taken, in eager mode and in a trace. Else the
+    logarithm of the probabilities is.
+
+    Args:
+        module: gives ``(N, classes)``.
+        ending: see `ending_of`.
+    """
+    if ending == "softmax":
+        return _replaced(module, lambda forward: _before(forward, "softmax", _log))
+    if ending == "sigmoid":
+        return _replaced(module, lambda forward: _before(forward, "sigmoid", _log_odds))
+    return module
+
+
+def _log(probabilities: torch.Tensor) -> torch.Tensor:
+    # Twice: before it for the gradient, behind it for half precision, where the first bound is 0.
+    return probabilities.clamp_min(_TINY).log().clamp_min(_LEAST)
+
+
+def _log_odds(probabilities: torch.Tensor) -> torch.Tensor:
+    sure = probabilities.clamp(_NEXT_TO_ONE, 1 - _NEXT_TO_ONE)
+    return (sure / (1 - sure)).log().clamp(-_MOST, _MOST)
+
+
+class _Heard(TorchFunctionMode):
+    """Remembers what the last call of an activation was given, and what it gave."""
+
+    def __init__(self, functions: frozenset[Any]) -> None:
+        super().__init__()
+        self.functions = functions
+        self.last: tuple[Any, Any] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        if func in self.functions:
+            self.last = (args[0] if args else (kwargs or {}).get("input"), answer)
+        return answer
+
+
+def _before(
+    forward: Callable[..., Any], ending: Ending, otherwise: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., Any]:
+    functions = _ACTIVATIONS[ending]
+
+    def forward_of_logits(self: nn.Module, images: Any) -> Any:
+        if isinstance(images, fx.Proxy):
+            answer = forward(self, images)
+            given = _given_in_graph(answer, functions)
+        else:
+            with _Heard(functions) as heard:
+                answer = forward(self, images)
+            given = heard.last[0] if heard.last is not None and heard.last[1] is answer else None
+        return otherwise(answer) if given is None else given
+
+    return forward_of_logits
+
+
+def _given_in_graph(answer: fx.Proxy, functions: frozenset[Any]) -> Any:
+    """What the activation is given whose node a traced answer is; None where it is another's."""
+    node = answer.node
+    if node.op == "call_module":
+        root: Any = answer.tracer.root  # type: ignore[attr-defined]
+        what: Any = type(root.get_submodule(str(node.target)))
+    else:
+        what = node.target
+    if what not in functions:
+        return None
+    given = node.args[0] if node.args else node.kwargs.get("input")
+    return answer.tracer.proxy(given) if isinstance(given, fx.Node) else None
