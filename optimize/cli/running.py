@@ -89,7 +89,11 @@ def run(  # noqa: PLR0917 - each is an option of the command line
         typer.Option(help="Which weights of the checkpoint: model, ema …, or a prefix such as teacher."),
     ] = None,
     resize: Annotated[
-        Optional[str], typer.Option(help="Pixels that an image's shorter side is scaled to.", metavar="PIXELS")  # noqa: UP045
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="Pixels that an image's shorter side is scaled to; or 224x192 (HxW): both sides, without a crop.",
+            metavar="PIXELS",
+        ),
     ] = None,
     crop: Annotated[
         Optional[str],  # noqa: UP045

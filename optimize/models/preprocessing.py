@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from optimize.data.records import ImageData
 from optimize.models.source import ModelSource
 from serve.config import Config, faults
-from serve.runtime.card import Interpolation, Preprocessing
+from serve.runtime.card import MOST_CHANNELS, Interpolation, Preprocessing
 from serve.runtime.described import Described, glance
 from serve.runtime.errors import CardError, UserError
 
@@ -49,6 +49,12 @@ def _sides(value: object) -> object:
     return (numbers[0], numbers[-1])
 
 
+def _scaled(value: object) -> object:
+    """The shorter side, or height and width as in `_sides`."""
+    pair = isinstance(value, list | tuple) or (isinstance(value, str) and re.search(r"[x×,]", value) is not None)
+    return _sides(value) if pair else _pixels(value)
+
+
 def _numbers(value: object) -> object:
     """One finite number per channel: ``[0.5, 0.5, 0.5]``, ``0.5``, ``"0.5, 0.5, 0.5"``."""
     parts: list[Any]
@@ -60,8 +66,11 @@ def _numbers(value: object) -> object:
         numbers = tuple(float("nan") if isinstance(part, bool) else float(part) for part in parts)
     except (TypeError, ValueError, OverflowError):
         numbers = ()
-    if len(numbers) not in (1, 3) or not all(map(math.isfinite, numbers)):
-        raise ValueError("must be one number per channel (three for RGB, one for grey), such as 0.485,0.456,0.406")
+    if not 1 <= len(numbers) <= MOST_CHANNELS or not all(map(math.isfinite, numbers)):
+        raise ValueError(
+            "must be one number per channel (three for RGB, one for grey, with alpha one more), such as "
+            "0.485,0.456,0.406"
+        )
     return numbers
 
 
@@ -102,11 +111,15 @@ class PreprocessingConfig(Config):
     Sizes and numbers may also be given as text, as on a command line: ``crop="224x192"``, ``mean="0.5,0.5,0.5"``.
     """
 
-    resize: Annotated[int | None, _unless_none(_pixels)] = Field(
-        default=None, description="pixels that an image's shorter side is scaled to"
+    resize: Annotated[int | tuple[int, int] | None, _unless_none(_scaled)] = Field(
+        default=None,
+        description="pixels that an image's shorter side is scaled to, or height and width that all of it is scaled "
+        "to, whatever its proportions",
     )
     crop: Annotated[int | tuple[int, int] | None, _unless_none(_sides)] = Field(
-        default=None, description="pixels that are cut from the centre, one side or height and width: the input's size"
+        default=None,
+        description="pixels that are cut from the centre, one side or height and width: the input's size. All where "
+        "resize is a height and a width",
     )
     mean: Annotated[float | tuple[float, ...] | None, _unless_none(_means)] = Field(
         default=None, description="subtracted from each channel after scaling to [0, 1]; one number per channel"
@@ -122,11 +135,8 @@ class PreprocessingConfig(Config):
     @model_validator(mode="after")
     def _fits_itself(self) -> PreprocessingConfig:
         given = self.given()
-        if "resize" in given and "crop" in given and min(given["crop"]) > given["resize"]:
-            raise ValueError(
-                f"crop {_size(given['crop'])} is larger than resize {given['resize']}: images would get a black "
-                f"border; resize must be at least {min(given['crop'])}"
-            )
+        if "resize" in given and "crop" in given and (fault := _border(given["resize"], given["crop"])):
+            raise ValueError(fault.format("", ""))
         if "mean" in given and "std" in given and len(given["mean"]) != len(given["std"]):
             raise ValueError(f"mean has {len(given['mean'])} numbers and std {len(given['std'])}; give as many")
         channels = next((len(given[part]) for part in ("mean", "std") if part in given), 3)
@@ -139,7 +149,10 @@ class PreprocessingConfig(Config):
 
     def given(self) -> dict[str, Any]:
         """The parts that are given, in the form that `Preprocessing` takes them."""
-        return {name: value for name in _PARTS if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _PARTS if (value := getattr(self, name)) is not None}
+        if isinstance(given.get("resize"), tuple):
+            given.setdefault("crop", given["resize"])
+        return given
 
 
 _PARTS = tuple(PreprocessingConfig.model_fields)
@@ -200,7 +213,7 @@ class ChosenPreprocessing(Described):
         """All parts in one line, those of one origin together: ``resize 256, crop 224x224, … (--crop)``."""
         chosen = self.preprocessing
         words = {
-            "resize": f"resize {chosen.resize}",
+            "resize": f"resize {chosen.resize if isinstance(chosen.resize, int) else _size(chosen.resize)}",
             "crop": f"crop {_size(chosen.crop)}",
             "interpolation": chosen.interpolation,
             "mean": f"mean {_listed(chosen.mean)}",
@@ -242,14 +255,13 @@ def choose_preprocessing(
                 "given, and mean the same; give one of them"
             )
         parts |= given
-        origins |= {name: wish.named(name) for name in given}
+        # A height and a width to scale to are the crop, too, where there is no other.
+        said = {name: name if getattr(wish.config, name) is not None else "resize" for name in given}
+        origins |= {name: wish.named(part) for name, part in said.items()}
     for side in sorted(set(parts["crop"])):
         source.check_size(side)
-    if min(parts["crop"]) > parts["resize"]:
-        raise UserError(
-            f"crop {_size(parts['crop'])} ({origins['crop']}) is larger than resize {parts['resize']} "
-            f"({origins['resize']}): images would get a black border; resize must be at least {min(parts['crop'])}"
-        )
+    if fault := _border(parts["resize"], parts["crop"]):
+        raise UserError(fault.format(f" ({origins['crop']})", f" ({origins['resize']})"))
     try:
         return ChosenPreprocessing(Preprocessing(**parts), origins)
     except CardError as error:
@@ -299,12 +311,17 @@ def _declared(source: ModelSource) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _sized(
     source: ModelSource, data: ImageData, image_size: int | None, declared: Mapping[str, Any]
-) -> tuple[int, int, str] | None:
+) -> tuple[int | tuple[int, int], int, str] | None:
     """Resize, crop and the reason, where the declared size is not the one to take."""
     if image_size is not None:
         source.check_size(image_size)
-        resize = round(image_size * declared["resize"] / min(declared["crop"]))
-        return resize, image_size, f"your image size of {image_size}"
+        why = f"your image size of {image_size}"
+        if isinstance(declared["resize"], tuple):
+            height, width = (
+                round(image_size * side / kept) for side, kept in zip(declared["resize"], declared["crop"], strict=True)
+            )
+            return (height, width), image_size, why
+        return round(image_size * declared["resize"] / min(declared["crop"])), image_size, why
     declared_by_user = source.origin in ("user", "module") and source.preprocessing is not None
     if declared_by_user or source.only_size is not None:
         return None
@@ -317,6 +334,16 @@ def _sized(
     side = source.legal_size(native)
     why = f"the data's images are {native}x{native}"
     return side, side, why if side == native else f"{why}, the network needs {side}x{side}"
+
+
+def _border(resize: int | tuple[int, int], crop: tuple[int, int]) -> str:
+    """Why images would get a black border, with ``{}`` for who says so of crop and resize; empty where they do not."""
+    if isinstance(resize, int):
+        fits, scaled, needed = min(crop) <= resize, str(resize), str(min(crop))
+    else:
+        fits, scaled, needed = crop[0] <= resize[0] and crop[1] <= resize[1], _size(resize), _size(crop)
+    told = f"crop {_size(crop)}{{}} is larger than resize {scaled}{{}}: images would get a black border"
+    return "" if fits else f"{told}; resize must be at least {needed}"
 
 
 def _size(sides: tuple[int, int]) -> str:

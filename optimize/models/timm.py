@@ -19,6 +19,8 @@ from serve.runtime.card import Interpolation, Preprocessing
 from serve.runtime.errors import UserError, did_you_mean, first_line
 
 PREFIX = "timm:"
+#: Modes of timm's crop that `Preprocessing` has, too.
+_CROPS = ("center", "squash")
 
 #: Side in pixels, a multiple of every patch size but 14, that a network is tried with to see whether its size is free.
 _TRIED = 128
@@ -82,15 +84,19 @@ def refuse_named_weights(source: ModelSource) -> UserError:
 
 
 def _preprocessing(name: str, wanted: Any) -> Preprocessing:
-    """As timm evaluates: the shorter side scaled to the input's size over ``crop_pct``, cut from the centre."""
+    """As timm evaluates: the shorter side scaled to the input's size over ``crop_pct``, cut from the centre.
+
+    With ``crop_mode`` ``squash``, both sides.
+    """
     channels, height, width = wanted.input_size
     if height != width:
         raise UserError(f"{PREFIX}{name}: takes images of {height}x{width} pixels; only square inputs are supported")
     if len(wanted.mean) != channels:
         raise UserError(f"{PREFIX}{name}: takes {channels} channels and declares {len(wanted.mean)} means")
     known = wanted.interpolation in get_args(Interpolation)
+    side = math.floor(height / wanted.crop_pct)
     return Preprocessing(
-        resize=math.floor(height / wanted.crop_pct),
+        resize=(side, side) if wanted.crop_mode == "squash" else side,
         crop=(height, width),
         mean=tuple(wanted.mean),
         std=tuple(wanted.std),
@@ -100,7 +106,7 @@ def _preprocessing(name: str, wanted: Any) -> Preprocessing:
 
 def _words(wanted: Any) -> str:
     tag = f"{wanted.architecture}.{wanted.tag}" if wanted.tag else wanted.architecture
-    other = [f"crop_mode {wanted.crop_mode!r} taken as 'center'"] if wanted.crop_mode != "center" else []
+    other = [f"crop_mode {wanted.crop_mode!r} taken as 'center'"] if wanted.crop_mode not in _CROPS else []
     if wanted.interpolation not in get_args(Interpolation):
         other.append(f"interpolation {wanted.interpolation!r} taken as 'bicubic'")
     return f"timm's pretrained_cfg of {tag}" + (f", {', '.join(other)}" if other else "")

@@ -233,7 +233,8 @@ def _machine(report: Report) -> list[Fact]:
 
 def _data(report: Report) -> list[Fact]:
     data, prep = report.data, report.data.preprocessing
-    scaled = f"shorter side to {prep.resize}, centre crop {plain(prep.crop)}"
+    resized = f"shorter side to {prep.resize}" if isinstance(prep.resize, int) else f"to {plain(prep.resize)}"
+    scaled = f"{resized}, centre crop {plain(prep.crop)}"
     return [
         ("Data set", data.name),
         ("Images", f"{count(data.train)} to train, {_judges(data)} to judge"),

@@ -18,7 +18,7 @@ from optimize.store.artifact import Product
 from optimize.store.history import History
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
-from serve.runtime.card import Probabilities
+from serve.runtime.card import MOST_CHANNELS, Probabilities
 from serve.runtime.errors import UserError, one_line
 
 _SEEN = (
@@ -159,9 +159,9 @@ def _shape(output: object) -> tuple[int, ...] | str:
 def _other_channels(module: nn.Module, channels: int) -> str:
     """What to do where the images' channels are not those of a network's first convolution; empty where they are."""
     first = next((layer for layer in module.modules() if isinstance(layer, nn.Conv2d)), None)
-    if first is None or first.in_channels == channels or first.in_channels not in (1, 3):
+    if first is None or first.in_channels == channels or first.in_channels > MOST_CHANNELS:
         return ""
-    numbers = "0.5" if first.in_channels == 1 else "0.5,0.5,0.5"
+    numbers = ",".join(["0.5"] * first.in_channels)
     return (
         f"; images have as many channels as mean and std have numbers, {channels}, and the first convolution takes "
         f"{first.in_channels}: give --mean and --std {first.in_channels} each, as {numbers}"

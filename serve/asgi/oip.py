@@ -252,9 +252,13 @@ def _pixels(signature: Signature, tensor: Tensor, data: bytes) -> tuple[bytes, .
 
 
 def _bitmap(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
-    """``uint8`` ``(H, W, C)`` as the bytes of a BMP file."""
+    """``uint8`` ``(H, W, C)`` as the bytes of a BMP file; with alpha, which there is no agreement on, of a PNG."""
     stream = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[-1] == 3 else pixels[..., 0])).save(stream, "BMP")
+    image = Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[-1] > 1 else pixels[..., 0]))
+    if image.mode in ("L", "RGB"):
+        image.save(stream, "BMP")
+    else:
+        image.save(stream, "PNG", compress_level=0)
     return stream.getvalue()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from serve.export.base import Subject, Target, register
 from serve.export.pbtxt import Word, text
+from serve.runtime.card import Preprocessing
 from serve.runtime.engines.base import chain_for, engines_for
 from serve.runtime.errors import UserError
 from serve.runtime.serving import Serving, read_serving
@@ -20,6 +21,8 @@ from serve.runtime.serving import Serving, read_serving
 _TYPES = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
 #: ONNX's own numbers of them (TensorProto.DataType).
 _OF_ONNX = {1: "TYPE_FP32", 2: "TYPE_UINT8", 10: "TYPE_FP16", 16: "TYPE_BF16"}
+#: Of one channel, of two …
+_COLOURS = ("grey", "grey and alpha", "RGB", "RGB and alpha")
 _QUEUE_US = 100_000
 
 
@@ -99,9 +102,9 @@ def readme(subject: Subject) -> str:
     normalises = subject.card.input_dtype == "uint8"
     steps = [
         "decode it, turn it as its EXIF orientation says, and convert it to "
-        + ("RGB" if own.channels == 3 else "grey")
+        + _COLOURS[own.channels - 1]
         + (f"; of greys of more than 8 bits, {own.pixel_max:g} is white" if own.pixel_max is not None else ""),
-        f"resize it so that the shorter side has {own.resize} pixels ({own.interpolation}, antialiased)",
+        f"resize it {_resized(own)} ({own.interpolation}, antialiased)",
         f"cut {own.crop[0]} x {own.crop[1]} pixels (height x width) from its centre",
         f"order it as (channels, height, width) = {tuple(own.shape)}",
         "send the pixels as they are (uint8): the graph normalises them"
@@ -122,6 +125,12 @@ def readme(subject: Subject) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _resized(own: Preprocessing) -> str:
+    if isinstance(own.resize, int):
+        return f"so that the shorter side has {own.resize} pixels"
+    return f"to {own.resize[0]} x {own.resize[1]} pixels (height x width)"
 
 
 TRITON = register(

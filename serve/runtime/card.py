@@ -27,6 +27,8 @@ SCHEMA = 1
 CARD_FILE = "card.json"
 _LARGEST_CARD = 64 << 20  # characters
 _LONGEST_SIDE = 1 << 16  # pixels
+#: Channels of an image: RGB and alpha.
+MOST_CHANNELS = 4
 
 #: What a model file is, a word such as ``onnx``; the engines say which they open.
 Format = str
@@ -45,14 +47,15 @@ _T = TypeVar("_T")
 class Preprocessing(Described):
     """How bytes become the network's input: decode, resize, centre-crop, scale to [0, 1], normalise.
 
-    ``resize`` is the length in pixels that the shorter side is scaled to (antialiased); ``crop`` is
-    the ``(height, width)`` cut from the centre, which is the network's input size; ``mean`` and
-    ``std`` have one number per channel (three: RGB, one: grey) and apply after scaling to [0, 1].
+    ``resize`` is the length in pixels that the shorter side is scaled to (antialiased), or the ``(height, width)``
+    that each image is scaled to, whatever its proportions; ``crop`` is the ``(height, width)`` cut from the centre,
+    which is the network's input size; ``mean`` and ``std`` have one number per channel (one: grey, two: grey and alpha,
+    three: RGB, four: RGB and alpha) and apply after scaling to [0, 1].
     ``pixel_max`` is what is white in greys of more than 8 bits, from 0 as black; None: 65535 of 16 bits, 1 of floats,
     and 32-bit integers are refused.
     """
 
-    resize: int
+    resize: int | tuple[int, int]
     crop: tuple[int, int]
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
@@ -60,15 +63,22 @@ class Preprocessing(Described):
     pixel_max: float | None = None
 
     def __post_init__(self) -> None:
-        fields.whole("preprocessing: resize", self.resize, 1, _LONGEST_SIDE)
+        scaled = self.resize if isinstance(self.resize, list | tuple) else (self.resize, self.resize)
+        if len(scaled) != 2:
+            raise CardError(
+                f"preprocessing: resize must be the shorter side, or a height and a width, found {fields.shown(scaled)}"
+            )
+        for side in scaled:
+            fields.whole("preprocessing: resize", side, 1, _LONGEST_SIDE)
         if len(fields.sequence("preprocessing: crop", self.crop)) != 2:
             raise CardError(f"preprocessing: crop must be a height and a width, found {fields.shown(self.crop)}")
         for side in self.crop:
             fields.whole("preprocessing: crop", side, 1, _LONGEST_SIDE)
         channels = [len(fields.sequence(f"preprocessing: {n}", v)) for n, v in (("mean", self.mean), ("std", self.std))]
-        if channels not in ([1, 1], [3, 3]):
+        if channels[0] != channels[1] or not 1 <= channels[0] <= MOST_CHANNELS:
             raise CardError(
-                f"preprocessing: mean and std need one number per channel (1 or 3), got {channels[0]} and {channels[1]}"
+                f"preprocessing: mean and std need one number per channel (1 to {MOST_CHANNELS}), "
+                f"got {channels[0]} and {channels[1]}"
             )
         for mean, std in zip(self.mean, self.std, strict=True):
             fields.number("preprocessing: mean", mean, -1e6, 1e6)
@@ -79,13 +89,28 @@ class Preprocessing(Described):
 
     @property
     def channels(self) -> int:
-        """Channels of the network's input: 3 (RGB) or 1 (grey)."""
+        """Channels of the network's input: 1 (grey), 2 (grey and alpha), 3 (RGB) or 4 (RGB and alpha)."""
         return len(self.mean)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape ``(C, H, W)`` of one input."""
         return (self.channels, *self.crop)
+
+    def scaled(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width that an image of this size is resized to.
+
+        Where ``resize`` is the shorter side, the longer one is rounded down, as torchvision's ``Resize`` does.
+        """
+        if isinstance(self.resize, tuple):
+            return self.resize
+        longer = int(self.resize * max(height, width) / min(height, width))
+        return (self.resize, longer) if height <= width else (longer, self.resize)
+
+    @property
+    def shortest(self) -> tuple[int, int]:
+        """The smallest height and width that an image is resized to."""
+        return self.resize if isinstance(self.resize, tuple) else (self.resize, self.resize)
 
 
 @dataclass(frozen=True)

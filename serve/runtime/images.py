@@ -34,6 +34,11 @@ _REACH = {"bilinear": (Image.Resampling.BILINEAR, 1), "bicubic": (Image.Resampli
 # torchvision's ``ImageReadMode.RGB``; it has no grey for WebP.
 _RGB = 3
 
+#: Pillow's mode of so many channels; alpha is the last of two and of four.
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+
+_WITH_ALPHA = (2, 4)
+
 # What EXIF's orientations ask for, of ``(C, H, W)`` (CIPA DC-008, 4.6.4): as `ImageOps.exif_transpose`.
 _UPRIGHT: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
     2: lambda image: image.flip(2),
@@ -74,9 +79,10 @@ def decode(
     """Decode one encoded image to ``uint8`` of shape ``(channels, H, W)``.
 
     JPEG, PNG, WebP, BMP, TIFF and the first frame of a GIF; grey, palette, CMYK and 16-bit images are
-    converted, alpha is dropped (as ``Image.convert("RGB")`` does, which is what training pipelines
-    see), and EXIF orientation is honoured. ``channels`` is 3 (RGB) or 1 (grey). ``header`` is what
-    `read_header` gave for the same bytes and budget, if that was asked before; ``pixel_max`` is as in `eight_bit`.
+    converted as Pillow's ``Image.convert`` does, which is what training pipelines see, and EXIF
+    orientation is honoured. ``channels`` is 1 (grey), 2 (grey and alpha), 3 (RGB) or 4 (RGB and alpha): without
+    its channel, alpha is dropped, and an image that has none is opaque (255). ``header`` is what `read_header` gave for
+    the same bytes and budget, if that was asked before; ``pixel_max`` is as in `eight_bit`.
 
     Raises:
         ImageError: with status 400 (empty, truncated, broken), 413 (beyond ``budget``) or 415 (not an
@@ -87,8 +93,10 @@ def decode(
     # torchvision's JPEG decoder gives the same integers as Pillow's and is faster; CMYK stays with Pillow,
     # whose handling of Adobe's inverted inks is the reference.
     if header.format == "JPEG" and header.mode in ("RGB", "L"):
+        colours = channels - 1 if channels in _WITH_ALPHA else channels
         with faults_named(budget):
-            return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), channels, True)
+            seen = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), colours, True)
+            return torch.cat([seen, torch.full_like(seen[:1], 255)]) if channels in _WITH_ALPHA else seen
     if header.format == "WEBP" and channels == 3 and (picture := _decode_webp(data, budget)) is not None:
         return picture
     # Left as its pixels lie: a copy by channels takes longer than resizing them, and as much memory again.
@@ -102,12 +110,14 @@ def fit(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     result is within 2 of 255 levels of resizing it whole, which for 762x1 would make 50 megapixels.
     """
     height, width = image.shape[-2:]
-    if min(height, width) != preprocessing.resize:
-        if max(height, width) > ELONGATED * min(height, width):
-            image = _resize_middle(image, preprocessing)
+    if (height, width) != (scaled := preprocessing.scaled(height, width)):
+        if isinstance(preprocessing.resize, int) and max(height, width) > ELONGATED * min(height, width):
+            # Of an image with alpha Pillow resizes what is seen, and torch each channel by itself.
+            parts = [channel[None] for channel in image] if len(image) in _WITH_ALPHA else [image]
+            image = torch.cat([_resize_middle(part, preprocessing, preprocessing.resize) for part in parts])
         else:
             mode = InterpolationMode(preprocessing.interpolation)
-            image = transforms.resize(image, [preprocessing.resize], interpolation=mode, antialias=True)
+            image = transforms.resize(image, list(scaled), interpolation=mode, antialias=True)
     if tuple(image.shape[-2:]) != preprocessing.crop:
         image = transforms.center_crop(image, list(preprocessing.crop))
     return image.contiguous()
@@ -164,13 +174,13 @@ def _decode_with_pillow(data: bytes, channels: int, budget: Budget, pixel_max: f
             raise ImageError(
                 f"its colours have 16 bits, and pixel_max ({pixel_max:g}) is for greys: of colours the upper 8 are read"
             )
-        mode = "RGB" if channels == 3 else "L"
+        mode = MODES[channels]
         grey = eight_bit(upright(image), pixel_max)
         pixels = np.array(grey if grey.mode == mode else grey.convert(mode))  # a copy of 4 bytes a pixel, else
-    return pixels if channels == 3 else pixels[..., None]
+    return pixels if channels > 1 else pixels[..., None]
 
 
-def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
+def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing, resize: int) -> torch.Tensor:
     """What `center_crop` will keep of the longer side of the resized image, and no more.
 
     The rules of where it lies are torchvision's: the longer side becomes ``int(resize * long / short)``,
@@ -178,7 +188,7 @@ def _resize_middle(image: torch.Tensor, preprocessing: Preprocessing) -> torch.T
     """
     height, width = image.shape[-2:]
     lies = width > height
-    resize, crop = preprocessing.resize, preprocessing.crop[1 if lies else 0]
+    crop = preprocessing.crop[1 if lies else 0]
     source = max(height, width)
     target = int(resize * source / min(height, width))
     kept = min(crop, target)

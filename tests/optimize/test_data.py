@@ -265,6 +265,7 @@ def data_of(name: str, native: tuple[int, int] | None) -> ImageData:
 
 
 def size_of(preprocessing: Preprocessing) -> tuple[int, tuple[int, int]]:
+    assert isinstance(preprocessing.resize, int)
     return preprocessing.resize, preprocessing.crop
 
 

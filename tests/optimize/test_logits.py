@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +18,13 @@ from torch.nn import functional
 
 import optimize as opt
 from optimize.export.trace import trace
+from optimize.models.by_value import pickled_by_value
 from optimize.models.logits import ending_of, giving_logits, materialised, with_one_tensor
 from optimize.training.objective import label_loss, soft_loss
+from serve.runtime.card import Card, Preprocessing, read_card
+from serve.runtime.documents import sealed
 from serve.runtime.errors import Refusal, UserError
-from serve.runtime.known import KnownAnswer
+from serve.runtime.known import KnownAnswer, parse_known
 from serve.runtime.predictor import probabilities_of
 from tests.narrow import layer
 
@@ -244,3 +250,30 @@ def test_what_the_network_says_is_what_every_artifact_serves(tmp_path: Path, end
     with torch.no_grad():
         assert torch.allclose(quantized.predictor().probabilities(pixels), expected, atol=0.1)
     assert any("the network ends in a" in note for note in base.artifact.card.notes)
+
+
+def test_a_card_and_a_known_answer_of_before_mean_a_softmax(tmp_path: Path):
+    card = read_card(write_example(tmp_path))
+    assert (card.probabilities, parse_known(KNOWN, tmp_path).probabilities) == ("softmax", "softmax")
+
+
+KNOWN = '{"execution": "torch-cpu", "image": "eA==", "logits": [1.0, 2.0], "schema": 1, "tolerance": 0.1}'
+
+
+def write_example(folder: Path) -> Path:
+    card = Card(
+        "a", "b", "torchscript", "m", "float32", "float32", "any", Preprocessing(8, (8, 8)), ("x",), {"m": "0" * 64}
+    )
+    body = dataclasses.asdict(card)
+    del body["probabilities"]
+    (folder / "card.json").write_text(json.dumps(sealed(body)))
+    return folder
+
+
+def test_a_changed_network_travels_to_another_process():
+    network = giving_logits(with_one_tensor(net(lambda self, y: {"scores": self.last(y)}), SHAPE), "softmax")
+    code = "import pickle, sys, torch; n = pickle.load(sys.stdin.buffer); print(n(torch.ones(1, 3, 8, 8)).tolist())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickled_by_value(network), capture_output=True, check=True
+    )
+    assert json.loads(done.stdout)[0] == pytest.approx(network(torch.ones(1, *SHAPE))[0].tolist(), rel=1e-5)

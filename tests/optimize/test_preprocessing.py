@@ -162,7 +162,7 @@ def test_a_crop_that_the_network_cannot_take_is_refused():
         ({"resize": 0}, r"^--resize: must be a whole number"),
         ({"crop": "64x"}, r"^--crop: must be whole pixels.*'64x'"),
         ({"crop": "64x64x3"}, r"^--crop: must be whole pixels"),
-        ({"mean": "0.5,0.5"}, r"^--mean: must be one number per channel"),
+        ({"mean": "0.5,0.5,0.5,0.5,0.5"}, r"^--mean: must be one number per channel"),
         ({"mean": "0.5;0.5;0.5"}, r"^--mean: must be one number per channel"),
         ({"mean": "nan"}, r"^--mean: must be one number per channel"),
         (
@@ -254,3 +254,32 @@ def test_the_command_line_refuses_a_part_in_one_line(tmp_path):
     assert result.exit_code == 2
     assert re.fullmatch(r"error: --crop: must be whole pixels[^\n]*\n", result.stderr)
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("resize", ["24x18", [24, 18], "24, 18"])
+def test_a_height_and_a_width_to_scale_to_are_the_input_without_a_crop(resize):
+    wish = Wish(parse_preprocessing({"resize": resize}, "--{}"))
+    chosen = choose_preprocessing(resolve_model("resnet18"), PHOTOS, wishes=[wish])
+    assert (chosen.preprocessing.resize, chosen.preprocessing.crop) == ((24, 18), (24, 18))
+    assert str(chosen).startswith("resize 24x18, crop 24x18 (--resize)")
+    cropped = Wish(parse_preprocessing({"resize": resize, "crop": "20x18"}, "--{}"))
+    assert choose_preprocessing(resolve_model("resnet18"), PHOTOS, wishes=[cropped]).preprocessing.crop == (20, 18)
+
+
+def test_a_crop_that_is_larger_than_what_is_scaled_to_is_refused_for_each_side():
+    with pytest.raises(UserError, match=r"crop 20x20 is larger than resize 24x18: .*; resize must be at least 20x20"):
+        parse_preprocessing({"resize": "24x18", "crop": 20}, "--{}")
+    declared = Wish(parse_preprocessing({"resize": "24x18"}, "--{}"))
+    later = Wish(parse_preprocessing({"crop": "20x20"}, "--{}"), "recipe {}")
+    with pytest.raises(UserError, match=r"crop 20x20 \(recipe crop\) is larger than resize 24x18 \(--resize\)"):
+        choose_preprocessing(resolve_model("resnet18"), PHOTOS, wishes=[declared, later])
+
+
+def test_an_image_size_keeps_the_proportion_of_what_both_sides_are_scaled_to(tmp_path):
+    (tmp_path / "net.py").write_text(
+        "import torch\nPREPROCESSING = {'resize': [48, 40], 'crop': [40, 40], 'mean': [0.5] * 4, 'std': [0.2] * 4}\n\n"
+        "def net():\n    return torch.nn.Flatten()\n"
+    )
+    source = resolve_model(f"{tmp_path / 'net.py'}:net")
+    chosen = choose_preprocessing(source, PHOTOS, 20).preprocessing
+    assert (chosen.resize, chosen.shape) == ((24, 20), (4, 20, 20))

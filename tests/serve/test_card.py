@@ -195,6 +195,7 @@ def test_any_change_of_a_card_gives_an_equal_card_or_a_card_error(data: st.DataO
         return
     defaults: dict[str, object] = {
         "target": None,
+        "probabilities": "softmax",
         "lineage": [],
         "data": {},
         "versions": {},

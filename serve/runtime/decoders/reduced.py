@@ -39,7 +39,8 @@ class ReducedDecoder:
         return (
             header.format == "JPEG"
             and header.mode in ("RGB", "L")
-            and shorter >= 2 * _GAP * preprocessing.resize
+            and preprocessing.channels in (1, 3)
+            and shorter >= 2 * _GAP * max(preprocessing.shortest)
             and longer <= ELONGATED * shorter
         )
 
@@ -57,7 +58,8 @@ def _load(item: bytes, preprocessing: Preprocessing) -> torch.Tensor | None:
             with Image.open(io.BytesIO(item), formats=("JPEG",)) as image:
                 whole = image.size
                 # Pillow takes the largest of 1, 2, 4 and 8 that leaves no side smaller than this.
-                image.draft(None, (_GAP * preprocessing.resize, _GAP * preprocessing.resize))
+                needed = _GAP * max(preprocessing.shortest)
+                image.draft(None, (needed, needed))
                 scaled = image.size
                 ImageOps.exif_transpose(image, in_place=True)
                 whole = whole if image.size == scaled else whole[::-1]
@@ -65,10 +67,9 @@ def _load(item: bytes, preprocessing: Preprocessing) -> torch.Tensor | None:
                 pixels = np.array(image if image.mode == mode else image.convert(mode))
         width, height = whole
         decoded = torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
-        # torchvision's rule, for the size of the whole image: that of the scaled one is rounded, and a pixel more or
-        # less would move the crop.
-        long = int(preprocessing.resize * max(whole) / min(whole))
-        size = [preprocessing.resize, long] if width > height else [long, preprocessing.resize]
+        # For the size of the whole image: that of the scaled one is rounded, and a pixel more or less would move the
+        # crop.
+        size = list(preprocessing.scaled(height, width))
         how = InterpolationMode(preprocessing.interpolation)
         return fit(transforms.resize(decoded, size, interpolation=how, antialias=True), preprocessing)
     except MemoryError:
