@@ -7,8 +7,9 @@ from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from optimize.export.dropouts import DROPOUTS, written_into
+from optimize.export.layers import is_hooked
 from optimize.export.padding import fold_padding
-from optimize.export.trace import note_shapes, trace
+from optimize.export.trace import LEFT, note_shapes, trace
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
@@ -28,6 +29,8 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
 
     Zeros that are put around what a convolution reads are its padding, see `optimize.export.padding`.
 
+    What is not folded because of a hook is said in `LEFT` of the module's ``meta``.
+
     A dropout stays whose answer is written into, for those who train the network on; see `optimize.export.dropouts`.
     """
     graph_module = trace(module, example)
@@ -38,7 +41,7 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
         if node.op != "call_module":
             continue
         layer = modules[str(node.target)]
-        if isinstance(layer, (nn.Identity, *DROPOUTS)) and node not in kept:
+        if isinstance(layer, (nn.Identity, *DROPOUTS)) and node not in kept and not is_hooked(layer):
             _bypass(graph_module, node)
         elif type(layer) in _NORMS and (before := _foldable(graph_module, modules, node)) is not None:
             folded = _fold(modules[before], layer)
@@ -59,16 +62,17 @@ def _foldable(graph_module: fx.GraphModule, modules: dict[str, nn.Module], norm:
     layer = modules[str(norm.target)]
     assert isinstance(layer, _NORMS)
     before = norm.all_input_nodes[0]
-    if layer.running_mean is None or before.op != "call_module":
-        return None
-    candidate = modules[str(before.target)]
-    if not isinstance(candidate, _LAYERS):
+    candidate = modules[str(before.target)] if before.op == "call_module" else None
+    if layer.running_mean is None or not isinstance(candidate, _LAYERS):
         return None
     # A parametrised weight is computed, not stored; torch's folding mixes up the channels of a grouped
     # transposed convolution, whose weight is (in, out / groups, …).
     grouped = getattr(candidate, "transposed", False) and candidate.groups != 1
-    computed = nn.utils.parametrize.is_parametrized(candidate) or candidate._forward_pre_hooks
-    if computed or grouped:
+    if nn.utils.parametrize.is_parametrized(candidate) or grouped:
+        return None
+    # It sees what lies between, and may change it.
+    if hooked := next((str(node.target) for node in (before, norm) if is_hooked(modules[str(node.target)])), None):
+        graph_module.meta[LEFT][str(norm.target)] = f"{norm.target} stays as it is: {hooked} has a hook"
         return None
     calls = [_identity(modules, node) for node in graph_module.graph.nodes if node.op == "call_module"]
     read = [str(node.target).rpartition(".")[0] for node in graph_module.graph.nodes if node.op == "get_attr"]

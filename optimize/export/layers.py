@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -89,11 +89,18 @@ class LayerTracer(fx.Tracer):
 
     Args:
         whole: whether torch's transformers are kept as one call, too.
+        kept: names of modules that are kept as one call, whatever they are.
+
+    Attributes:
+        failed: name of the innermost module that the tracing failed in; None: in none but the network itself.
+        within: how many modules it is in at the moment; None: in one that is kept, whose code is none of the graph's.
     """
 
-    def __init__(self, whole: bool = False) -> None:
+    def __init__(self, whole: bool = False, kept: Container[str] = ()) -> None:
         super().__init__()
-        self.whole = whole
+        self.whole, self.kept = whole, kept
+        self.failed: str | None = None
+        self.within: int | None = 0
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """See `fx.Tracer`.
@@ -135,16 +142,24 @@ class LayerTracer(fx.Tracer):
         if isinstance(m, torch.jit.ScriptModule):
             raise TraceError("a layer of it is TorchScript, which nothing is left of that it was written in")
         try:
-            self.path_of_module(m)
+            name = self.path_of_module(m)
         except NameError:
             return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
+        within = self.within
+        self.within = None if within is None or self.is_leaf_module(m, name) else within + 1
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or name
+            raise
+        finally:
+            self.within = within
 
     def is_leaf_module(self, layer: nn.Module, name: str) -> bool:
         """See `fx.Tracer`; what torch's transformers are made of are layers, and not they."""
         if type(layer) in OF_LAYERS:
             return self.whole
-        if super().is_leaf_module(layer, name):
+        if name in self.kept or super().is_leaf_module(layer, name):
             return True
         return isinstance(layer, _OWN) and (plain_type(layer) is not None or not _traceable(layer))
 
@@ -164,7 +179,7 @@ def plain_type(layer: nn.Module) -> type[nn.Module] | None:
             if any(getattr(type(layer), name, None) is not getattr(own, name, None) for name in methods):
                 return None
             # A computed (parametrised) weight, or what a hook does, is not in the class's own code.
-            return None if layer._modules or layer._forward_hooks or layer._forward_pre_hooks else own
+            return None if layer._modules or is_hooked(layer) else own
     return None
 
 
@@ -177,9 +192,8 @@ def as_plain_layers(graph_module: fx.GraphModule) -> None:
     for node in list(graph_module.graph.nodes):
         if node.op == "call_module":
             layer = graph_module.get_submodule(str(node.target))
-            if (
-                type(layer) is nn.Identity
-            ):  # what a norm has in the place of a dropout would part it from its activation
+            # What a norm has in the place of a dropout would part it from its activation.
+            if type(layer) is nn.Identity and not is_hooked(layer):
                 node.replace_all_uses_with(node.all_input_nodes[0])
                 graph_module.graph.erase_node(node)
             elif (own := plain_type(layer)) is not None:
@@ -194,6 +208,11 @@ def as_plain_layers(graph_module: fx.GraphModule) -> None:
     graph_module.delete_all_unused_submodules()
     graph_module.graph.lint()
     graph_module.recompile()
+
+
+def is_hooked(layer: nn.Module) -> bool:
+    """Whether a hook may change what a layer is given or gives."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _traceable(layer: nn.Module) -> bool:

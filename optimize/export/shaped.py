@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -165,10 +165,11 @@ class ShapedTracer(LayerTracer):
     Args:
         example: an input ``(N, C, H, W)``; only its shape and type matter.
         whole: see `LayerTracer`.
+        kept: likewise.
     """
 
-    def __init__(self, example: torch.Tensor, whole: bool = False) -> None:
-        super().__init__(whole)
+    def __init__(self, example: torch.Tensor, whole: bool = False, kept: Container[str] = ()) -> None:
+        super().__init__(whole, kept)
         self._batches = tuple(example[:1].repeat(count, *[1] * (example.dim() - 1)) for count in _BATCHES)
         self._found: dict[fx.Node, tuple[Any, ...]] = {}
         self._runs = len(_BATCHES)  # of which what a node gives is known

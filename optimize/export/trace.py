@@ -6,11 +6,13 @@ import contextlib
 import copy
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
+from torch.fx.proxy import TraceError
 
 from optimize.errors import PassError
 from optimize.export.constants import NotConstantError, constant_value
@@ -19,6 +21,9 @@ from optimize.export.layers import OF_LAYERS, LayerTracer, as_plain_layers
 from optimize.export.proxies import taken_for_tensors, without_proxies
 from optimize.export.shaped import ShapedTracer
 from serve.runtime.errors import one_line
+
+#: In a traced module's ``meta``: by name a sentence on each layer that stays what it is, and of none on the network.
+LEFT = "left"
 
 
 def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphModule:
@@ -31,14 +36,18 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever. Such a dropout is a
     layer with an example where its answer is written into, see `optimize.export.dropouts`.
 
+    A module within the network whose forward cannot be traced, or computes under autocast, stays one call of itself, as
+    long as there are other layers with weights; `LEFT` of the graph module's ``meta`` says which, and why.
+
     Inputs beside the images have their defaults. Subclasses of torch's layers become torch's own, where they compute
     the same; see `optimize.export.layers`.
 
     Raises:
         PassError: its forward cannot be traced, such as one that branches on tensor values.
     """
-    tracer, graph = _traced(module.eval(), example)
+    tracer, graph, kept = _traced(module.eval(), example)
     graph_module = fx.GraphModule(tracer.root, graph, type(module).__name__)
+    graph_module.meta[LEFT] = kept
     _ask_the_images(graph_module)
     _detach(graph_module)
     _set(graph_module)
@@ -61,25 +70,78 @@ def calls(graph_module: fx.GraphModule) -> Counter[int]:
     return Counter(id(graph_module.get_submodule(str(name))) for name in called)
 
 
-def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer, fx.Graph]:
-    """A module's graph and who traced it, with all sizes as calls where that is possible.
+def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer, fx.Graph, dict[str, str]]:
+    """A module's graph, who traced it, with all sizes as calls where that is possible, and which modules stay one call.
 
     Raises:
         PassError: its forward cannot be traced.
     """
     # Into torch's transformers where that is possible: by a mask they may go another way.
-    ways = (False, True) if any(type(layer) in OF_LAYERS for layer in module.modules()) else (False,)
-    with taken_for_tensors():
-        for whole, shaped in itertools.product(ways, (False, True) if example is not None else (False,)):
-            tracer = ShapedTracer(example, whole) if shaped and example is not None else LayerTracer(whole)
+    wholes = (False, True) if any(type(layer) in OF_LAYERS for layer in module.modules()) else (False,)
+    ways = list(itertools.product(wholes, (False, True) if example is not None else (False,)))
+    # The most that can be traced; then with modules kept, by the most able tracer first, which keeps the fewest; and
+    # last without their autocast, so that everything is computed in float32.
+    attempts = [
+        *((whole, shaped, False, False) for whole, shaped in ways),
+        *((whole, shaped, True, False) for whole, shaped in reversed(ways)),
+        *((whole, shaped, False, True) for whole, shaped in ways),
+    ]
+    errors = []
+    for whole, shaped, keeping, autocast in attempts:
+        kept: dict[str, str] = {}
+        while True:
+            of_shapes = shaped and example is not None
+            tracer = ShapedTracer(example, whole, kept) if of_shapes else LayerTracer(whole, kept)  # type: ignore[arg-type]
             try:
-                with without_proxies(module):
+                with taken_for_tensors(), without_proxies(module), _autocast(tracer, kept, allowed=autocast):
                     graph = tracer.trace(module)
                 graph.lint()  # what a forward keeps elsewhere, and finds there, may be another graph's
-                return tracer, graph
+                return tracer, graph, kept
             except Exception as error:  # noqa: BLE001 - the user's forward runs on proxies and may raise anything
-                last = error
-    raise PassError(f"torch.fx cannot trace this model: {one_line(last)}") from None
+                errors.append(error)
+                failed = tracer.failed
+                if not keeping or failed is None or failed in kept or not _weights_beside(module, (failed, *kept)):
+                    break
+                kept[failed] = f"{failed} stays as it is: {one_line(error)}"
+    raise PassError(f"torch.fx cannot trace this model: {one_line(errors[len(ways) - 1])}") from None
+
+
+def _weights_beside(module: nn.Module, kept: Iterable[str]) -> bool:
+    """Whether a network has weights outside of the modules of these names."""
+    inside = {id(parameter) for name in kept for parameter in module.get_submodule(name).parameters()}
+    return any(id(parameter) not in inside for parameter in module.parameters())
+
+
+@contextlib.contextmanager
+def _autocast(tracer: LayerTracer, left: dict[str, str], *, allowed: bool) -> Iterator[None]:
+    """While a network is traced, refuse autocast within its modules, and note its own: the graph has none."""
+
+    def entered(autocast: torch.autocast) -> None:
+        if not autocast._enabled or tracer.within is None:
+            return
+        if tracer.within and not allowed:
+            raise TraceError("it computes under autocast")
+        left[""] = "autocast is left out: everything is computed in float32"
+
+    with without_autocast(entered):
+        yield
+
+
+@contextlib.contextmanager
+def without_autocast(entered: Callable[[torch.autocast], None] = lambda autocast: None) -> Iterator[None]:
+    """Within the block no autocast changes anything; ``entered`` is told of each."""
+    before = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def enter(self: torch.autocast) -> torch.autocast:
+        entered(self)
+        return self
+
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    torch.autocast.__exit__ = lambda self, *error: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = before  # type: ignore[method-assign]
 
 
 def graph_as_is(module: nn.Module, example: torch.Tensor | None = None, *, training: bool = False) -> fx.Graph:
@@ -95,7 +157,7 @@ def graph_as_is(module: nn.Module, example: torch.Tensor | None = None, *, train
         return copy.deepcopy(module.graph)
     before = [(layer, layer.training) for layer in module.modules()]
     try:
-        _, graph = _traced(module.train(training), example)
+        _, graph, _ = _traced(module.train(training), example)
     finally:
         for layer, mode in before:
             layer.training = mode

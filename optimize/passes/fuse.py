@@ -14,6 +14,7 @@ from optimize.context import Context
 from optimize.export.alike import require_alike
 from optimize.export.folding import fuse_module
 from optimize.export.program import write_program, write_weights
+from optimize.export.trace import LEFT, without_autocast
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
@@ -33,14 +34,16 @@ def _apply(parent: Artifact, config: Fuse, context: Context, folder: Path) -> Pr
     module = parent.module()
     example = context.example(16)
     fused = fuse_module(parent.module(), example)
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast():
         expected, actual = module(example), fused(example)
     difference = require_alike(actual, expected, config.tolerance, "fuse")
     write_weights(fused, folder)
     file, file_format = write_program(fused, example, folder)
-    return Product(
-        file, file_format, parent.card.precision, notes=(f"folding changed logits by {difference:.1e} of the largest",)
-    )
+    left = fused.meta[LEFT].values()
+    for note in left:
+        context.listener.said(f"fuse: {note}")
+    notes = (f"folding changed logits by {difference:.1e} of the largest", *left)
+    return Product(file, file_format, parent.card.precision, notes=notes)
 
 
 FUSE = register(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -393,3 +394,84 @@ def test_a_dead_channel_leaves_no_subnormal_numbers():
     assert not weight[dead].any()
     assert bool((weight[[0, 2, 3, 4, 5, 7]] != 0).all())
     assert_same_function(fused, module, 2, 3, 8, 8)
+
+
+class Branching(nn.Module):
+    """Cannot be traced: it goes by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) if x.sum() > 0 else self.fc(-x)
+
+
+class Narrowed(Branching):
+    """Computes with 16 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.fc(x).float()
+
+
+class Around(nn.Module):
+    """A convolution and a norm that fold, and something in front of the head."""
+
+    def __init__(self, middle: nn.Module, narrowed: bool = False) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6)
+        self.middle, self.head, self.narrowed = middle, nn.Linear(6, 4), narrowed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.narrowed):
+            return self.head(self.middle(self.norm(self.conv(x)).relu().mean((2, 3)))).float()
+
+
+def around(middle: nn.Module, narrowed: bool = False) -> Around:
+    return with_running_statistics(Around(middle, narrowed))
+
+
+def fuse_notes(network: nn.Module, folder: Path) -> tuple[str, ...]:
+    context = noise_context()
+    return FUSE.apply(parent_of(network, context, folder / "parent"), Fuse(), context, folder).notes
+
+
+@pytest.mark.parametrize(("middle", "why"), [(Branching(), "control flow"), (Narrowed(), "under autocast")])
+def test_a_layer_that_cannot_be_traced_stays_and_the_rest_is_folded(tmp_path, middle, why):
+    network = around(nn.Sequential(middle, nn.ReLU()))
+    (note,) = (note for note in fuse_notes(network, tmp_path) if "stays as it is" in note)
+    assert note.startswith("middle.0 stays as it is: ")
+    assert why in note
+    assert "norm.weight" not in load_file(tmp_path / "weights.safetensors")
+    fused = fuse_module(copy.deepcopy(network), torch.randn(2, 1, 16, 16))
+    assert type(layer(fused, "middle.0", nn.Module)) is type(middle)
+    assert norms_left(fused) == 0
+    assert_same_function(fused, network, 5, 1, 16, 16)
+
+
+def test_a_network_of_which_nothing_but_one_such_layer_has_weights_is_refused():
+    with pytest.raises(PassError, match=r"torch\.fx cannot trace this model"):
+        fuse_module(nn.Sequential(nn.Sequential(nn.Flatten(), Branching()), nn.ReLU()), torch.randn(2, 6))
+
+
+def test_autocast_of_the_network_s_own_is_left_out_and_said(tmp_path):
+    network = around(nn.Identity(), narrowed=True)
+    assert "autocast is left out: everything is computed in float32" in fuse_notes(network, tmp_path)
+    fused = fuse_module(copy.deepcopy(network), torch.randn(2, 1, 16, 16))
+    network.narrowed = False
+    assert_same_function(fused, network, 3, 1, 16, 16)
+
+
+@pytest.mark.parametrize("name", ["conv", "norm", "middle"])
+@pytest.mark.parametrize("before", [False, True])
+def test_what_a_hook_changes_stays_changed(tmp_path, name, before):
+    network = around(nn.Dropout())
+    hooked = layer(network, name, nn.Module)
+    if before:
+        hooked.register_forward_pre_hook(lambda module, given: (given[0] * 3,))
+    else:
+        hooked.register_forward_hook(lambda module, given, answer: answer + 1)
+    kept = [note for note in fuse_notes(network, tmp_path) if "stays" in note]
+    assert kept == ([] if name == "middle" else [f"norm stays as it is: {name} has a hook"])
+    assert_same_function(fuse_module(copy.deepcopy(network), torch.randn(2, 1, 16, 16)), network, 5, 1, 16, 16)
