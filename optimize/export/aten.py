@@ -30,8 +30,10 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
+from optimize.errors import PassError
 from optimize.export.constants import attribute
 from optimize.export.noted import are_alike, note_value
+from serve.runtime.errors import one_line
 
 #: What the module of a program has look at the images, since torch 2.9; it is no part of the program.
 _GUARDS = "_guards_fn"
@@ -53,6 +55,18 @@ def program_of(module: nn.Module, example: torch.Tensor) -> torch.export.Exporte
         return program
     with unplaced():
         return torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+
+
+def required_program(module: nn.Module, example: torch.Tensor) -> torch.export.ExportedProgram:
+    """As `program_of`, for who can do nothing without it.
+
+    Raises:
+        PassError: the module cannot be exported, such as one that goes by what its tensors hold.
+    """
+    try:
+        return program_of(module, example)
+    except Exception as error:
+        raise PassError(f"torch.export cannot write this model: {one_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -93,14 +93,12 @@ class LayerTracer(fx.Tracer):
 
     Attributes:
         failed: name of the innermost module that the tracing failed in; None: in none but the network itself.
-        within: how many modules it is in at the moment; None: in one that is kept, whose code is none of the graph's.
     """
 
     def __init__(self, whole: bool = False, kept: Container[str] = ()) -> None:
         super().__init__()
         self.whole, self.kept = whole, kept
         self.failed: str | None = None
-        self.within: int | None = 0
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """See `fx.Tracer`.
@@ -145,15 +143,11 @@ class LayerTracer(fx.Tracer):
             name = self.path_of_module(m)
         except NameError:
             return forward(*args, **kwargs)
-        within = self.within
-        self.within = None if within is None or self.is_leaf_module(m, name) else within + 1
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
             self.failed = self.failed or name
             raise
-        finally:
-            self.within = within
 
     def is_leaf_module(self, layer: nn.Module, name: str) -> bool:
         """See `fx.Tracer`; what torch's transformers are made of are layers, and not they."""
@@ -343,5 +337,5 @@ def left_whole(graph_module: fx.GraphModule) -> list[type[nn.Module]]:
     """Classes of layers that could be neither traced nor written as torch's own, in order of their names."""
     called = (node.target for node in graph_module.graph.nodes if node.op == "call_module")
     kinds = {type(graph_module.get_submodule(str(target))) for target in called}
-    foreign = {kind for kind in kinds if issubclass(kind, _OWN) and kind.__module__.partition(".")[0] != "torch"}
+    foreign = {kind for kind in kinds if kind is nn.Sequential or kind.__module__.partition(".")[0] != "torch"}
     return sorted(foreign, key=lambda kind: kind.__qualname__)

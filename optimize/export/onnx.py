@@ -16,7 +16,7 @@ from torch import nn
 
 from optimize.errors import PassError
 from optimize.export.alike import require_alike
-from optimize.export.aten import program_of, unplaced
+from optimize.export.aten import required_program, unplaced
 from optimize.export.decomposing import decomposed_where_needed
 from optimize.export.deviations import write_out_deviations
 from optimize.export.plain import (
@@ -69,7 +69,7 @@ def export_onnx(module: nn.Module, example: torch.Tensor, path: Path, opset: int
         # The exporter reports progress on stdout and warns of its own internals.
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        exported = program_of(module, example)
+        exported = required_program(module, example)
         write_out_pools(exported.graph_module)
         write_out_circles(exported.graph_module)
         write_out_attention(exported.graph_module)

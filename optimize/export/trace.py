@@ -6,13 +6,12 @@ import contextlib
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
-from torch.fx.proxy import TraceError
 
 from optimize.errors import PassError
 from optimize.export.constants import NotConstantError, constant_value
@@ -36,8 +35,8 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever. Such a dropout is a
     layer with an example where its answer is written into, see `optimize.export.dropouts`.
 
-    A module within the network whose forward cannot be traced, or computes under autocast, stays one call of itself, as
-    long as there are other layers with weights; `LEFT` of the graph module's ``meta`` says which, and why.
+    A module within the network whose forward cannot be traced stays one call of itself, as long as there are other
+    layers with weights. Autocast is left out. `LEFT` of the graph module's ``meta`` says both.
 
     Inputs beside the images have their defaults. Subclasses of torch's layers become torch's own, where they compute
     the same; see `optimize.export.layers`.
@@ -79,21 +78,19 @@ def _traced(module: nn.Module, example: torch.Tensor | None) -> tuple[fx.Tracer,
     # Into torch's transformers where that is possible: by a mask they may go another way.
     wholes = (False, True) if any(type(layer) in OF_LAYERS for layer in module.modules()) else (False,)
     ways = list(itertools.product(wholes, (False, True) if example is not None else (False,)))
-    # The most that can be traced; then with modules kept, by the most able tracer first, which keeps the fewest; and
-    # last without their autocast, so that everything is computed in float32.
+    # All of it, if that can be; else with modules kept, by the most able tracer first, which keeps the fewest.
     attempts = [
-        *((whole, shaped, False, False) for whole, shaped in ways),
-        *((whole, shaped, True, False) for whole, shaped in reversed(ways)),
-        *((whole, shaped, False, True) for whole, shaped in ways),
+        *((whole, shaped, False) for whole, shaped in ways),
+        *((whole, shaped, True) for whole, shaped in reversed(ways)),
     ]
     errors = []
-    for whole, shaped, keeping, autocast in attempts:
+    for whole, shaped, keeping in attempts:
         kept: dict[str, str] = {}
         while True:
             of_shapes = shaped and example is not None
             tracer = ShapedTracer(example, whole, kept) if of_shapes else LayerTracer(whole, kept)  # type: ignore[arg-type]
             try:
-                with taken_for_tensors(), without_proxies(module), _autocast(tracer, kept, allowed=autocast):
+                with taken_for_tensors(), without_proxies(module), without_autocast(kept):
                     graph = tracer.trace(module)
                 graph.lint()  # what a forward keeps elsewhere, and finds there, may be another graph's
                 return tracer, graph, kept
@@ -113,27 +110,16 @@ def _weights_beside(module: nn.Module, kept: Iterable[str]) -> bool:
 
 
 @contextlib.contextmanager
-def _autocast(tracer: LayerTracer, left: dict[str, str], *, allowed: bool) -> Iterator[None]:
-    """While a network is traced, refuse autocast within its modules, and note its own: the graph has none."""
+def without_autocast(left: dict[str, str] | None = None) -> Iterator[None]:
+    """Within the block no autocast changes anything, and ``left`` has a sentence if there was one; see `LEFT`.
 
-    def entered(autocast: torch.autocast) -> None:
-        if not autocast._enabled or tracer.within is None:
-            return
-        if tracer.within and not allowed:
-            raise TraceError("it computes under autocast")
-        left[""] = "autocast is left out: everything is computed in float32"
-
-    with without_autocast(entered):
-        yield
-
-
-@contextlib.contextmanager
-def without_autocast(entered: Callable[[torch.autocast], None] = lambda autocast: None) -> Iterator[None]:
-    """Within the block no autocast changes anything; ``entered`` is told of each."""
+    What is traced has none, and a module that is kept would be of another type than an ONNX engine computes.
+    """
     before = torch.autocast.__enter__, torch.autocast.__exit__
 
     def enter(self: torch.autocast) -> torch.autocast:
-        entered(self)
+        if self._enabled and left is not None:
+            left[""] = "autocast is left out: everything is computed in float32"
         return self
 
     torch.autocast.__enter__ = enter  # type: ignore[method-assign]

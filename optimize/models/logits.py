@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -157,10 +158,20 @@ def _replaced(module: nn.Module, change: Callable[[Callable[..., Any]], Callable
     if isinstance(module, fx.GraphModule):
         module = _Held(module)
     kind = type(module)
-    forward = change(kind.forward)
+    forward = change(_forward_of(module))
     # Only images go in, as the forward of a subclass shows to whoever traces it.
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
     return module
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module as a function of itself and the images: its class's, or what was put in its place."""
+    own = vars(module).pop("forward", None)
+    if own is None:
+        return type(module).forward
+    if isinstance(own, MethodType) and own.__self__ is module:
+        return own.__func__
+    return lambda self, images: own(images)
 
 
 def ending_of(module: nn.Module, images: torch.Tensor) -> Ending:

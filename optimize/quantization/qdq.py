@@ -31,7 +31,7 @@ import torch
 from torch import fx, nn
 
 from optimize.errors import PassError
-from optimize.export.aten import program_of
+from optimize.export.aten import program_of, required_program
 from optimize.export.constants import constant_value
 from optimize.export.onnx import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
@@ -123,7 +123,7 @@ def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     Returns:
         Its program, with weights folded to int8, and without pairs that change no integer.
     """
-    module = program_of(module, example).module()
+    module = required_program(module, example).module()
     assert isinstance(module, fx.GraphModule)
     write_aside(module)
     _fold_weights(module)

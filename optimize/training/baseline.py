@@ -46,8 +46,10 @@ def new_module(source: ModelSource, context: Context, ending: str = "logits") ->
         UserError: it cannot be built, or its answer holds several tensors.
     """
     module = source.build(len(context.data.classes), context.preprocessing.crop[0])
-    shape = context.preprocessing.shape
-    return giving_logits(with_one_tensor(materialised(module, shape), shape), ending)
+    if source.origin in ("user", "module"):  # a library's classifiers give logits
+        shape = context.preprocessing.shape
+        module = with_one_tensor(materialised(module, shape), shape)
+    return giving_logits(module, ending)
 
 
 def make_baseline(

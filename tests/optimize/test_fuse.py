@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.nn import functional
 from optimize.errors import PassError
 from optimize.export.folding import fuse_module
 from optimize.passes.fuse import FUSE, Fuse
+from optimize.passes.onnx import ONNX, Onnx
+from optimize.passes.ptq import PTQ, Ptq
 from tests.narrow import layer
 
 from .foreign_layers import (
@@ -437,15 +440,14 @@ def fuse_notes(network: nn.Module, folder: Path) -> tuple[str, ...]:
     return FUSE.apply(parent_of(network, context, folder / "parent"), Fuse(), context, folder).notes
 
 
-@pytest.mark.parametrize(("middle", "why"), [(Branching(), "control flow"), (Narrowed(), "under autocast")])
-def test_a_layer_that_cannot_be_traced_stays_and_the_rest_is_folded(tmp_path, middle, why):
-    network = around(nn.Sequential(middle, nn.ReLU()))
+def test_a_layer_that_cannot_be_traced_stays_and_the_rest_is_folded(tmp_path):
+    network = around(nn.Sequential(Branching(), nn.ReLU()))
     (note,) = (note for note in fuse_notes(network, tmp_path) if "stays as it is" in note)
     assert note.startswith("middle.0 stays as it is: ")
-    assert why in note
+    assert "control flow" in note
     assert "norm.weight" not in load_file(tmp_path / "weights.safetensors")
     fused = fuse_module(copy.deepcopy(network), torch.randn(2, 1, 16, 16))
-    assert type(layer(fused, "middle.0", nn.Module)) is type(middle)
+    assert type(layer(fused, "middle.0", nn.Module)) is Branching
     assert norms_left(fused) == 0
     assert_same_function(fused, network, 5, 1, 16, 16)
 
@@ -455,11 +457,13 @@ def test_a_network_of_which_nothing_but_one_such_layer_has_weights_is_refused():
         fuse_module(nn.Sequential(nn.Sequential(nn.Flatten(), Branching()), nn.ReLU()), torch.randn(2, 6))
 
 
-def test_autocast_of_the_network_s_own_is_left_out_and_said(tmp_path):
-    network = around(nn.Identity(), narrowed=True)
+@pytest.mark.parametrize("middle", [nn.Identity(), Narrowed()])
+def test_autocast_is_left_out_and_said(tmp_path, middle):
+    network = around(middle, narrowed=not isinstance(middle, Narrowed))
     assert "autocast is left out: everything is computed in float32" in fuse_notes(network, tmp_path)
     fused = fuse_module(copy.deepcopy(network), torch.randn(2, 1, 16, 16))
     network.narrowed = False
+    network.middle = nn.Identity() if not isinstance(middle, Narrowed) else middle.fc
     assert_same_function(fused, network, 3, 1, 16, 16)
 
 
@@ -475,3 +479,32 @@ def test_what_a_hook_changes_stays_changed(tmp_path, name, before):
     kept = [note for note in fuse_notes(network, tmp_path) if "stays" in note]
     assert kept == ([] if name == "middle" else [f"norm stays as it is: {name} has a hook"])
     assert_same_function(fuse_module(copy.deepcopy(network), torch.randn(2, 1, 16, 16)), network, 5, 1, 16, 16)
+
+
+class Asking(Branching):
+    """Is exported, and not traced: it asks what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not issubclass(type(x), torch.Tensor):
+            raise TypeError("no tensor")
+        return self.fc(x)
+
+
+def test_what_stays_is_in_float_where_the_rest_is_quantized(tmp_path):
+    context, network = noise_context(), around(Asking())
+    parent = parent_of(network, context, tmp_path / "parent")
+    product = PTQ.apply(parent, Ptq(images=16), context, tmp_path)
+    assert product.precision == "int8"
+    quantized = torch.jit.load(tmp_path / product.file)
+    text = str(quantized.inlined_graph)
+    assert text.count("quantized::linear(") == 1  # the head's
+    assert text.count("aten::linear(") == 1
+
+
+def test_a_layer_that_goes_by_values_fails_where_it_must_be_exported_in_one_line(tmp_path):
+    context, network = noise_context(), around(Branching())
+    steps: list[tuple[Any, Any]] = [(PTQ, Ptq(images=16)), (ONNX, Onnx())]
+    for step, config in steps:
+        with pytest.raises(PassError, match=r"torch\.export cannot write this model: ") as caught:
+            step.apply(parent_of(network, context, tmp_path / step.name), config, context, tmp_path)
+        assert "\n" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 
 import pytest
@@ -162,6 +164,20 @@ def test_the_logits_are_taken_out_of_what_holds_them(end):
     with torch.no_grad():
         assert torch.equal(changed(IMAGES), reference())
         assert torch.allclose(trace(changed, IMAGES)(IMAGES), reference(), atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_forward_that_was_put_into_a_module_is_the_one_that_counts(bound):
+    network = Plain().eval()
+    given = Plain().eval()
+    put: Any = lambda x: given.features(x).softmax(1)  # noqa: E731
+    network.forward = MethodType(lambda self, x: self.features(x).softmax(1), network) if bound else put  # type: ignore[method-assign]
+    assert ending_of(network, IMAGES) == "softmax"
+    changed = giving_logits(network, "softmax")
+    with torch.no_grad():
+        assert torch.equal(changed(IMAGES), reference())
+        if bound:
+            assert torch.equal(copy.deepcopy(changed)(IMAGES), reference())
 
 
 def test_a_softmax_within_a_dict_is_found_behind_it():
