@@ -37,7 +37,7 @@ from serve.runtime.budget import Budget
 from serve.runtime.card import Preprocessing
 from serve.runtime.errors import ImageError, UserError
 from serve.runtime.headers import faults_named
-from serve.runtime.images import eight_bit, is_deep, upright
+from serve.runtime.images import MODES, eight_bit, is_deep, upright
 
 _IN_MEMORY = 64 << 20  # more bytes than this are mapped from a file
 
@@ -61,7 +61,7 @@ def image_data(
 
     Args:
         train: images to train and calibrate with, each with the index of its class. An image is a PIL image, or
-            ``uint8`` of shape ``(C, H, W)``, ``(H, W)`` or ``(H, W, C)``, with 1 or 3 channels; or, where
+            ``uint8`` of shape ``(C, H, W)``, ``(H, W)`` or ``(H, W, C)``, with 1 to 4 channels (see `MODES`); or, where
             ``preprocessing`` is stated, also floats of these shapes. A label is an index, or one-hot. Batches and items
             may be pairs, or have names such as ``image`` and ``label``.
         val: as ``train``, to measure with; None splits a fifth of each class off ``train``.
@@ -204,7 +204,7 @@ def _encoded(image: Any, place: str) -> bytes:
             seen = upright(image)
             if is_deep(seen):
                 return tiff(seen)
-            return png(np.asarray(seen if seen.mode in ("L", "RGB") else seen.convert("RGB")))
+            return png(np.asarray(seen if seen.mode in MODES.values() else seen.convert("RGB")))
     pixels = _array(image)
     if pixels is None or pixels.dtype != np.uint8:
         floats = pixels is not None and pixels.dtype.kind == "f"
@@ -220,8 +220,8 @@ def _encoded(image: Any, place: str) -> bytes:
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[-1] == 1:
         pixels = pixels[..., 0]
-    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[-1] != 3) or 0 in pixels.shape:
-        raise UserError(f"{place}: its image is {kind(image)}; it must have the shape (C, H, W), with 1 or 3 channels")
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[-1] not in MODES) or 0 in pixels.shape:
+        raise UserError(f"{place}: its image is {kind(image)}; it must have the shape (C, H, W), with 1 to 4 channels")
     return png(np.ascontiguousarray(pixels))
 
 
@@ -229,7 +229,7 @@ def _prepared(image: Any, done: Preprocessing, place: str) -> npt.NDArray[np.uin
     """An image that is prepared already, as pixels ``uint8 (C, H, W)``."""
     if isinstance(image, Image.Image):
         with _named(place):  # not turned: it is what the network gets
-            image = np.asarray(eight_bit(image, done.pixel_max).convert("RGB" if done.channels == 3 else "L"))
+            image = np.asarray(eight_bit(image, done.pixel_max).convert(MODES[done.channels]))
         image = np.atleast_3d(image).transpose(2, 0, 1)
     pixels = _array(image)
     if pixels is not None and pixels.shape == (*done.crop, done.channels) != done.shape:
@@ -265,7 +265,7 @@ def _named(place: str) -> Iterator[None]:
 
 def _channels_last(pixels: npt.NDArray[Any], tensor: bool) -> bool:
     """Whether the last axis is that of channels; where the first may be as well, of arrays it is the last."""
-    first, last = (pixels.shape[axis] in (1, 3) for axis in (0, -1))
+    first, last = (pixels.shape[axis] in MODES for axis in (0, -1))
     return last and not (tensor and first)
 
 

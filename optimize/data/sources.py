@@ -229,7 +229,7 @@ def out_of_reach(sources: Sequence[Source], sample: int = 8) -> Path | None:
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """``uint8 (H, W)`` or ``(H, W, 3)`` as an encoded image: what a split holds of images that lie in memory."""
+    """``uint8 (H, W)`` or ``(H, W, 2 to 4)`` as an encoded image: what a split holds of images that lie in memory."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

@@ -190,7 +190,7 @@ FLOATS = PIXELS.float() / 255
             r"shape \(3, 10, 9\); images that .* are of shape \(3, 10, 12\)",
         ),
         ((PIXELS.long(), LABELS), {}, "torch.int64.*must be a PIL image or uint8"),
-        ((PIXELS[:, :2], LABELS), {}, r"shape \(2, 10, 12\); it must have the shape \(C, H, W\)"),
+        ((PIXELS[:, [0, 1, 2, 0, 1]], LABELS), {}, r"shape \(5, 10, 12\); it must have the shape \(C, H, W\)"),
         ((PIXELS, LABELS[:5]), {}, "has 24 images and 5 labels"),
         ((PIXELS, LABELS.float()), {}, "its label is Tensor of torch.float32.*index of its class"),
         ((PIXELS, torch.eye(24) * 0.9), {}, r"its label is Tensor of torch.float32, shape \(24,\).* or one-hot"),
@@ -257,3 +257,15 @@ def test_a_picture_that_cannot_be_read_is_named():
     broken = Image.open(io.BytesIO(PICTURE_FILES["turned"][:-200]))
     with pytest.raises(UserError, match=r"^train\[1\]: the image is truncated or broken"):
         image_data([(PIXELS[0], 0), (broken, 1)])
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@pytest.mark.parametrize("form", ["first", "last", "picture"])
+def test_images_of_one_to_four_channels_are_read_as_they_are(channels, form):
+    pixels = np.random.default_rng(channels).integers(0, 256, (4, channels, 10, 12), dtype=np.uint8)
+    rows = list(pixels) if form == "first" else [image.transpose(1, 2, 0) for image in pixels]
+    if form == "picture":
+        rows = [Image.fromarray(image[..., 0] if channels == 1 else image) for image in rows]
+    data = image_data(list(zip(rows, [0, 1, 0, 1], strict=True)), [(rows[0], 0)])
+    for source, expected in zip(data.train.sources, pixels, strict=True):
+        assert torch.equal(images.decode(encoded(source), channels), torch.from_numpy(expected))
