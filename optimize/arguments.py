@@ -97,14 +97,16 @@ def _leaves(plain: Any) -> Iterator[object]:
 
 
 def _joined(name: str, settings: Mapping[str, str]) -> str:
-    """A pass and what is said of its settings, as many as there is room for."""
+    """A pass and what is said of its settings, as many as there is room for: of a long value its digits."""
     words = [name]
-    for number, part in enumerate(settings.values()):
-        if len("-".join([*words, part])) > _SAID:
+    for number, (setting, part) in enumerate(settings.items()):
+        short = f"{_legal(setting)}-{_digits(part)}"
+        fits = next((said for said in (part, short) if len("-".join([*words, said])) <= _SAID), None)
+        if fits is None:
             rest = list(settings.values())[number:]
             words.append(f"{len(rest)}-more-{_digits(rest)}")
             break
-        words.append(part)
+        words.append(fits)
     return "-".join(words)[:_LONGEST_NAME]
 
 

@@ -179,7 +179,8 @@ def _head(name: str, field: FieldInfo, usual: Mapping[str, Any]) -> str:
 
 
 def _paragraph(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8))
+    lines = textwrap.wrap(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def _spelled(annotation: Any) -> str:

@@ -79,7 +79,7 @@ def _unescaped(path: str) -> str:
 def _quota_in(folder: Path) -> float | None:
     for names in (_VERSION_2, _VERSION_1):
         try:
-            words = [word for name in names for word in (folder / name).read_text(encoding="ascii").split()]
+            words = [word for name in names for word in (folder / name).read_text(encoding="utf-8").split()]
             amount, period = map(int, words)
         except (OSError, ValueError):  # no such file; "max"
             continue

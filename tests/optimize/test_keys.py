@@ -224,6 +224,7 @@ OTHER: dict[str, Any] = {
     "machine": {"cpu": "other"},
     "notes": ("remark",),
     "packed": {"handler.py": "2" * 64},
+    "probabilities": "sigmoid",
     "certificate": Certificate("3" * 64, 0.1, images=1, logits_of=1, data="4" * 64, agreements=()),
 }
 

@@ -49,7 +49,7 @@ def grey(num_classes):
 
 
 def named(num_classes):
-    return Net(3, num_classes, lambda logits: {"logits": logits})
+    return Net(3, num_classes, lambda logits: {"a": logits, "b": logits * 2})
 
 
 def squeezed(num_classes):
@@ -83,7 +83,10 @@ def refused(*words: object) -> str:
             "seven",
             r"the model gives (4, 7) for a batch of 4 images of 10 classes; it must give logits of shape (4, 10)",
         ),
-        ("named", "the model gives dict for a batch of 4 images of 10 classes; it must give logits of shape (4, 10)"),
+        (
+            "named",
+            "gives a dict of 2 tensors (['a'] (2, 10), ['b'] (2, 10)); it must give its logits alone, or call them",
+        ),
         ("grey", "the first convolution takes 1: give --mean and --std 1 each, as 0.5"),
         ("squeezed", f"the model gives (10,) for one image, and (4, 10) for 4; {_LOST}"),
         (
