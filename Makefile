@@ -90,7 +90,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: help install optimize serve add replace remove stop status package test lint
-.PHONY: bench bench-cpu bench-gpu bench-quant bench-data bench-serve bench-attacks bench-decoding bench-models table-cifar zoo
+.PHONY: bench bench-cpu bench-gpu bench-quant bench-data bench-serve bench-attacks bench-decoding bench-intervals bench-models table-cifar zoo
 .PHONY: soak audit fuzz clean
 
 help: ## this list
@@ -187,6 +187,11 @@ bench-attacks: $(VENV)/.installed ## what hostile requests cost the own server; 
 
 bench-decoding: $(VENV)/.installed ## what the costliest images cost, against each format's bound; writes docs/decoding.md
 	$(BIN)/python -m benchmarks.decoding --write docs/decoding.md
+
+# What is compared is of the run of `make optimize MODEL=resnet18`.
+bench-intervals: $(VENV)/.installed ## how often intervals of speed hold, by comparing again and again; writes docs/intervals.md
+	$(BIN)/python -m benchmarks.intervals --store '$(STORE)' $(foreach name,fuse ptq onnx onnx-int8,resnet18/$(name)) \
+		--write docs/intervals.md
 
 bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/bench-data.md
 	$(BIN)/python -m benchmarks.imagenet_scale --write docs/bench-data.md
