@@ -54,6 +54,14 @@ FLOORS = {
     "optimize.__main__": 9,
 }
 
+# Folders within a room, from the ground up: each imports only from those before it, and from the room's own files.
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "optimize.training": ("distributed",),
+}
+
+#: So many files a newcomer finds their way among.
+MOST_FILES = 20
+
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for package in ("optimize", "serve")
@@ -113,6 +121,36 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
         for leaf in leaves:
             del others[leaf]
     assert not others, f"these import each other: {others}"
+
+
+@pytest.mark.parametrize(("room", "folders"), FOLDERS.items())
+def test_the_folders_of_a_room_lean_on_those_before_them(room: str, folders: tuple[str, ...]) -> None:
+    above = [
+        (module, name)
+        for number, folder in enumerate(folders)
+        for module in MODULES
+        if f"{module}.".startswith(f"{room}.{folder}.")
+        for name in imports(module)
+        if any(f"{name}.".startswith(f"{room}.{other}.") for other in folders[number + 1 :])
+    ]
+    assert not above
+
+
+@pytest.mark.parametrize("room", FOLDERS)
+def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
+    others = {name: {*imports(name)} - {name} for name in MODULES if f"{name}.".startswith(f"{room}.")}
+    while leaves := [name for name, imported in others.items() if not imported & others.keys()]:
+        for leaf in leaves:
+            del others[leaf]
+    assert not others, f"these import each other: {others}"
+
+
+@pytest.mark.parametrize("room", FOLDERS)
+def test_a_room_and_each_of_its_folders_has_few_files(room: str) -> None:
+    folder = ROOT / Path(*room.split("."))
+    inside = [each for each in (folder, *folder.rglob("*")) if each.is_dir() and any(each.glob("*.py"))]
+    assert {each.name for each in inside if each.parent == folder} >= {*FOLDERS[room]}
+    assert not {each: count for each in inside if (count := len([*each.glob("*.py")])) > MOST_FILES}
 
 
 def test_every_module_of_optimize_and_every_folder_of_serve_has_a_floor_of_its_own() -> None:

@@ -21,7 +21,7 @@ from optimize.run.recommendation import Objective, Recommend, recommend
 from optimize.run.results import measure as measure_steps
 from optimize.run.session import Step
 from optimize.store.artifact import Artifact
-from optimize.training.torchrun import only_first
+from optimize.training.distributed.first_process import only_first
 from optimize.variant import Failed, Variant
 from serve.progress import here
 from serve.runtime.errors import PipelineError, UserError

@@ -24,7 +24,7 @@ from optimize.run.saved import take
 from optimize.run.session import Session
 from optimize.run.skips import not_made, skip_of
 from optimize.training.config import TrainingConfig
-from optimize.training.torchrun import only_first
+from optimize.training.distributed.first_process import only_first
 from optimize.variant import Failed, Variant
 from serve.config import Config
 from serve.options import ServingOptions

@@ -32,8 +32,9 @@ from optimize.run.identity import Identity
 from optimize.run.session import Session
 from optimize.store.files import check_writable
 from optimize.store.objects import Store
+from optimize.training.distributed.environment import processes
+from optimize.training.distributed.first_process import only_first
 from optimize.training.events import tensorboard
-from optimize.training.torchrun import only_first, processes
 from serve import layout
 from serve.config import Config
 from serve.runtime.cores import cores

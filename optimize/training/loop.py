@@ -26,23 +26,20 @@ from optimize.data.splits import hold_out, part
 from optimize.data.transforms import transform
 from optimize.errors import PassError
 from optimize.store.history import Epoch, Point
-from optimize.training import group
-from optimize.training.averaging import Average
 from optimize.training.checkpoints import Checkpoints, fingerprint, load_state
 from optimize.training.config import TrainingConfig
-from optimize.training.determinism import deterministic
+from optimize.training.distributed import group
+from optimize.training.distributed.api import train_together
+from optimize.training.distributed.wrap import joined
 from optimize.training.events import Events
-from optimize.training.joining import joined
 from optimize.training.mixup import mixed
 from optimize.training.objective import Piece, objective
-from optimize.training.optimizers import clip, make_optimizer
+from optimize.training.optimizers import Average, clip, make_optimizer, peak_rate, rate
 from optimize.training.precision import Precision
-from optimize.training.randomness import random_states, restore_random_states
+from optimize.training.randomness import deterministic, random_states, restore_random_states
 from optimize.training.recompute import checkpointed
 from optimize.training.records import Manner, Penalty, Progress, SetMode, TrainingResult
-from optimize.training.schedule import peak_rate, rate
 from optimize.training.stopwatch import Stopwatch
-from optimize.training.together import train_together
 from optimize.training.zeros import Zeros
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from optimize.training.config import TrainingConfig
-from optimize.training.observed import in_float32
+from optimize.training.distributed.fake_quantize import in_float32
 
 _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from optimize.store.sources import closure, code_of, source_digest, without_comments
-from optimize.training.schedule import rate
+from optimize.training.optimizers import rate
 
 #: A package outside the project: ``a`` imports ``b``, which imports ``c`` in a function, which imports ``d``.
 CHAIN = {
@@ -137,7 +137,7 @@ def test_a_pass_depends_on_what_it_calls_and_not_on_other_passes() -> None:
 
 
 def test_the_modules_of_the_makers_are_found_from_the_makers() -> None:
-    assert code_of(rate) == source_digest("optimize.training.schedule")
+    assert code_of(rate) == source_digest("optimize.training.optimizers")
     assert code_of(rate) != code_of(rate, source_digest)
 
 

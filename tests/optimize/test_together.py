@@ -24,8 +24,8 @@ from optimize.passes.qat import QAT
 from optimize.passes.qat_lowbit import QAT_LOWBIT
 from optimize.training.config import TrainingConfig
 from optimize.training.distil import Distil
+from optimize.training.distributed.batch_norms import AllReducedBatchNorm, synchronise
 from optimize.training.loop import train
-from optimize.training.norms import AllReducedBatchNorm, synchronise
 from serve.runtime.errors import UserError
 from tests.programs import Programs
 

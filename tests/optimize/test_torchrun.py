@@ -22,11 +22,12 @@ from optimize.data.sources import Files, Pixels, out_of_reach, select
 from optimize.errors import PassError
 from optimize.listener import Silent
 from optimize.run.job import Job, open_job
-from optimize.training import following, post, together, torchrun
 from optimize.training.config import TrainingConfig
+from optimize.training.distributed import api, first_process, launch_torchrun, mailbox
+from optimize.training.distributed.environment import Launch, launch, processes
+from optimize.training.distributed.first_process import only_first
+from optimize.training.distributed.launch_local import Ended
 from optimize.training.loop import train
-from optimize.training.starting import Ended
-from optimize.training.torchrun import Launch, launch, only_first, processes
 from serve.runtime.errors import PipelineError, UserError
 from tests.programs import ROOT, Program, Programs
 
@@ -143,7 +144,7 @@ def test_the_one_thread_that_torchrun_gives_is_taken_back_and_that_of_the_user_i
         parent.stdin.flush()
         assert parent.stdout.readline() == b"running\n"
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)
-        torchrun._take_back_one_thread(Launch(0, 2, 0, 2))
+        first_process._take_back_one_thread(Launch(0, 2, 0, 2))
     assert os.environ.get("OMP_NUM_THREADS") == left
     assert threads == ([len(os.sched_getaffinity(0))] if left is None else [])
 
@@ -151,7 +152,7 @@ def test_the_one_thread_that_torchrun_gives_is_taken_back_and_that_of_the_user_i
 def test_threads_that_torchrun_does_not_set_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, local in (("1", 1), ("3", 2)):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-        torchrun._take_back_one_thread(Launch(0, 4, 0, local))
+        first_process._take_back_one_thread(Launch(0, 4, 0, local))
         assert os.environ["OMP_NUM_THREADS"] == value
 
 
@@ -167,12 +168,12 @@ class Two:
     store: Any = None
 
     def other(self, cwd: Path = ROOT) -> Program:
-        words = "from optimize.training.torchrun import only_first; only_first(); print('went on')"
+        words = "from optimize.training.distributed.first_process import only_first; only_first(); print('went on')"
         return self.programs.start("-c", words, cwd=cwd, environment={**self.environment, **started(1)})
 
     def over(self) -> None:
         """The end of the first."""
-        following._say_over()
+        launch_torchrun._say_over()
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def two(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Two:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "getppid", os.getpid)  # whose environment says nothing of this
     monkeypatch.setattr(sys, "executable", str(programs.executable))
-    monkeypatch.setattr(following, "_first", following._First())
+    monkeypatch.setattr(launch_torchrun, "_first", launch_torchrun._First())
     monkeypatch.setattr(atexit, "register", lambda function: None)
     return Two(programs, {**os.environ, "PYTHONPATH": str(ROOT)}, store)
 
@@ -278,7 +279,7 @@ def test_images_that_another_host_does_not_have_are_told_with_the_host(
     ],
 )
 def test_what_fails_on_another_host_is_told_with_the_host(ended: dict[int, Ended], told: str) -> None:
-    assert str(together._reason(ended, 4)) == f"process {told}"
+    assert str(api._reason(ended, 4)) == f"process {told}"
 
 
 def test_files_are_out_of_reach_where_none_of_a_few_can_be_read(tmp_path: Path) -> None:
@@ -295,7 +296,7 @@ def test_files_are_out_of_reach_where_none_of_a_few_can_be_read(tmp_path: Path) 
 
 def test_another_ends_with_a_line_where_the_first_is_lost(two: Two) -> None:
     other = two.other()
-    post.Post(Launch(0, 2, 0, 2)).call({})  # it listens
+    mailbox.Post(Launch(0, 2, 0, 2)).call({})  # it listens
     two.store = None
     ended = other.end()
     assert (ended.returncode, ended.stdout) == (1, "")
@@ -304,10 +305,10 @@ def test_another_ends_with_a_line_where_the_first_is_lost(two: Two) -> None:
 
 
 def test_one_that_torchrun_started_anew_hears_what_the_one_before_it_did_not(two: Two) -> None:
-    first, gone, other = (post.Post(Launch(rank, 2, rank, 2)) for rank in (0, 1, 1))
+    first, gone, other = (mailbox.Post(Launch(rank, 2, rank, 2)) for rank in (0, 1, 1))
     assert [gone.called, other.called] == [False, False]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(post, "_PATIENCE", 0.0)
+        patch.setattr(mailbox, "_PATIENCE", 0.0)
         with pytest.raises(PipelineError, match=r"^process 1 of the 2 that torchrun has started does not answer"):
             first.call({"training": "a"})
     assert [gone.called, other.called] == [False, True]
@@ -317,7 +318,7 @@ def test_one_that_torchrun_started_anew_hears_what_the_one_before_it_did_not(two
     assert first.reported("a", {}) == {1: {"code": 0}}
     assert first.reported("a", {1}) == {}
     first.say_over()
-    assert [post.Post(Launch(1, 2, 1, 2)).next_call(), other.next_call()] == [None, None]
+    assert [mailbox.Post(Launch(1, 2, 1, 2)).next_call(), other.next_call()] == [None, None]
 
 
 def test_a_program_that_has_joined_the_processes_itself_is_refused(two: Two, tmp_path: Path) -> None:

@@ -22,12 +22,11 @@ from optimize.passes import qat_lowbit
 from optimize.passes.qat import QAT, Qat
 from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
 from optimize.training import loop as training
-from optimize.training.averaging import Average
 from optimize.training.config import TrainingConfig
+from optimize.training.distributed.fake_quantize import Float32FakeQuantize, in_float32
 from optimize.training.loop import train
 from optimize.training.mixup import mixed
-from optimize.training.observed import Float32FakeQuantize, in_float32
-from optimize.training.schedule import peak_rate, rate
+from optimize.training.optimizers import Average, peak_rate, rate
 from serve.runtime.errors import UserError
 
 from .test_training import FAST, brightness, network

@@ -1,8 +1,8 @@
 """Training by the processes that torchrun has started: the first calls the others to each, and they follow.
 
-The call is a few words (`post`); what is to be trained goes from the first to the others when they have met (`rank`).
-So no folder is shared, and nobody waits for another within a sum of tensors, which has a time-out: between two
-trainings the first may measure for hours. What trains are processes of each training's own, as those that we start
+The call is a few words (`mailbox`). What is to be trained goes from the first to the others when they have met
+(`worker`). So no folder is shared, and nobody waits for another within a sum of tensors, which has a time-out: between
+two trainings the first may measure for hours. What trains are processes of each training's own, as those that we start
 without torchrun: one that fails ends the training, and not the run, and none holds a GPU while the first measures.
 """
 
@@ -24,9 +24,9 @@ from typing import IO
 
 from torch import distributed
 
-from optimize.training.post import Post
-from optimize.training.starting import Ended, Place, Rank, Ranks
-from optimize.training.torchrun import Launch
+from optimize.training.distributed.environment import Launch
+from optimize.training.distributed.launch_local import Ended, Place, Rank, Ranks
+from optimize.training.distributed.mailbox import Post
 from serve.runtime.errors import PipelineError, UserError, first_line
 
 #: Seconds between two looks of one that trains for a call to end that.

@@ -1,4 +1,4 @@
-"""One of the processes that train together: ``python -m optimize.training.rank FOLDER PLACE``.
+"""One of the processes that train together: ``python -m optimize.training.distributed.worker FOLDER PLACE``.
 
 The first finds in its folder what is to be done, and hands it to the others; each ends with its parent.
 """
@@ -22,11 +22,11 @@ from torch import distributed
 from optimize.data.sources import out_of_reach
 from optimize.errors import PassError
 from optimize.listener import Silent
-from optimize.training import group, torchrun
+from optimize.training.distributed import environment, group
+from optimize.training.distributed.api import Task, other_random
+from optimize.training.distributed.launch_local import RENDEZVOUS, RESULT, TASK, Place, failure
 from optimize.training.loop import train
 from optimize.training.randomness import restore_random_states
-from optimize.training.starting import RENDEZVOUS, RESULT, TASK, Place, failure
-from optimize.training.together import Task, other_random
 from serve.runtime.errors import UserError, one_line
 
 #: How long one waits for the others in a sum; another may be decoding a large data set for the first time.
@@ -61,7 +61,7 @@ def main(folder: Path, place: Place) -> None:
     by_file = {"init_method": f"file://{folder / RENDEZVOUS}"}
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        **(by_file if place.meeting is None else {"store": torchrun.within(place.meeting, torchrun.reach())}),
+        **(by_file if place.meeting is None else {"store": environment.within(place.meeting, environment.reach())}),
         rank=place.rank,
         world_size=place.world,
         timeout=_PATIENCE,

@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from optimize.training import torchrun
-from optimize.training.torchrun import Launch
+from optimize.training.distributed import environment
+from optimize.training.distributed.environment import Launch
 from serve.runtime.errors import PipelineError
 
 #: Seconds between two looks into the store: of one that waits for a call, and of one that calls.
@@ -35,9 +35,9 @@ class Post:
 
     def __init__(self, started: Launch) -> None:
         self._started = started
-        self._serving = torchrun.serves(started)
-        self._whole = torchrun.reach(serving=self._serving)  # which lives as long as this
-        self._store = torchrun.within("optimize", self._whole)
+        self._serving = environment.serves(started)
+        self._whole = environment.reach(serving=self._serving)  # which lives as long as this
+        self._store = environment.within("optimize", self._whole)
         self._box = ""
         if started.rank:
             self._box = uuid.uuid4().hex

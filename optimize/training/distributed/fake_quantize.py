@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 
-from optimize.training import group
+from optimize.training.distributed import group
 
 
 class Float32FakeQuantize(FusedMovingAvgObsFakeQuantize):

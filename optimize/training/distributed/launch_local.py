@@ -1,4 +1,4 @@
-"""The processes that train together, from the side that starts them; `rank` is what runs in each."""
+"""The processes that train together, from the side that starts them; `worker` is what runs in each."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Rank:
 
     def __init__(self, folder: Path, place: Place, *, one_host: bool) -> None:
         self._folder, self._place = folder, place
-        root = str(Path(__file__).parents[2])
+        root = str(Path(__file__).parents[3])
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         if one_host:
             # Gloo looks for the machine's own name otherwise, which many containers cannot resolve.
@@ -90,7 +90,7 @@ class Rank:
         words = [str(folder), json.dumps(dataclasses.asdict(place))]
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "optimize.training.rank", *words],
+                [sys.executable, "-P", "-m", "optimize.training.distributed.worker", *words],
                 stdin=subprocess.PIPE,  # which closes with us, however we end
                 stdout=subprocess.PIPE if place.rank == 0 else errors,
                 stderr=errors,

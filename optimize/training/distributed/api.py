@@ -1,4 +1,4 @@
-"""Training in several processes, from the side of the one that wants it; `rank` is what runs in each.
+"""Training in several processes, from the side of the one that wants it; `worker` is what runs in each.
 
 They are of this machine and started here, or one for each process that torchrun has started, on one host or several.
 """
@@ -30,11 +30,11 @@ from optimize.models.by_value import pickled_by_value
 from optimize.store.history import History
 from optimize.training.checkpoints import load_state
 from optimize.training.config import TrainingConfig
-from optimize.training.following import everywhere
+from optimize.training.distributed.environment import Launch, launch
+from optimize.training.distributed.launch_local import RESULT, TASK, Ended, Ranks, here
+from optimize.training.distributed.launch_torchrun import everywhere
 from optimize.training.randomness import random_states
 from optimize.training.records import Manner, TrainingResult
-from optimize.training.starting import RESULT, TASK, Ended, Ranks, here
-from optimize.training.torchrun import Launch, launch
 from serve.runtime.errors import UserError, one_line
 
 #: Seconds that the others are given to end by themselves after one has failed.

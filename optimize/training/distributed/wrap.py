@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from optimize.training import group
-from optimize.training.norms import count_each_once, synchronise
-from optimize.training.observed import share_ranges
+from optimize.training.distributed import group
+from optimize.training.distributed.batch_norms import count_each_once, synchronise
+from optimize.training.distributed.fake_quantize import share_ranges
 
 
 @dataclass(frozen=True)
