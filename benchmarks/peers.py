@@ -22,9 +22,9 @@ from optimize.context import Context
 from optimize.data.sources import Selected
 from optimize.data.splits import part, subset
 from optimize.errors import NotApplicableError
-from optimize.export.trace import trace
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
+from optimize.tracing.trace import trace
 from serve.config import Config
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise

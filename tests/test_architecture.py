@@ -37,6 +37,7 @@ FLOORS = {
     "optimize.context": 3,
     "optimize.training": 4,
     "optimize.measure": 4,
+    "optimize.tracing": 4,
     "optimize.export": 4,
     "optimize.lint": 4,
     "optimize.report": 5,
@@ -56,6 +57,8 @@ FLOORS = {
 
 # Folders within a room, from the ground up: each imports only from those before it, and from the room's own files.
 FOLDERS: dict[str, tuple[str, ...]] = {
+    "optimize.tracing": (),
+    "optimize.export": ("onnx_graph",),
     "optimize.training": ("distributed",),
 }
 

@@ -24,12 +24,12 @@ from benchmarks.cifar.rows import EXAMPLES, MODELS, ROWS, START, Row
 from examples.cifar_resnet import CifarResNet
 from optimize.data.pixels import decoded
 from optimize.export.macs import total_macs
-from optimize.export.trace import trace
 from optimize.passes.base import pass_of
 from optimize.pruning.groups import group
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.widths import Costs, Rounding
 from optimize.run.recipe import Recipe, load_recipe
+from optimize.tracing.trace import trace
 from optimize.training.config import TrainingConfig
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise

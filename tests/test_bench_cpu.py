@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.export.trace import trace
 from optimize.measure.figures import Accuracy, Footprint, Latency, Measured, Ratio, Timed
 from optimize.measure.rows import ModelFile, Pair, Reference, Row, Skip
+from optimize.tracing.trace import trace
 from serve.runtime.execution import Execution
 from tests.benchmarked import benchmark
 

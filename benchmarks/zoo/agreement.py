@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from benchmarks.zoo.record import Agreement
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.measure.statistics import sqnr_db
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from serve.runtime.engines.base import executions_for

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from optimize.errors import PassError
-from optimize.export.trace import graph_as_is
+from optimize.tracing.trace import graph_as_is
 
 #: Residual branches up to which a transformer is drawn as all networks are: ViT-L has as many, MaxViT-T 51, ViT-H 64.
 DEEP = 48

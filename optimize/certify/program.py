@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.export.constants import constant_value
 from optimize.quantization.biases import dequantizers
 from optimize.quantization.explicit import MOVES, moved, quantizing
 from optimize.quantization.joined import read_joined
 from optimize.quantization.padding import put_padding, take_padding
+from optimize.tracing.constants import constant_value
 from serve.runtime.card import Preprocessing
 from serve.runtime.images import normalise
 

@@ -1,5 +1,5 @@
-"""Modules into files that open without their Python code.
+"""Modules as files that open without their Python code.
 
-In: a float or quantized module and an example. Does: traces, exports, writes, checks.
-Out: TorchScript, exported programs, ONNX graphs.
+In: a float or quantized module and an example. Does: exports, writes, checks, counts.
+Out: exported programs, TorchScript, ONNX graphs.
 """

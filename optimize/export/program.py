@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from optimize.errors import PassError
-from optimize.export.aten import program_of
 from optimize.store.artifact import WEIGHTS_FILE
+from optimize.tracing.aten_program import program_of
 from serve.runtime.card import Format
 from serve.runtime.errors import EngineError, one_line
 from serve.runtime.program_file import save_program

@@ -14,7 +14,7 @@ import torch
 from onnx import numpy_helper
 from torch import fx
 
-from optimize.export.constants import attribute
+from optimize.tracing.constants import attribute
 from serve.runtime.card import Format
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program

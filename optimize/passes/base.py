@@ -14,9 +14,9 @@ import torch
 from torch import fx, nn
 
 from optimize.context import Context
-from optimize.export.gradients import lost_gradients
 from optimize.models.live import live_digest
 from optimize.store.artifact import EAGER, KIND_NAMES, Artifact, Kind, Product
+from optimize.tracing.custom_gradients import lost_gradients
 from serve.config import Config
 from serve.runtime.errors import UserError
 from serve.runtime.execution import Execution

@@ -17,14 +17,14 @@ from torch import fx, nn
 
 from optimize.context import Context
 from optimize.errors import NotApplicableError
-from optimize.export.alike import require_alike
-from optimize.export.branches import blocks
-from optimize.export.naming import free_name
 from optimize.export.program import write_program, write_weights
-from optimize.export.trace import calls, trace
 from optimize.passes.base import Pass, gradients_lost, register, zeros_are_meant
 from optimize.store.artifact import Artifact, Product
 from optimize.store.history import History
+from optimize.tracing.branches import blocks
+from optimize.tracing.equivalence import require_alike
+from optimize.tracing.naming import free_name
+from optimize.tracing.trace import calls, trace
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train
 from serve.config import Config

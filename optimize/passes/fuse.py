@@ -11,12 +11,12 @@ import torch
 from pydantic import Field
 
 from optimize.context import Context
-from optimize.export.alike import require_alike
-from optimize.export.folding import fuse_module
 from optimize.export.program import write_program, write_weights
-from optimize.export.trace import LEFT, without_autocast
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
+from optimize.tracing.equivalence import require_alike
+from optimize.tracing.folding import fuse_module
+from optimize.tracing.trace import LEFT, without_autocast
 from serve.config import Config
 
 

@@ -1,6 +1,6 @@
 """``merge``: parallel convolutions of one tensor, as RepVGG's and ACNet's blocks have them, folded into one.
 
-It computes what its parent does, in eval mode, with fewer layers; see `optimize.export.branches`.
+It computes what its parent does, in eval mode, with fewer layers; see `optimize.tracing.branches`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import fx, nn
 
 from optimize.context import Context
 from optimize.errors import NotApplicableError
-from optimize.export.alike import require_alike
-from optimize.export.branches import Block, merge_blocks
 from optimize.export.program import write_program, write_weights
-from optimize.export.trace import trace
 from optimize.passes.base import Pass, register
 from optimize.quantization.equalization import FIGURE, spread
 from optimize.store.artifact import Artifact, Product
 from optimize.store.effects import Effect, write_effects
+from optimize.tracing.branches import Block, merge_blocks
+from optimize.tracing.equivalence import require_alike
+from optimize.tracing.trace import trace
 from serve.config import Config
 
 PEAKED = "largest weight of a channel to their root mean square, worst channel"

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 
 from optimize.context import Context
-from optimize.export.onnx import check_against, export_onnx
-from optimize.export.pixels import INPUT_TYPES, TakesPixels, entered, graph_input
+from optimize.export.onnx_graph.pixel_input import INPUT_TYPES, TakesPixels, entered, graph_input
+from optimize.export.onnx_graph.write import check_against, export_onnx
 from optimize.passes.base import Pass, register
 from optimize.store.artifact import Artifact, Product
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.export.half import check_half
-from optimize.export.onnx import check_against, export_onnx
-from optimize.export.pixels import INPUT_TYPES, GraphInput, entered, graph_input
+from optimize.export.onnx_graph.pixel_input import INPUT_TYPES, GraphInput, entered, graph_input
+from optimize.export.onnx_graph.write import check_against, export_onnx
 from optimize.passes.base import Pass, register
 from optimize.quantization.computed import store_weights
 from optimize.store.artifact import Artifact, Product

@@ -17,11 +17,11 @@ from pydantic import Field
 
 from optimize.context import Context
 from optimize.errors import PassError
-from optimize.export.half_layers import halve_layers
-from optimize.export.image_quantizer import keep_rounding
-from optimize.export.kept_layers import keep_in_float
-from optimize.export.onnx import INPUT, run_onnx, save_changed
-from optimize.export.pixels import INPUT_TYPES, TakesPixels, entered, graph_input
+from optimize.export.onnx_graph.float_layers import keep_in_float
+from optimize.export.onnx_graph.half_layers import halve_layers
+from optimize.export.onnx_graph.image_quantizer import keep_rounding
+from optimize.export.onnx_graph.pixel_input import INPUT_TYPES, TakesPixels, entered, graph_input
+from optimize.export.onnx_graph.write import INPUT, run_onnx, save_changed
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES, Gate, check_answers
 from optimize.quantization.lowbit.words import OF_FLOAT, of_graph

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from optimize.context import Context
 from optimize.errors import NotApplicableError, PassError
-from optimize.export.onnx import run_onnx
-from optimize.export.packing import Smallest, pack_weights
-from optimize.export.pixels import graph_input
+from optimize.export.onnx_graph.pixel_input import graph_input
+from optimize.export.onnx_graph.weight_packing import Smallest, pack_weights
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.lint.base import lint
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES

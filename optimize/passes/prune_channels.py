@@ -20,10 +20,8 @@ from torch import fx, nn
 
 from optimize.context import Context
 from optimize.errors import NotApplicableError, PassError
-from optimize.export.alike import require_alike
 from optimize.export.macs import total_macs
 from optimize.export.program import write_program, write_weights
-from optimize.export.trace import trace
 from optimize.models.patterns import around
 from optimize.passes.base import Pass, gradients_lost, register, zeros_are_meant
 from optimize.pruning.channels import Channels
@@ -37,6 +35,8 @@ from optimize.pruning.surgery import Structure, joined, masked, remove, resized
 from optimize.pruning.widths import Costs, Rounding, Spread, removed, widths
 from optimize.store.artifact import Artifact, Product
 from optimize.store.effects import WHOLE, Effect, write_effects
+from optimize.tracing.equivalence import require_alike
+from optimize.tracing.trace import trace
 from optimize.training.events import part
 
 

@@ -20,8 +20,7 @@ from torch import fx
 
 from optimize.context import Context
 from optimize.errors import PassError
-from optimize.export.folding import fuse_module
-from optimize.export.onnx import export_onnx
+from optimize.export.onnx_graph.write import export_onnx
 from optimize.export.program import write_program, write_script
 from optimize.measure.machine import machine
 from optimize.measure.shares import Shares
@@ -31,6 +30,7 @@ from optimize.measure.wanted import check_wanted
 from optimize.pruning.groups import Grouping
 from optimize.pruning.surgery import remove
 from optimize.store.files import write_json
+from optimize.tracing.folding import fuse_module
 from optimize.training.checkpoints import fingerprint
 from serve.config import Config
 from serve.runtime.card import Card, Format, sha256_file, write_card

@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 
 from optimize.errors import PassError
-from optimize.export.trace import trace
 from optimize.pruning.groups import Grouping
 from optimize.pruning.operations import CONVOLUTIONS, PADS, RESHAPES, SPLITS, entry_of
+from optimize.tracing.trace import trace
 
 #: What a pruned network's shapes are, beside its parent's: channels ``[out, in]`` of each layer and ``[channels]`` of
 #: each norm that changed, and ``[dim, number, …]`` of each node that counts channels.

@@ -20,9 +20,9 @@ from torch import fx, nn
 from torch.nn import functional
 from torchvision.models.swin_transformer import shifted_window_attention
 
-from optimize.export.trace import note_shapes
 from optimize.quantization.windows import window_name, write_window
 from optimize.quantization.writing import Writer, computed, fold_constants, replace, scaled, shape_of
+from optimize.tracing.trace import note_shapes
 
 _PRODUCTS = (operator.matmul, torch.bmm, "matmul", "bmm", "__matmul__")
 _DOT_PRODUCT = functional.scaled_dot_product_attention

@@ -14,9 +14,9 @@ from torch.ao.nn.intrinsic.modules.fused import _FusedModule
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
-from optimize.export.constants import attribute
 from optimize.quantization.watchers import called_function, called_module, is_watcher, remove_watcher
 from optimize.quantization.writing import made_of
+from optimize.tracing.constants import attribute
 
 _FUNCTIONS = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)
 _PRODUCTS = (torch.matmul, torch.bmm, "matmul", "bmm")

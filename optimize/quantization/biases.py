@@ -22,8 +22,8 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers torch.ops.quantized_decomposed
 from torch import fx
 
-from optimize.export.constants import constant_value
 from optimize.export.sparsity import packed_kind, unpacked
+from optimize.tracing.constants import constant_value
 
 _ATEN = torch.ops.aten
 _OPS = torch.ops.quantized

@@ -7,7 +7,7 @@ is right.
 
 An average that counts the zeros around a map counts the integer 0 there, where that is another number: the borders of
 MaxViT's shortcuts, which no ReLU ends, were up to 62 steps off. And one that is written as an average times a share
-(see `optimize.export.pools`) is rounded before that.
+(see `optimize.export.onnx_graph.pool_rewrites`) is rounded before that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.export.pools import settings_of
+from optimize.export.onnx_graph.pool_rewrites import settings_of
 from optimize.quantization.explicit import moved, quantizing
 from optimize.quantization.unmoved import keep_floats
 

@@ -16,9 +16,9 @@ from torch.ao.quantization import FakeQuantizeBase, QConfigMapping
 from torch.ao.quantization.observer import ObserverBase
 from torch.nn import functional
 
-from optimize.export.naming import free_name
-from optimize.export.padding import LAYERS as ZEROS
 from optimize.quantization.watchers import called_module
+from optimize.tracing.naming import free_name
+from optimize.tracing.zero_padding import LAYERS as ZEROS
 
 #: Layers whose kernels take a ReLU along.
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)

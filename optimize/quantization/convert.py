@@ -17,12 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from optimize.errors import NotApplicableError
-from optimize.export.constants import attribute
-from optimize.export.layers import left_whole
-from optimize.export.naming import free_name
-from optimize.export.padding import call_pads, fold_padding
 from optimize.export.program import write_script
-from optimize.export.trace import note_shapes, trace
 from optimize.quantization.answer import free_answer
 from optimize.quantization.attention import write_out_attention
 from optimize.quantization.between import free_between, free_image
@@ -62,6 +57,11 @@ from optimize.quantization.targets import Target
 from optimize.quantization.watchers import called_module
 from optimize.quantization.worded import drop_empty, write_bounds, write_types
 from optimize.store.artifact import REFERENCE_FILE, Product
+from optimize.tracing.constants import attribute
+from optimize.tracing.foreign_layers import left_whole
+from optimize.tracing.naming import free_name
+from optimize.tracing.trace import note_shapes, trace
+from optimize.tracing.zero_padding import call_pads, fold_padding
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import save_program
 

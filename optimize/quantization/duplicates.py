@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.export.constants import constant_value
 from optimize.quantization.explicit import MOVES, quantizing
+from optimize.tracing.constants import constant_value
 
 _ATEN = torch.ops.aten
 

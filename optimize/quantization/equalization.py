@@ -19,9 +19,9 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
-from optimize.export.constants import attribute
-from optimize.export.naming import free_name
 from optimize.store.effects import Effect
+from optimize.tracing.constants import attribute
+from optimize.tracing.naming import free_name
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)

@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.export.naming import free_name
 from optimize.quantization.watchers import SUMS, TOGETHER, called_function, called_module
 from optimize.quantization.writing import is_float, replace, shape_of
+from optimize.tracing.naming import free_name
 
 _MAXIMA = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 

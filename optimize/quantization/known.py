@@ -15,7 +15,6 @@ from torch.ao.quantization.fake_quantize import FixedQParamsFakeQuantize
 from torch.ao.quantization.observer import FixedQParamsObserver
 from torch.nn import functional
 
-from optimize.export.naming import free_name
 from optimize.quantization.between import has_weights
 from optimize.quantization.in_place import writes
 from optimize.quantization.watchers import (
@@ -26,6 +25,7 @@ from optimize.quantization.watchers import (
     remove_watcher,
     what_is_called,
 )
+from optimize.tracing.naming import free_name
 
 
 class FloatTanh(nn.Tanh):

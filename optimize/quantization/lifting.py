@@ -16,12 +16,12 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from optimize.errors import NotApplicableError
-from optimize.export.constants import constant_value
-from optimize.export.naming import free_name
 from optimize.quantization.between import before_layers, learned
 from optimize.quantization.in_float import call_in_float
 from optimize.quantization.watchers import called_module
 from optimize.quantization.writing import computed, replace
+from optimize.tracing.constants import constant_value
+from optimize.tracing.naming import free_name
 
 _CONVOLUTIONS: dict[Any, Any] = {
     functional.conv1d: nn.Conv1d,

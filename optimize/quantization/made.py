@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.export.naming import free_name
-from optimize.export.proxies import METHODS
 from optimize.quantization.in_place import writes
 from optimize.quantization.writing import replace, shape_of
+from optimize.tracing.naming import free_name
+from optimize.tracing.proxies import METHODS
 
 _NEW = ("new_zeros", "new_ones", "new_full", "new_tensor")
 _ASKED = ("shape", "size", "device", "dtype", "dim", "ndim", "numel")

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.export.constants import attribute
 from optimize.export.sparsity import packed_kind
 from optimize.lint.graph import WIDE_GROUP, misfits_amx_narrow
 from optimize.quantization.biases import WEIGHTED, packed_layers, put_back, weight_bias, with_integers
 from optimize.quantization.explicit import quantizing
 from optimize.quantization.narrow import quantized_parameters
+from optimize.tracing.constants import attribute
 
 #: Groups that are one at most, in a graph.
 _MOST = 4

@@ -1,7 +1,7 @@
 """Uneven zeros around an image, where a convolution can have them: in an ONNX graph, and in torch's packed program.
 
-Even ones are a convolution's own padding since it was traced (`optimize.export.padding`). What is left are those of
-"same" padding in steps of two, and what stands in a program that was made otherwise.
+Even ones are a convolution's own padding since it was traced (`optimize.tracing.zero_padding`). What is left are those
+of "same" padding in steps of two, and what stands in a program that was made otherwise.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import fx
 from torch.nn import functional
 
 from optimize.errors import PassError
-from optimize.export.noted import value_of
-from optimize.export.padding import around, of_places
 from optimize.quantization.biases import with_integers
 from optimize.quantization.explicit import moved, quantizing
 from optimize.quantization.narrow import quantized_parameters
 from optimize.quantization.patches import is_misread
+from optimize.tracing.node_values import value_of
+from optimize.tracing.zero_padding import around, of_places
 
 _ATEN = torch.ops.aten
 #: Convolutions of programs, and along how many axes they go.
@@ -111,7 +111,7 @@ def _quantized_zeros(node: fx.Node) -> fx.Node | None:
 
 
 def zeros_in_program(node: fx.Node) -> tuple[int, ...] | None:
-    """As `optimize.export.padding.zeros_around`, of a program's operators."""
+    """As `optimize.tracing.zero_padding.zeros_around`, of a program's operators."""
     if node.target is _ATEN.pad.default:
         given: tuple[Any, ...] = node.args
         mode, value = (*given, *_DEFAULTS[len(given) - _MODE :])[_MODE:]

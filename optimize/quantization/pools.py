@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.export.naming import free_name
+from optimize.tracing.naming import free_name
 
 _MODULES = (nn.AdaptiveAvgPool2d, nn.AvgPool2d)
 _FUNCTIONS = (functional.adaptive_avg_pool2d, functional.avg_pool2d, torch.mean)

@@ -22,9 +22,6 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization.observer import ObserverBase
 
-from optimize.export.aten import program_of
-from optimize.export.constants import attribute
-from optimize.export.padding import of_places
 from optimize.quantization.between import before_layers, fixed, integers_at
 from optimize.quantization.choices import Chosen
 from optimize.quantization.dropouts import drop_dropouts
@@ -36,6 +33,9 @@ from optimize.quantization.qdq import explicit_form
 from optimize.quantization.ranges import Granularity, WeightObserver, cut, weight_observer
 from optimize.quantization.targets import Target
 from optimize.quantization.watchers import called_module, holds_watcher
+from optimize.tracing.aten_program import program_of
+from optimize.tracing.constants import attribute
+from optimize.tracing.zero_padding import of_places
 
 _ATEN = torch.ops.aten
 

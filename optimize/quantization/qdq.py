@@ -31,9 +31,7 @@ import torch
 from torch import fx, nn
 
 from optimize.errors import PassError
-from optimize.export.aten import program_of, required_program
-from optimize.export.constants import constant_value
-from optimize.export.onnx import export_onnx
+from optimize.export.onnx_graph.write import export_onnx
 from optimize.lint.base import Finding, LintTarget, lint
 from optimize.quantization.borders import keep_borders
 from optimize.quantization.clamps import round_clamps
@@ -54,6 +52,8 @@ from optimize.quantization.shares import keep_shares
 from optimize.quantization.sums import keep_sums
 from optimize.quantization.targets import Target
 from optimize.quantization.writing import computed
+from optimize.tracing.aten_program import program_of, required_program
+from optimize.tracing.constants import constant_value
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
 
 #: The type range of each integer type that torch.ao produces here.

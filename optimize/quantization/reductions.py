@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.export.deviations import DEVIATIONS
+from optimize.export.onnx_graph.variances import DEVIATIONS
 from optimize.lint.graph import counts_beside, of_a_map, summed_alone
 from optimize.quantization.explicit import moved, quantizing
 from optimize.quantization.unmoved import keep_floats

@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 
 from optimize.errors import PassError
-from optimize.export.constants import NotConstantError
-from optimize.export.layers import as_convolution
-from optimize.export.trace import note_shapes, trace
 from optimize.quantization.watchers import called_module
 from optimize.quantization.writing import shape_of
+from optimize.tracing.constants import NotConstantError
+from optimize.tracing.foreign_layers import as_convolution
+from optimize.tracing.trace import note_shapes, trace
 
 
 def write_out_same(module: fx.GraphModule, example: torch.Tensor) -> int:

@@ -32,8 +32,8 @@ from torch.ao.quantization.observer import (
 from torch.ao.quantization.qconfig import default_reuse_input_qconfig
 from torch.nn import functional
 
-from optimize.export.padding import LAYERS as ZEROS
 from optimize.quantization.observer_choice import Observer, maker
+from optimize.tracing.zero_padding import LAYERS as ZEROS
 from serve.runtime.errors import UserError
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86, WEIGHT_MAX, has_vnni, saturates
 

@@ -15,8 +15,8 @@ from torch import fx
 from torch.nn import functional
 from torchvision.models.swin_transformer import shifted_window_attention
 
-from optimize.export.constants import NotConstantError, constant_value
 from optimize.quantization.writing import Writer, replace, scaled, shape_of
+from optimize.tracing.constants import NotConstantError, constant_value
 
 
 @dataclass(frozen=True)

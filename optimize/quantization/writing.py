@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.export.constants import constant_value
-from optimize.export.naming import free_name
+from optimize.tracing.constants import constant_value
+from optimize.tracing.naming import free_name
 
 
 class Writer:

@@ -14,8 +14,8 @@ import torch
 from torch import fx, nn
 
 from optimize.errors import PassError
-from optimize.export.trace import graph_as_is
 from optimize.models.checkpoint import listing
+from optimize.tracing.trace import graph_as_is
 from serve.runtime.errors import UserError, did_you_mean, one_line
 
 #: What a graph with features gives: logits ``(N, classes)``, and the values in the order of their names.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.quantization.targets import TargetName
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
 from tests.optimize.workbench import lowered, noise_context

@@ -11,8 +11,8 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 from torch.nn import functional
 
-from optimize.export.aten import is_program, program_of
-from optimize.export.pixels import FromPixels, entered
+from optimize.export.onnx_graph.pixel_input import FromPixels, entered
+from optimize.tracing.aten_program import is_program, program_of
 from serve.runtime.card import Preprocessing
 
 IMAGES = torch.randn(2, 3, 8, 8)

@@ -15,8 +15,6 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
 
 from optimize.context import Context
-from optimize.export.folding import fuse_module
-from optimize.export.trace import trace
 from optimize.measure.statistics import sqnr_db
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
@@ -34,6 +32,8 @@ from optimize.quantization.scores import free_scores
 from optimize.quantization.static import calibrating, observing
 from optimize.quantization.targets import TargetName, target_named
 from optimize.store.artifact import Artifact
+from optimize.tracing.folding import fuse_module
+from optimize.tracing.trace import trace
 from serve.runtime.card import Preprocessing
 
 from .families import build

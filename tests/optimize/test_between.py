@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat

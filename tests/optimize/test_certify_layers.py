@@ -23,7 +23,7 @@ from optimize.certify.layers import check_layers, in_process
 from optimize.certify.packed import PackedLayers
 from optimize.certify.program import Batch, Layer, ReferenceLayers
 from optimize.certify.records import Cause, Engine, LayerParity
-from optimize.export.pixels import GraphInput
+from optimize.export.onnx_graph.pixel_input import GraphInput
 from optimize.measure.processes import worker
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from examples.cifar_resnet import CifarResNet
 from optimize.errors import PassError
-from optimize.export.trace import trace
 from optimize.pruning.groups import Grouping, group
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.surgery import joined, remove, resized
 from optimize.pruning.widths import Costs
+from optimize.tracing.trace import trace
 
 from .families import FAMILIES, build, side
 from .workbench import with_running_statistics

@@ -8,10 +8,10 @@ import warnings
 import pytest
 import torch
 
-from optimize.export.trace import trace
 from optimize.pruning.groups import group
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.surgery import remove
+from optimize.tracing.trace import trace
 
 from .families import build, side
 from .test_channel_groups import some

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.quantization.clamps import round_clamps
 from serve.runtime.integers import ANY_X86
 from tests.optimize.test_plain import in_openvino

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.passes.half import HALF, Half
 from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
 from optimize.passes.ptq import PTQ, Ptq

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 from torch.onnx._internal.exporter import _fx_passes
 
-from optimize.export import onnx as exporting
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph import write as exporting
+from optimize.export.onnx_graph.write import run_onnx
 from tests.optimize.workbench import with_running_statistics
 
 EXAMPLE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))

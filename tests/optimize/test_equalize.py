@@ -13,12 +13,12 @@ from torch.nn import functional
 from torchvision.models.mobilenetv2 import MobileNetV2
 
 from optimize.errors import NotApplicableError
-from optimize.export.folding import fuse_module
-from optimize.export.trace import trace
 from optimize.passes.equalize import EQUALIZE, Equalize, _bounded
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.equalization import equalize, pairs
 from optimize.store.effects import read_effects
+from optimize.tracing.folding import fuse_module
+from optimize.tracing.trace import trace
 from tests.narrow import layer
 
 from .test_recovery import unlike

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.lint.base import lint
 from optimize.quantization.extremes import keep_extremes
 from serve.runtime.engines.openvino import compile_bytes

@@ -25,7 +25,6 @@ from optimize.data.loading import loader
 from optimize.data.pixels import decoded
 from optimize.data.records import ImageData
 from optimize.data.splits import subset
-from optimize.export.folding import fuse_module
 from optimize.models.resolve import resolve_model
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
@@ -37,6 +36,7 @@ from optimize.quantization.static import calibrating, observing
 from optimize.quantization.targets import target_named
 from optimize.run.session import Session
 from optimize.store.objects import Store
+from optimize.tracing.folding import fuse_module
 from serve.runtime.card import Preprocessing
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.images import normalise

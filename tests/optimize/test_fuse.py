@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.errors import PassError
-from optimize.export.folding import fuse_module
 from optimize.passes.fuse import FUSE, Fuse
 from optimize.passes.onnx import ONNX, Onnx
 from optimize.passes.ptq import PTQ, Ptq
+from optimize.tracing.folding import fuse_module
 from tests.narrow import layer
 
 from .foreign_layers import (
@@ -296,7 +296,7 @@ def test_a_model_that_cannot_be_traced_is_refused_in_one_line(tmp_path):
 
 
 def test_a_fold_that_changes_the_numbers_is_refused(tmp_path, monkeypatch):
-    from optimize.export import folding
+    from optimize.tracing import folding
 
     context = noise_context()
     module = with_running_statistics(

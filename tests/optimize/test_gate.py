@@ -10,7 +10,7 @@ from torch import nn
 from torch.ao.quantization import quantize_dynamic
 
 from optimize.errors import PassError
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.passes.dynamic import Dynamic
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.lint.base import lint
 from optimize.quantization.group_widths import border_groups
 from optimize.quantization.targets import TargetName

@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto, numpy_helper
 
 from optimize.errors import PassError
-from optimize.export.half_layers import halve_layers
+from optimize.export.onnx_graph.half_layers import halve_layers
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from serve.runtime.engines.base import executions_for, open_engine

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.errors import PassError
-from optimize.export.trace import trace
 from optimize.quantization.in_place import name_written
+from optimize.tracing.trace import trace
 from serve.runtime.integers import ANY_X86, TENSORRT
 from tests.optimize.workbench import Between, is_meant
 

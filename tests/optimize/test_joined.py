@@ -13,7 +13,7 @@ import onnx
 import torch
 from torch import nn
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 
 from .workbench import decibels, lowered, noise_context
 

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 
-from optimize.export.kept_layers import keep_in_float
+from optimize.export.onnx_graph.float_layers import keep_in_float
 from optimize.lint.base import lint
 from optimize.lint.files import read_graph
 from optimize.passes.onnx_int8 import OnnxInt8

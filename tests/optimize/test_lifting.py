@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.errors import NotApplicableError
-from optimize.export.trace import trace
 from optimize.quantization.convert import trace_calls
 from optimize.quantization.lifting import lift_functions, write_out_padding
+from optimize.tracing.trace import trace
 from serve.runtime.integers import ANY_X86, TENSORRT
 from tests.optimize.workbench import Between, is_meant, with_running_statistics
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn import functional
 
 import optimize as opt
-from optimize.export.trace import trace
 from optimize.models.by_value import pickled_by_value
 from optimize.models.logits import ending_of, giving_logits, materialised, with_one_tensor
+from optimize.tracing.trace import trace
 from optimize.training.objective import label_loss, soft_loss
 from serve.runtime.card import Card, Preprocessing, read_card
 from serve.runtime.documents import sealed

@@ -15,7 +15,7 @@ from torch import nn
 from optimize.context import Context
 from optimize.data.loading import loader
 from optimize.errors import NotApplicableError
-from optimize.export.packing import pack_weights
+from optimize.export.onnx_graph.weight_packing import pack_weights
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.onnx_packed import OnnxPacked
 from optimize.passes.ptq_lowbit import PTQ_LOWBIT, PtqLowbit

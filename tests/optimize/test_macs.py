@@ -10,7 +10,7 @@ import torchvision
 from torch import nn
 
 from optimize.export.macs import layer_macs, program_work, total_macs
-from optimize.export.trace import trace
+from optimize.tracing.trace import trace
 
 from .tiny_net import Tiny
 

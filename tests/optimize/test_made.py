@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from optimize.export.trace import note_shapes, trace
 from optimize.quantization.made import make_once
+from optimize.tracing.trace import note_shapes, trace
 from serve.runtime.integers import ANY_X86, TENSORRT
 
 from .workbench import Between, is_meant, noise_context

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.export.trace import note_shapes, trace
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.means import flatten_places
+from optimize.tracing.trace import note_shapes, trace
 from serve.runtime.card import Preprocessing
 from serve.runtime.integers import TENSORRT
 

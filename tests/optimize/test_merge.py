@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from optimize.errors import NotApplicableError
-from optimize.export.branches import merge_blocks
-from optimize.export.folding import fuse_module
-from optimize.export.trace import trace
 from optimize.passes.merge import MERGE, Merge, merge_module, peaked
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.run.saved import take
 from optimize.store.effects import read_effects
+from optimize.tracing.branches import merge_blocks
+from optimize.tracing.folding import fuse_module
+from optimize.tracing.trace import trace
 
 from .branch_nets import AsymmetricBlock, RepBlock, acnet, normed, plain, repvgg
 from .branched import baseline, layers, same_answers, session_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.quantization.convert import trace_calls
 from optimize.quantization.known import free_known
 from optimize.quantization.pools import free_last_pool

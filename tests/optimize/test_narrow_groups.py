@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.lint.base import lint
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.openvino import compile_bytes

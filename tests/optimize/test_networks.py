@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from optimize.context import Context
 from optimize.data.records import Split
-from optimize.export.folding import fuse_module
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE
+from optimize.tracing.folding import fuse_module
 from serve.runtime.card import Preprocessing
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels

@@ -17,8 +17,8 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torchvision.models import VisionTransformer
 
 from optimize.errors import NotApplicableError, PassError
-from optimize.export.onnx import check_against, export_onnx, run_onnx
-from optimize.export.translations import read_once
+from optimize.export.onnx_graph.translations import read_once
+from optimize.export.onnx_graph.write import check_against, export_onnx, run_onnx
 from optimize.passes.onnx import ONNX, Onnx
 from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
 from tests.narrow import layer
@@ -154,7 +154,7 @@ def test_a_graph_that_is_not_valid_is_refused_in_one_line(monkeypatch, tmp_path)
     def broken(graph: onnx.GraphProto) -> None:
         graph.node[0].input[0] = "nothing"
 
-    monkeypatch.setattr("optimize.export.onnx._cast_first", broken)
+    monkeypatch.setattr("optimize.export.onnx_graph.write._cast_first", broken)
     with pytest.raises(PassError, match=r"^ONNX graph: it is not valid: ValidationError: .*nothing") as refused:
         export_onnx(nn.Flatten(), torch.randn(2, 1, 4, 4), tmp_path / "model.onnx")
     assert "\n" not in str(refused.value)
@@ -162,7 +162,7 @@ def test_a_graph_that_is_not_valid_is_refused_in_one_line(monkeypatch, tmp_path)
     def mixed(graph: onnx.GraphProto) -> None:
         graph.input[0].type.tensor_type.elem_type = TensorProto.FLOAT16
 
-    monkeypatch.setattr("optimize.export.onnx._cast_first", mixed)
+    monkeypatch.setattr("optimize.export.onnx_graph.write._cast_first", mixed)
     with pytest.raises(PassError, match=r"^ONNX graph: it is not valid: InferenceError: ") as refused:
         export_onnx(nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), torch.randn(2, 1, 4, 4), tmp_path / "model.onnx")
     assert "\n" not in str(refused.value)
@@ -232,7 +232,7 @@ def test_the_fp16_graph_of_a_vision_transformer_opens(tmp_path):
 
 
 def test_weights_that_no_protobuf_holds_lie_beside_the_graph_and_travel_with_it(monkeypatch, tmp_path):
-    monkeypatch.setattr("optimize.export.onnx._LARGEST_FILE", 1000)
+    monkeypatch.setattr("optimize.export.onnx_graph.write._LARGEST_FILE", 1000)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 4)).eval()
     context, made = noise_context(), tmp_path / "made"

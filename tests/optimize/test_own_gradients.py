@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.export.trace import trace
 from optimize.passes.base import Pass
 from optimize.passes.fine_tune import FINE_TUNE, FineTune
 from optimize.passes.qat import QAT, Qat
+from optimize.tracing.trace import trace
 from serve.config import Config
 from serve.runtime.integers import ANY_X86
 from tests.optimize import foreign_layers

@@ -18,10 +18,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from optimize.errors import PassError
-from optimize.export.folding import fuse_module
-from optimize.export.onnx import run_onnx
-from optimize.export.padding import fold_padding
-from optimize.export.trace import trace
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.lint.base import LintTarget, lint
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
@@ -29,6 +26,9 @@ from optimize.quantization.convert import trace_calls
 from optimize.quantization.padding import embed_padding, put_padding, take_padding
 from optimize.quantization.qdq import explicit_form, lower, reference_program
 from optimize.quantization.targets import target_named
+from optimize.tracing.folding import fuse_module
+from optimize.tracing.trace import trace
+from optimize.tracing.zero_padding import fold_padding
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.convert import trace_calls

@@ -18,9 +18,9 @@ from torch.nn import functional
 from optimize.context import Context
 from optimize.data.records import Split
 from optimize.errors import PassError
-from optimize.export.image_quantizer import keep_rounding
-from optimize.export.onnx import check_against, run_onnx
-from optimize.export.pixels import GraphInput
+from optimize.export.onnx_graph.image_quantizer import keep_rounding
+from optimize.export.onnx_graph.pixel_input import GraphInput
+from optimize.export.onnx_graph.write import check_against, run_onnx
 from optimize.passes.base import Pass
 from optimize.passes.onnx import ONNX, Onnx
 from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf

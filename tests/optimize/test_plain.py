@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.context import Context
-from optimize.export.onnx import export_onnx, run_onnx
+from optimize.export.onnx_graph.write import export_onnx, run_onnx
 from optimize.lint.base import lint
 from optimize.lint.files import read_graph
 from optimize.passes.onnx_int8 import OnnxInt8

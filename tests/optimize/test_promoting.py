@@ -13,7 +13,7 @@ from torch import nn
 from torch.onnx._internal.exporter import _fx_passes
 from torch.onnx._internal.fx.passes import type_promotion
 
-from optimize.export import onnx as exporting
+from optimize.export.onnx_graph import write as exporting
 
 EXAMPLE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

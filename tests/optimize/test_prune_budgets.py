@@ -16,7 +16,6 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.errors import PassError
-from optimize.export.folding import fuse_module
 from optimize.measure.machine import machine
 from optimize.measure.statistics import RatioInterval
 from optimize.passes.prune_channels import PRUNE_CHANNELS, PruneChannels
@@ -27,6 +26,7 @@ from optimize.pruning.regularised import GroupLasso, ScaleL1, Sparsifying, parts
 from optimize.pruning.widths import Rounding, removed, widths
 from optimize.run.session import Session
 from optimize.store.artifact import Artifact
+from optimize.tracing.folding import fuse_module
 from serve.runtime.errors import UserError
 
 from .test_prune_channels import Pair

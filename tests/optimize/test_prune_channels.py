@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import optimize as opt
 from examples.cifar_resnet import CifarResNet
 from optimize.errors import NotApplicableError, PassError
-from optimize.export.trace import trace
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx import Onnx
 from optimize.passes.prune_channels import PRUNE_CHANNELS, PruneChannels
@@ -32,6 +31,7 @@ from optimize.run.session import Session
 from optimize.store.artifact import Artifact
 from optimize.store.effects import read_effects
 from optimize.store.objects import Store
+from optimize.tracing.trace import trace
 from serve.runtime.errors import UserError
 from serve.runtime.images import normalise
 from serve.torchserve.archive import build_archive

@@ -13,7 +13,6 @@ from torch import nn
 from torchvision import models
 
 from optimize.context import Context
-from optimize.export.folding import fuse_module
 from optimize.measure.bench import Bench
 from optimize.measure.timing import Timing
 from optimize.passes.fuse import Fuse
@@ -27,6 +26,7 @@ from optimize.quantization.targets import target_named
 from optimize.run.certificates import reference_origin
 from optimize.run.results import measure
 from optimize.store.artifact import REFERENCE_FILE, Artifact
+from optimize.tracing.folding import fuse_module
 from serve.runtime.card import Preprocessing
 from serve.runtime.engines.base import open_engine
 from serve.runtime.errors import UserError

@@ -18,8 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import fx, nn
 
 from optimize.errors import PassError
-from optimize.export.onnx import export_onnx
-from optimize.export.trace import note_shapes
+from optimize.export.onnx_graph.write import export_onnx
 from optimize.lint.base import lint
 from optimize.lint.files import read_graph
 from optimize.passes import onnx_int8
@@ -28,6 +27,7 @@ from optimize.passes.ptq import PTQ, Ptq
 from optimize.quantization.qdq import NarrowRange, explicit_form, verify
 from optimize.quantization.slices import drop_whole_slices
 from optimize.store.artifact import REFERENCE_FILE
+from optimize.tracing.trace import note_shapes
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program
 from tests.processor import NEEDS_VNNI, WIDEST

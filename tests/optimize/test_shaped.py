@@ -19,9 +19,9 @@ from torch import fx, nn
 from torch.nn import functional
 
 from optimize.errors import PassError
-from optimize.export.folding import fuse_module
-from optimize.export.shaped import ShapedTracer
-from optimize.export.trace import graph_as_is, trace
+from optimize.tracing.folding import fuse_module
+from optimize.tracing.shape_tracer import ShapedTracer
+from optimize.tracing.trace import graph_as_is, trace
 
 EXAMPLE = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.quantization.gate import sqnr
 
 from .test_plain import int8_graph

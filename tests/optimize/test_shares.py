@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.quantization.qdq import explicit_form, lower, reference_program
 from optimize.quantization.shares import keep_shares
 from optimize.quantization.targets import target_named

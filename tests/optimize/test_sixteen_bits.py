@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from optimize.context import Context
-from optimize.export.folding import fuse_module
 from optimize.lint.base import lint
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
@@ -25,6 +24,7 @@ from optimize.quantization.explicit import quantizing
 from optimize.quantization.qdq import lower
 from optimize.quantization.targets import target_named
 from optimize.store.artifact import REFERENCE_FILE
+from optimize.tracing.folding import fuse_module
 from serve.runtime.card import Preprocessing
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.errors import UserError

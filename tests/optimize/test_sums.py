@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.errors import PassError
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.sums import keep_sums

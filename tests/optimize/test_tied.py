@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from optimize.export.folding import fuse_module
-from optimize.export.trace import trace
 from optimize.passes.prune_magnitude import PRUNE_MAGNITUDE, PruneMagnitude
 from optimize.passes.ptq import Ptq
 from optimize.pruning.groups import group
@@ -26,6 +24,8 @@ from optimize.quantization.equalization import pairs
 from optimize.quantization.norms import turn_signs
 from optimize.quantization.recovery import recover
 from optimize.quantization.static import calibrating, observing
+from optimize.tracing.folding import fuse_module
+from optimize.tracing.trace import trace
 
 from .workbench import noise_context, parent_of, with_running_statistics
 

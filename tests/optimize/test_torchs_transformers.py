@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from optimize.export.trace import trace
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
+from optimize.tracing.trace import trace
 from serve.runtime.integers import ANY_X86, TENSORRT
 
 from .workbench import is_meant, noise_context, parent_of

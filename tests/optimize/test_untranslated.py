@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from optimize.errors import PassError
-from optimize.export.onnx import export_onnx, run_onnx
+from optimize.export.onnx_graph.write import export_onnx, run_onnx
 from serve.runtime.engines.openvino import compile_bytes
 from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from optimize.context import Context
 from optimize.data.records import ImageData, Split
-from optimize.export.onnx import run_onnx
+from optimize.export.onnx_graph.write import run_onnx
 from optimize.export.program import write_weights
 from optimize.listener import Silent
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8

@@ -23,7 +23,7 @@ def padded_pools(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     ONNX Runtime (1.31, ``PadFusion``; 18136 of its pull requests) does at its default level of optimization, where
     nothing else reads them. The border of a maximum is of nothing, so that one of a zero and of numbers below it comes
     out below zero; and no border may be as wide as its pool: such a graph cannot be opened. Averages with a narrower
-    one, and maxima of what is nowhere below zero, are right (see `optimize.export.pools`).
+    one, and maxima of what is nowhere below zero, are right (see `optimize.export.onnx_graph.pool_rewrites`).
     """
     for node in graph.of("MaxPool", "AveragePool"):
         pad = _border(graph, node)
@@ -47,7 +47,8 @@ def counted_ends(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """An average between integers that may reach over an image's end counts no border: engines count other places.
 
     Where sizes are rounded up (``ceil_mode``). ONNX Runtime (1.31, ``QLinearAveragePool``) counts places that are not
-    there, and OpenVINO (2026.4.1), where there are zeros around the image, too (see `optimize.export.pools`).
+    there, and OpenVINO (2026.4.1), where there are zeros around the image, too (see
+    `optimize.export.onnx_graph.pool_rewrites`).
     """
     for node in graph.of("AveragePool"):
         counts = attribute(node, "ceil_mode", 0) and attribute(node, "count_include_pad", 0)

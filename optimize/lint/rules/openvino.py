@@ -257,8 +257,9 @@ def counted(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Nothing is copied for as many images as the graph counts: OpenVINO then loses the bias of a quantized layer.
 
     OpenVINO (2026.4.1) counts another tensor that has as many, such as the answer of a convolution, which then has a
-    second reader between it and its bias (see `optimize.export.plain.write_out_copies`). It was seen where one size of
-    a Shape is taken; `zeros_like`, which takes them all, was right.
+    second reader between it and its bias (see
+    `optimize.export.onnx_graph.engine_rewrites.write_out_copies`). It was seen where one size of a Shape is taken;
+    `zeros_like`, which takes them all, was right.
     """
     if not any(len(layer.input) > 2 and graph.in_integers(layer) for layer in graph.of("Conv")):
         return

@@ -13,10 +13,10 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
-from optimize.export.naming import free_name
 from optimize.quantization.lowbit.straight import Integers, stepped
 from optimize.quantization.lowbit.weights import LEAST_SCALE
 from optimize.quantization.watchers import is_watcher
+from optimize.tracing.naming import free_name
 
 ActivationQuantizerName = Literal["lsq", "pact", "dorefa"]
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import fx, nn
 
 from optimize.context import Context
-from optimize.export.aten import is_program
+from optimize.tracing.aten_program import is_program
 from serve.config import Config
 from serve.runtime.card import InputType, Preprocessing
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.export.noted import value_of
-from optimize.export.plain import put_for
+from optimize.export.onnx_graph.engine_rewrites import put_for
+from optimize.tracing.node_values import value_of
 
 _ATEN = torch.ops.aten
 _AVERAGES, _MAXIMA = (

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from optimize.export.trace import calls
+from optimize.tracing.trace import calls
 
 _ADDITIONS: Final = (operator.add, operator.iadd, torch.add)
 _METHODS: Final = ("add", "add_")

@@ -15,11 +15,8 @@ import torch
 from torch import nn
 
 from optimize.errors import PassError
-from optimize.export.alike import require_alike
-from optimize.export.aten import required_program, unplaced
-from optimize.export.decomposing import decomposed_where_needed
-from optimize.export.deviations import write_out_deviations
-from optimize.export.plain import (
+from optimize.export.onnx_graph.decompositions import decomposed_where_needed
+from optimize.export.onnx_graph.engine_rewrites import (
     write_out_attention,
     write_out_bounds,
     write_out_circles,
@@ -27,11 +24,14 @@ from optimize.export.plain import (
     write_out_norms,
     write_out_slopes,
 )
-from optimize.export.pools import write_out_pools
-from optimize.export.promoting import promoted_by_notes
-from optimize.export.rewriting import let_go
-from optimize.export.translations import read_once
-from optimize.export.untranslated import write_out_untranslated
+from optimize.export.onnx_graph.pool_rewrites import write_out_pools
+from optimize.export.onnx_graph.rule_memory import let_go
+from optimize.export.onnx_graph.translations import read_once
+from optimize.export.onnx_graph.type_promotion import promoted_by_notes
+from optimize.export.onnx_graph.untranslated import write_out_untranslated
+from optimize.export.onnx_graph.variances import write_out_deviations
+from optimize.tracing.aten_program import required_program, unplaced
+from optimize.tracing.equivalence import require_alike
 from serve.runtime.errors import one_line
 from serve.runtime.onnx_session import LITERAL_QDQ, cpu_session
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.export.naming import free_name
+from optimize.tracing.naming import free_name
 
 #: The layers, and the functions that do the same, by what they are called with.
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

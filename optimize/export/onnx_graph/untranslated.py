@@ -1,6 +1,7 @@
 """Operators of a program that torch's exporter (2.11 to 2.14) has no translation of, written as others that it has.
 
-Of a quantile it has one, with copies for as many images as the graph counts; see `optimize.export.plain`.
+Of a quantile it has one, with copies for as many images as the graph counts; see
+`optimize.export.onnx_graph.engine_rewrites`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from optimize.export.plain import put_for
+from optimize.export.onnx_graph.engine_rewrites import put_for
 
 _ATEN = torch.ops.aten
 

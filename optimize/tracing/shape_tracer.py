@@ -18,10 +18,10 @@ import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
 
-from optimize.export.constants import attribute
-from optimize.export.layers import LayerTracer
-from optimize.export.proxies import SpokenFor, taken_by_torch
-from optimize.export.written import in_its_memory, written
+from optimize.tracing.constants import attribute
+from optimize.tracing.foreign_layers import LayerTracer
+from optimize.tracing.proxies import SpokenFor, taken_by_torch
+from optimize.tracing.slice_writes import in_its_memory, written
 
 #: How many images each has. A lone one is the last: some networks cannot take it, and are traced by the others.
 _BATCHES = (2, 3, 1)

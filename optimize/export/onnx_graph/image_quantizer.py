@@ -14,7 +14,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from optimize.export.onnx import INPUT
+from optimize.export.onnx_graph.write import INPUT
 
 _PIXELS = np.arange(256, dtype=np.float32)
 #: How far from a pixel its integer may be for OpenVINO to leave the quantizer out, and as much again: it compares with
@@ -26,7 +26,7 @@ def keep_rounding(model: onnx.ModelProto) -> bool:
     """Cast the pixels of such a graph to int32 first, in place; no number changes.
 
     Args:
-        model: for CPUs; it normalises pixels as `optimize.export.pixels.FromPixels` does.
+        model: for CPUs; it normalises pixels as `optimize.export.onnx_graph.pixel_input.FromPixels` does.
 
     Returns:
         Whether it is one.

@@ -6,10 +6,10 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from optimize.export.dropouts import DROPOUTS, written_into
-from optimize.export.layers import is_hooked
-from optimize.export.padding import fold_padding
-from optimize.export.trace import LEFT, note_shapes, trace
+from optimize.tracing.foreign_layers import is_hooked
+from optimize.tracing.needed_dropouts import DROPOUTS, written_into
+from optimize.tracing.trace import LEFT, note_shapes, trace
+from optimize.tracing.zero_padding import fold_padding
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
@@ -27,11 +27,12 @@ def fuse_module(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
     alone, and neither module is called, or its weights read, anywhere else. A norm after a linear layer is folded only
     on ``(N, features)`` inputs, where both speak of the same axis; `BatchNorm1d` on ``(N, L, C)`` does not.
 
-    Zeros that are put around what a convolution reads are its padding, see `optimize.export.padding`.
+    Zeros that are put around what a convolution reads are its padding, see `optimize.tracing.zero_padding`.
 
     What is not folded because of a hook is said in `LEFT` of the module's ``meta``.
 
-    A dropout stays whose answer is written into, for those who train the network on; see `optimize.export.dropouts`.
+    A dropout stays whose answer is written into, for those who train the network on; see
+    `optimize.tracing.needed_dropouts`.
     """
     graph_module = trace(module, example)
     note_shapes(graph_module, example)

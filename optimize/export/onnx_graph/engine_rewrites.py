@@ -10,7 +10,7 @@ import torch.ao.quantization.fx._decomposed  # what registers `torch.ops.quantiz
 from torch import fx
 from torch.export import ExportedProgram
 
-from optimize.export.noted import are_alike, value_of
+from optimize.tracing.node_values import are_alike, value_of
 
 #: Axes of attention: images, heads, places and channels.
 _RANK = 4

@@ -31,8 +31,8 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from optimize.errors import PassError
-from optimize.export.constants import attribute
-from optimize.export.noted import are_alike, note_value
+from optimize.tracing.constants import attribute
+from optimize.tracing.node_values import are_alike, note_value
 from serve.runtime.errors import one_line
 
 #: What the module of a program has look at the images, since torch 2.9; it is no part of the program.

@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from optimize.export.naming import free_name
-from optimize.export.trace import calls
+from optimize.tracing.naming import free_name
+from optimize.tracing.trace import calls
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: Zeros around lines, maps and bodies.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from optimize.export.trace import graph_as_is
+from optimize.tracing.trace import graph_as_is
 
 #: What gradients may differ by, of the largest, and be the same.
 _SAME = 1e-4

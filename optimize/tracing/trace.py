@@ -14,11 +14,11 @@ from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from optimize.errors import PassError
-from optimize.export.constants import NotConstantError, constant_value
-from optimize.export.dropouts import write_as_layers
-from optimize.export.layers import OF_LAYERS, LayerTracer, as_plain_layers
-from optimize.export.proxies import taken_for_tensors, without_proxies
-from optimize.export.shaped import ShapedTracer
+from optimize.tracing.constants import NotConstantError, constant_value
+from optimize.tracing.foreign_layers import OF_LAYERS, LayerTracer, as_plain_layers
+from optimize.tracing.needed_dropouts import write_as_layers
+from optimize.tracing.proxies import taken_for_tensors, without_proxies
+from optimize.tracing.shape_tracer import ShapedTracer
 from serve.runtime.errors import one_line
 
 #: In a traced module's ``meta``: by name a sentence on each layer that stays what it is, and of none on the network.
@@ -29,17 +29,17 @@ def trace(module: nn.Module, example: torch.Tensor | None = None) -> fx.GraphMod
     """Symbolically trace a module in eval mode.
 
     ``example`` is an input ``(N, C, H, W)``: of a forward that branches on sizes, or counts with them, those beside the
-    batch are taken from it, see `optimize.export.shaped`; without it such a forward is refused.
+    batch are taken from it, see `optimize.tracing.shape_tracer`; without it such a forward is refused.
 
     Eval matters: FX bakes ``self.training`` into calls such as ``F.dropout(x, training=…)`` and
     torchvision's ``stochastic_depth``; traced in training mode they would stay active for ever. Such a dropout is a
-    layer with an example where its answer is written into, see `optimize.export.dropouts`.
+    layer with an example where its answer is written into, see `optimize.tracing.needed_dropouts`.
 
     A module within the network whose forward cannot be traced stays one call of itself, as long as there are other
     layers with weights. Autocast is left out. `LEFT` of the graph module's ``meta`` says both.
 
     Inputs beside the images have their defaults. Subclasses of torch's layers become torch's own, where they compute
-    the same; see `optimize.export.layers`.
+    the same; see `optimize.tracing.foreign_layers`.
 
     Raises:
         PassError: its forward cannot be traced, such as one that branches on tensor values.

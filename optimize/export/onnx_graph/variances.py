@@ -2,7 +2,7 @@
 
 The exporter (torch 2.11 to 2.14) gives them, and the means that are asked for beside them, their axes of one place by
 an Expand to as many images as it counts, with which OpenVINO 2026.4.1 lost the bias of a quantized convolution; see
-`optimize.export.plain.write_out_copies`.
+`optimize.export.onnx_graph.engine_rewrites.write_out_copies`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.export.plain import put_for
+from optimize.export.onnx_graph.engine_rewrites import put_for
 
 _ATEN = torch.ops.aten
 #: What is written so.

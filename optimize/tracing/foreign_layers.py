@@ -19,8 +19,8 @@ from torch.fx.proxy import TraceError
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from optimize.export.constants import NotConstantError, constant_value
-from optimize.export.proxies import SpokenFor, without_proxies
+from optimize.tracing.constants import NotConstantError, constant_value
+from optimize.tracing.proxies import SpokenFor, without_proxies
 
 _OWN = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -210,7 +210,7 @@ def is_hooked(layer: nn.Module) -> bool:
 
 
 def _traceable(layer: nn.Module) -> bool:
-    """Whether a layer of a network that is being traced can be: `optimize.export.trace` has made ready for both."""
+    """Whether a layer of a network that is being traced can be: `optimize.tracing.trace` has made ready for both."""
     try:
         with without_proxies(layer):
             fx.Tracer.trace(LayerTracer(), layer)
