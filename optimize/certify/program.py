@@ -1,7 +1,8 @@
 """The reference program as layers: what lies between two quantizers, its integers, and what exact arithmetic gives.
 
-The program (see `optimize.quantization.qdq`) has explicit quantize and dequantize operators around float ones. A layer
-is all that lies between one quantizer and those before it: a convolution with its activation, a sum, a pool.
+The program (see `optimize.quantization.lowering.qdq`) has explicit quantize and dequantize operators around float
+ones. A layer is all that lies between one quantizer and those before it: a convolution with its activation, a sum, a
+pool.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from optimize.quantization.biases import dequantizers
-from optimize.quantization.explicit import MOVES, moved, quantizing
-from optimize.quantization.joined import read_joined
-from optimize.quantization.padding import put_padding, take_padding
+from optimize.quantization.graph.explicit_quantizers import MOVES, moved, quantizing
+from optimize.quantization.lowering.integer_biases import dequantizers
+from optimize.quantization.lowering.openvino.concatenations import read_joined
+from optimize.quantization.lowering.uneven_padding import put_padding, take_padding
 from optimize.tracing.constants import constant_value
 from serve.runtime.card import Preprocessing
 from serve.runtime.images import normalise

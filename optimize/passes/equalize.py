@@ -15,7 +15,7 @@ from optimize.context import Context
 from optimize.errors import NotApplicableError
 from optimize.export.program import write_program, write_weights
 from optimize.passes.base import Pass, register
-from optimize.quantization.equalization import Pair, bound_channels, equalize, pairs
+from optimize.quantization.recovery.equalization import Pair, bound_channels, equalize, pairs
 from optimize.store.artifact import Artifact, Product
 from optimize.store.effects import write_effects
 from optimize.tracing.equivalence import require_alike

@@ -17,7 +17,7 @@ from optimize.errors import NotApplicableError
 from optimize.export.half import check_half
 from optimize.export.program import write_program
 from optimize.passes.base import Pass, register
-from optimize.quantization.computed import store_weights
+from optimize.quantization.rewrites.computed_weights import store_weights
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
 

@@ -16,7 +16,7 @@ from optimize.context import Context
 from optimize.errors import NotApplicableError
 from optimize.export.program import write_program, write_weights
 from optimize.passes.base import Pass, register
-from optimize.quantization.equalization import FIGURE, spread
+from optimize.quantization.recovery.equalization import FIGURE, spread
 from optimize.store.artifact import Artifact, Product
 from optimize.store.effects import Effect, write_effects
 from optimize.tracing.branches import Block, merge_blocks

@@ -15,7 +15,7 @@ from optimize.export.half import check_half
 from optimize.export.onnx_graph.pixel_input import INPUT_TYPES, GraphInput, entered, graph_input
 from optimize.export.onnx_graph.write import check_against, export_onnx
 from optimize.passes.base import Pass, register
-from optimize.quantization.computed import store_weights
+from optimize.quantization.rewrites.computed_weights import store_weights
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
 

@@ -25,7 +25,7 @@ from optimize.export.onnx_graph.write import INPUT, run_onnx, save_changed
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES, Gate, check_answers
 from optimize.quantization.lowbit.words import OF_FLOAT, of_graph
-from optimize.quantization.qdq import QdqSummary, lower
+from optimize.quantization.lowering.qdq import QdqSummary, lower
 from optimize.quantization.targets import Target, TargetName, target_named
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product
 from optimize.store.files import write_json

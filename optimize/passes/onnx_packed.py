@@ -16,7 +16,7 @@ from optimize.lint.base import lint
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES
 from optimize.quantization.lowbit.words import OF_FLOAT, of_packed
-from optimize.quantization.qdq import LINTED
+from optimize.quantization.lowering.qdq import LINTED
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config
 from serve.runtime.integers import TENSORRT

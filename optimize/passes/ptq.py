@@ -13,9 +13,9 @@ from torch import fx, nn
 
 from optimize.context import Context
 from optimize.passes.base import Pass, register
-from optimize.quantization.biases import round_biases
 from optimize.quantization.choices import Chosen, check_choices, resolve
 from optimize.quantization.convert import trace_calls, write_reference
+from optimize.quantization.lowering.integer_biases import round_biases
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.pt2e import (
     Watching,

@@ -30,13 +30,13 @@ from optimize.quantization.choices import (
     resolve,
 )
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
-from optimize.quantization.fusions import nodes_in
 from optimize.quantization.gate import IMAGES, check_quantized
-from optimize.quantization.norms import lift_factors
+from optimize.quantization.graph.fused_names import nodes_in
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.observers import activations, observe, watched
+from optimize.quantization.pixel_ties import part_from_ties
+from optimize.quantization.rewrites.batch_norms import lift_factors
 from optimize.quantization.targets import target_named
-from optimize.quantization.ties import part_from_ties
 from optimize.store.artifact import Artifact, Product
 from optimize.training.config import TrainingConfig, by_optimizer
 from optimize.training.loop import train

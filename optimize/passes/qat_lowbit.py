@@ -27,10 +27,10 @@ from optimize.quantization.lowbit import words
 from optimize.quantization.lowbit.network import Quantized, settle, start_network
 from optimize.quantization.lowbit.prepared import lay_codes, lay_grids
 from optimize.quantization.lowbit.settings import LowBitTraining, low_layers
-from optimize.quantization.norms import turn_signs
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.observers import watched
 from optimize.quantization.ranges import MEANING
+from optimize.quantization.rewrites.batch_norms import turn_signs
 from optimize.quantization.targets import target_named
 from optimize.store.artifact import Artifact, Product
 from optimize.training.config import TrainingConfig, by_optimizer

@@ -14,9 +14,9 @@ from optimize.context import Context
 from optimize.measure.machine import versions
 from optimize.passes.ptq import Ptq
 from optimize.quantization.calibration import calibrate
-from optimize.quantization.calls import called_layer
 from optimize.quantization.choices import Override, resolve
 from optimize.quantization.gate import sqnr
+from optimize.quantization.graph.repeated_calls import called_layer
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.simulate import each_alone, weighted
 from optimize.quantization.static import calibrating, observer_of, observing

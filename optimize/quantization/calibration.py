@@ -16,8 +16,8 @@ from torch.ao.quantization.observer import MinMaxObserver, ObserverBase
 
 from optimize.context import Context
 from optimize.quantization.observers import MeanMinMaxObserver, activations, observe, watched
+from optimize.quantization.pixel_ties import part_from_ties
 from optimize.quantization.ranges import CountingObserver
-from optimize.quantization.ties import part_from_ties
 from serve.runtime.images import normalise
 
 

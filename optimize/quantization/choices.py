@@ -13,8 +13,8 @@ from torch import nn
 from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
 from optimize.models.patterns import around, classes, matching, unmatched
-from optimize.quantization.calls import called_layer
 from optimize.quantization.gate import Gate
+from optimize.quantization.graph.repeated_calls import called_layer
 from optimize.quantization.observer_choice import Observer, spelled
 from optimize.quantization.ranges import Granularity, WeightObserver
 from optimize.quantization.targets import TargetName, check_target

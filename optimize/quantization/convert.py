@@ -18,44 +18,44 @@ from torch.nn.modules.conv import _ConvNd
 
 from optimize.errors import NotApplicableError
 from optimize.export.program import write_script
-from optimize.quantization.answer import free_answer
-from optimize.quantization.attention import write_out_attention
-from optimize.quantization.between import free_between, free_image
-from optimize.quantization.biases import repack, round_biases
-from optimize.quantization.bounds import bind, bound_relus
-from optimize.quantization.calls import another_call
 from optimize.quantization.choices import Chosen
-from optimize.quantization.computed import store_weights
-from optimize.quantization.dropouts import drop_dropouts
-from optimize.quantization.forgetting import forgotten
-from optimize.quantization.in_float import InFloat, free_masks, free_maxima, free_quotients, free_sizes
-from optimize.quantization.in_place import name_written
-from optimize.quantization.inexact import IN_FLOAT, free_inexact
-from optimize.quantization.known import KNOWN_IN_FLOAT, free_given, free_known
-from optimize.quantization.lifting import lift_functions, write_out_padding
-from optimize.quantization.made import make_once
-from optimize.quantization.means import flatten_places, free_means
-from optimize.quantization.narrow import clamp_packed
-from optimize.quantization.narrow_groups import put_groups_together
-from optimize.quantization.norms import with_factors
+from optimize.quantization.graph.in_place_writes import name_written
+from optimize.quantization.graph.nodes import called_module
+from optimize.quantization.graph.repeated_calls import another_call
+from optimize.quantization.graph.torchao_memory import forgotten
+from optimize.quantization.lowering.amx.narrow_groups import put_groups_together
+from optimize.quantization.lowering.integer_biases import repack, round_biases
+from optimize.quantization.lowering.narrow_ranges import clamp_packed
+from optimize.quantization.lowering.qdq import quantized_weights, reference_form, reference_program
+from optimize.quantization.lowering.uneven_padding import embed_padding, pad_integers
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.observers import settle_weights
-from optimize.quantization.outputs import free_outputs
-from optimize.quantization.padding import embed_padding, pad_integers
-from optimize.quantization.patches import unfold_patches
-from optimize.quantization.pieces import take_pieces
-from optimize.quantization.pools import GlobalPool, free_last_pool
-from optimize.quantization.qdq import quantized_weights, reference_form, reference_program
-from optimize.quantization.resizes import free_resizes
-from optimize.quantization.same import write_out_same
-from optimize.quantization.scalars import free_scalars
-from optimize.quantization.scores import call_softmax, free_scores
-from optimize.quantization.shared import share_watchers
-from optimize.quantization.slices import drop_whole_slices
-from optimize.quantization.stream import free_stream
+from optimize.quantization.placement.attention_scores import call_softmax, free_scores
+from optimize.quantization.placement.between_layers import free_between, free_image
+from optimize.quantization.placement.float_calls import InFloat, free_masks, free_maxima, free_quotients, free_sizes
+from optimize.quantization.placement.global_pools import GlobalPool, free_last_pool
+from optimize.quantization.placement.inexact_layers import IN_FLOAT, free_inexact
+from optimize.quantization.placement.known_ranges import KNOWN_IN_FLOAT, free_given, free_known
+from optimize.quantization.placement.layer_outputs import free_outputs
+from optimize.quantization.placement.network_output import free_answer
+from optimize.quantization.placement.relu6 import bind, bound_relus
+from optimize.quantization.placement.residual_stream import free_stream
+from optimize.quantization.placement.scalar_operands import free_scalars
+from optimize.quantization.placement.single_place_means import flatten_places, free_means
+from optimize.quantization.rewrites.attention import write_out_attention
+from optimize.quantization.rewrites.batch_norms import with_factors
+from optimize.quantization.rewrites.call_rewrites import drop_empty, write_bounds, write_types
+from optimize.quantization.rewrites.computed_weights import store_weights
+from optimize.quantization.rewrites.constant_tensors import make_once
+from optimize.quantization.rewrites.eval_dropouts import drop_dropouts
+from optimize.quantization.rewrites.full_slices import drop_whole_slices
+from optimize.quantization.rewrites.functional_layers import lift_functions, write_out_padding
+from optimize.quantization.rewrites.resizes import free_resizes
+from optimize.quantization.rewrites.same_padding import write_out_same
+from optimize.quantization.rewrites.split_tensors import take_pieces
+from optimize.quantization.rewrites.wide_patches import unfold_patches
+from optimize.quantization.shared_observers import share_watchers
 from optimize.quantization.targets import Target
-from optimize.quantization.watchers import called_module
-from optimize.quantization.worded import drop_empty, write_bounds, write_types
 from optimize.store.artifact import REFERENCE_FILE, Product
 from optimize.tracing.constants import attribute
 from optimize.tracing.foreign_layers import left_whole
@@ -283,7 +283,7 @@ def write_reference(form: fx.GraphModule, example: torch.Tensor, target: Target,
     """Write a reference form as the artifact itself, where there is no packed program.
 
     Args:
-        form: see `optimize.quantization.qdq.explicit_form`.
+        form: see `optimize.quantization.lowering.qdq.explicit_form`.
         example: ``float32 (N, C, H, W)``, N >= 2.
         target: whose integers it has.
         folder: where to write.

@@ -12,7 +12,7 @@ from torch.ao.quantization import FakeQuantizeBase
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torch.ao.quantization.observer import MinMaxObserver, ObserverBase
 
-from optimize.quantization.watchers import called_module
+from optimize.quantization.graph.nodes import called_module
 
 
 class MeanMinMaxObserver(MinMaxObserver):

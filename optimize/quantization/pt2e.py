@@ -1,8 +1,8 @@
 """The second front end: torchao's PT2E puts quantizers into a program of `torch.export`, as a quantizer of ours says.
 
 It decides what the FX front end (`optimize.quantization.convert`) decides: which tensors are quantized, and by
-observers of the same kind with which range. What comes of it is a reference form as `optimize.quantization.qdq` makes
-it, and from there on there is one way. torch's packed kernels are not on it.
+observers of the same kind with which range. What comes of it is a reference form as
+`optimize.quantization.lowering.qdq` makes it, and from there on there is one way. torch's packed kernels are not on it.
 
 Not torchao's own quantizer for x86: it matches by source partitions, which hold all calls of a module, and fails where
 a network calls one ReLU twice, as torchvision's ResNets do (torchao 0.18: "Input partition has more than one output
@@ -22,17 +22,17 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization.observer import ObserverBase
 
-from optimize.quantization.between import before_layers, fixed, integers_at
 from optimize.quantization.choices import Chosen
-from optimize.quantization.dropouts import drop_dropouts
-from optimize.quantization.explicit import quantizing
+from optimize.quantization.graph.explicit_quantizers import quantizing
+from optimize.quantization.graph.nodes import called_module, holds_watcher
+from optimize.quantization.lowering.qdq import explicit_form
+from optimize.quantization.lowering.uneven_padding import CONVOLUTIONS, zeros_in_program
 from optimize.quantization.observer_choice import Observer
-from optimize.quantization.padding import CONVOLUTIONS, zeros_in_program
-from optimize.quantization.pools import GlobalPool, free_last_pool
-from optimize.quantization.qdq import explicit_form
+from optimize.quantization.placement.between_layers import before_layers, fixed, integers_at
+from optimize.quantization.placement.global_pools import GlobalPool, free_last_pool
 from optimize.quantization.ranges import Granularity, WeightObserver, cut, weight_observer
+from optimize.quantization.rewrites.eval_dropouts import drop_dropouts
 from optimize.quantization.targets import Target
-from optimize.quantization.watchers import called_module, holds_watcher
 from optimize.tracing.aten_program import program_of
 from optimize.tracing.constants import attribute
 from optimize.tracing.zero_padding import of_places
@@ -357,7 +357,7 @@ def _module_of(node: fx.Node) -> str:
 
 
 def _in_global_pool(node: fx.Node) -> bool:
-    """Whether a node is of the pool that stays in float; see `optimize.quantization.pools`."""
+    """Whether a node is of the pool that stays in float; see `optimize.quantization.placement.global_pools`."""
     stack = node.meta.get("nn_module_stack") or {}
     return any(GlobalPool.__name__ in str(kind) for _, kind in stack.values())
 
@@ -386,7 +386,7 @@ def _bounds(node: fx.Node) -> float | None:
 def _drop_bounds(form: fx.GraphModule) -> None:
     """Write a ReLU for each ReLU6 whose bound is the end of the integers behind it, in place: they are the same then.
 
-    As `optimize.quantization.bounds` does it before FX, so that engines fuse it with the layer.
+    As `optimize.quantization.placement.relu6` does it before FX, so that engines fuse it with the layer.
     """
     for node in list(form.graph.nodes):
         if node.target not in _BOUNDED or (bound := _bounds(node)) is None:

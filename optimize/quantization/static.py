@@ -18,12 +18,12 @@ from optimize.quantization.choices import Choices, Chosen, overrides_note, weigh
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, check_quantized
 from optimize.quantization.observer_choice import AUTO, AnyObserver, Observer
+from optimize.quantization.observer_trials import best_observer
 from optimize.quantization.observers import watched
 from optimize.quantization.ranges import MEANING
-from optimize.quantization.recovery import Recovery, choose_weights, recover
+from optimize.quantization.recovery.layerwise import Recovery, choose_weights, recover
 from optimize.quantization.simulate import simulated, weighted
 from optimize.quantization.targets import target_named
-from optimize.quantization.trying import best_observer
 from optimize.store.artifact import Artifact, Product
 from optimize.store.effects import write_effects
 

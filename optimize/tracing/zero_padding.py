@@ -5,7 +5,7 @@ convolutions. Engines fold that in a float graph. Between a dequantizer and a qu
 graph would be slower than the float one.
 
 Torch's convolutions pad alike before and behind. What is uneven stays here, and is folded where a form is written that
-can have it: see `optimize.quantization.padding`.
+can have it: see `optimize.quantization.lowering.uneven_padding`.
 """
 
 from __future__ import annotations

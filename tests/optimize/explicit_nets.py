@@ -10,7 +10,7 @@ import torch.ao.quantization.fx._decomposed  # registers torch.ops.quantized_dec
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.qdq import explicit_form, lower, reference_program
+from optimize.quantization.lowering.qdq import explicit_form, lower, reference_program
 from optimize.quantization.targets import target_named
 from serve.runtime.engines.openvino import compile_bytes
 

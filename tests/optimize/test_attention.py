@@ -20,15 +20,15 @@ from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.precision.layers import layers_of
-from optimize.quantization.attention import write_out_attention
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import check_choices, resolve
 from optimize.quantization.convert import prepare, trace_calls
-from optimize.quantization.explicit import quantizing
-from optimize.quantization.floors import raise_floors
+from optimize.quantization.graph.explicit_quantizers import quantizing
+from optimize.quantization.lowering.openvino.norm_floors import raise_floors
+from optimize.quantization.lowering.qdq import reference_form
 from optimize.quantization.observers import settle_weights
-from optimize.quantization.qdq import reference_form
-from optimize.quantization.scores import free_scores
+from optimize.quantization.placement.attention_scores import free_scores
+from optimize.quantization.rewrites.attention import write_out_attention
 from optimize.quantization.static import calibrating, observing
 from optimize.quantization.targets import TargetName, target_named
 from optimize.store.artifact import Artifact

@@ -17,7 +17,7 @@ from optimize.context import Context
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
-from optimize.quantization.biases import whole
+from optimize.quantization.lowering.integer_biases import whole
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE, Artifact, Product
 from serve.runtime.engines.base import execution_id

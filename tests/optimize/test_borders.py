@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.export.onnx_graph.write import run_onnx
-from optimize.quantization.borders import keep_borders
+from optimize.quantization.lowering.openvino.borders import keep_borders
 from serve.runtime.engines.openvino import compile_bytes
 
 from .explicit_nets import Int8Linear, kept, meant_and_found

@@ -12,8 +12,8 @@ from torch import nn
 from optimize.context import Context
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
-from optimize.quantization.bounds import bound_relus
 from optimize.quantization.convert import prepare, trace_calls
+from optimize.quantization.placement.relu6 import bound_relus
 from optimize.quantization.targets import TargetName, target_named
 from serve.runtime.engines.torchscript import use_int8_kernels
 

@@ -196,7 +196,7 @@ def test_ranges_of_seven_bits_are_sound_with_their_clamps(narrow: Made, executio
 
 @pytest.mark.parametrize("execution", GRAPHS, ids=execution_id)
 def test_a_border_that_is_cut_off_is_no_part_of_a_layer(execution: Execution, tmp_path: Path) -> None:
-    """Of what OpenVINO gets wrong without one; see `optimize.quantization.group_widths`."""
+    """Of what OpenVINO gets wrong without one; see `optimize.quantization.lowering.amx.group_widths`."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 144, 3), nn.ReLU(), nn.Conv2d(144, 8, 1, groups=2), nn.ReLU(), nn.Conv2d(8, 4, 3)]
     made = quantized(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), tmp_path)

@@ -16,9 +16,9 @@ from optimize.passes.fuse import Fuse
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
-from optimize.quantization.calls import called_layer
 from optimize.quantization.choices import check_choices, resolve
 from optimize.quantization.convert import trace_calls
+from optimize.quantization.graph.repeated_calls import called_layer
 from optimize.run.job import Job
 from optimize.run.pipeline import run as run_recipe
 from serve.runtime.errors import UserError

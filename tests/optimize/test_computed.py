@@ -15,7 +15,7 @@ from optimize.passes.half import HALF, Half
 from optimize.passes.onnx_half import ONNX_HALF, OnnxHalf
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
-from optimize.quantization.computed import store_weights
+from optimize.quantization.rewrites.computed_weights import store_weights
 from optimize.quantization.targets import TargetName
 from optimize.store.artifact import REFERENCE_FILE, Artifact
 from serve.runtime.program_file import load_program

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from optimize.quantization.duplicates import merge_alike
+from optimize.quantization.lowering.duplicates import merge_alike
 from serve.runtime.integers import ANY_X86, TENSORRT
 
 from .workbench import Between, is_meant

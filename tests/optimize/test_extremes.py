@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from optimize.export.onnx_graph.write import run_onnx
 from optimize.lint.base import lint
-from optimize.quantization.extremes import keep_extremes
+from optimize.quantization.lowering.openvino.extremes import keep_extremes
 from serve.runtime.engines.openvino import compile_bytes
 
 from .workbench import decibels, lowered, noise_context

@@ -30,7 +30,7 @@ from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import resolve
-from optimize.quantization.narrow import clamp_packed
+from optimize.quantization.lowering.narrow_ranges import clamp_packed
 from optimize.quantization.observers import settle_weights
 from optimize.quantization.static import calibrating, observing
 from optimize.quantization.targets import target_named

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from optimize.quantization.floors import raise_floors
+from optimize.quantization.lowering.openvino.norm_floors import raise_floors
 
 from .explicit_nets import Int8Linear, meant_and_found, rounded
 

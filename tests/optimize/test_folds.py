@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from optimize.quantization.folds import write_out_folds
+from optimize.quantization.lowering.tensorrt.overlapping_patches import write_out_folds
 from serve.runtime.integers import ANY_X86, TENSORRT
 from tests.optimize.workbench import Between, is_meant
 

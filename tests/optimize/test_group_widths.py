@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from optimize.export.onnx_graph.write import run_onnx
 from optimize.lint.base import lint
-from optimize.quantization.group_widths import border_groups
+from optimize.quantization.lowering.amx.group_widths import border_groups
 from optimize.quantization.targets import TargetName
 from serve.runtime.engines.openvino import compile_bytes
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from optimize.errors import PassError
-from optimize.quantization.in_place import name_written
+from optimize.quantization.graph.in_place_writes import name_written
 from optimize.tracing.trace import trace
 from serve.runtime.integers import ANY_X86, TENSORRT
 from tests.optimize.workbench import Between, is_meant

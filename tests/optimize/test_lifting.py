@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from optimize.errors import NotApplicableError
 from optimize.quantization.convert import trace_calls
-from optimize.quantization.lifting import lift_functions, write_out_padding
+from optimize.quantization.rewrites.functional_layers import lift_functions, write_out_padding
 from optimize.tracing.trace import trace
 from serve.runtime.integers import ANY_X86, TENSORRT
 from tests.optimize.workbench import Between, is_meant, with_running_statistics

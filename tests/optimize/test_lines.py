@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimize.quantization.lines import write_out_lines
+from optimize.quantization.lowering.tensorrt.one_row_pools import write_out_lines
 
 from .workbench import Between, is_meant
 

@@ -22,7 +22,7 @@ from optimize.passes.ptq_lowbit import PTQ_LOWBIT, PtqLowbit
 from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
 from optimize.quantization.convert import trace_calls
 from optimize.quantization.lowbit.words import of_graph
-from optimize.quantization.norms import turn_signs
+from optimize.quantization.rewrites.batch_norms import turn_signs
 from optimize.run.certificates import reference_origin
 from optimize.run.saved import take
 from optimize.store.artifact import Artifact

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from optimize.quantization.made import make_once
+from optimize.quantization.rewrites.constant_tensors import make_once
 from optimize.tracing.trace import note_shapes, trace
 from serve.runtime.integers import ANY_X86, TENSORRT
 

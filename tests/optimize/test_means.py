@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from optimize.passes.ptq import PTQ, Ptq
-from optimize.quantization.means import flatten_places
+from optimize.quantization.placement.single_place_means import flatten_places
 from optimize.tracing.trace import note_shapes, trace
 from serve.runtime.card import Preprocessing
 from serve.runtime.integers import TENSORRT

@@ -12,10 +12,10 @@ from torch import nn
 
 from optimize.export.onnx_graph.write import run_onnx
 from optimize.quantization.convert import trace_calls
-from optimize.quantization.known import free_known
-from optimize.quantization.pools import free_last_pool
+from optimize.quantization.graph.editing import fold_constants
+from optimize.quantization.placement.global_pools import free_last_pool
+from optimize.quantization.placement.known_ranges import free_known
 from optimize.quantization.targets import TargetName
-from optimize.quantization.writing import fold_constants
 
 from .workbench import lowered, noise_context
 

@@ -23,8 +23,8 @@ from optimize.lint.base import LintTarget, lint
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.convert import trace_calls
-from optimize.quantization.padding import embed_padding, put_padding, take_padding
-from optimize.quantization.qdq import explicit_form, lower, reference_program
+from optimize.quantization.lowering.qdq import explicit_form, lower, reference_program
+from optimize.quantization.lowering.uneven_padding import embed_padding, put_padding, take_padding
 from optimize.quantization.targets import target_named
 from optimize.tracing.folding import fuse_module
 from optimize.tracing.trace import trace
@@ -228,7 +228,7 @@ def test_in_torchs_packed_program_a_kernel_gets_a_side_of_zeros(
 
 
 def test_no_kernel_becomes_one_that_amx_gets_wrong() -> None:
-    """32 channels by a row of four: see `optimize.quantization.patches`."""
+    """32 channels by a row of four: see `optimize.quantization.rewrites.wide_patches`."""
     layer = nnq.Conv2d(32, 8, 3, stride=2)
     graph = fx.Graph()
     padded = graph.call_function(functional.pad, (graph.placeholder("x"), (0, 1, 0, 1)))

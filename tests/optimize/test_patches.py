@@ -15,7 +15,7 @@ from optimize.export.onnx_graph.write import run_onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
 from optimize.quantization.convert import trace_calls
-from optimize.quantization.patches import unfold_patches
+from optimize.quantization.rewrites.wide_patches import unfold_patches
 from serve.runtime.engines.openvino import compile_bytes
 from tests.optimize.workbench import decibels, noise_context, through_int8
 

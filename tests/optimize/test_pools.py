@@ -15,7 +15,7 @@ from optimize.lint.base import lint
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.convert import trace_calls
-from optimize.quantization.pools import free_last_pool
+from optimize.quantization.placement.global_pools import free_last_pool
 from serve.runtime.engines.base import execution_id
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.execution import Execution

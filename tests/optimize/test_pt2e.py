@@ -18,10 +18,10 @@ from optimize.measure.timing import Timing
 from optimize.passes.fuse import Fuse
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq, check
-from optimize.quantization.biases import WEIGHTED
-from optimize.quantization.explicit import quantizing
+from optimize.quantization.graph.explicit_quantizers import quantizing
+from optimize.quantization.lowering.integer_biases import WEIGHTED
+from optimize.quantization.lowering.qdq import explicit_form, lower
 from optimize.quantization.pt2e import _drop_bounds
-from optimize.quantization.qdq import explicit_form, lower
 from optimize.quantization.targets import target_named
 from optimize.run.certificates import reference_origin
 from optimize.run.results import measure

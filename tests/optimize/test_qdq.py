@@ -24,8 +24,8 @@ from optimize.lint.files import read_graph
 from optimize.passes import onnx_int8
 from optimize.passes.onnx_int8 import ONNX_INT8, OnnxInt8
 from optimize.passes.ptq import PTQ, Ptq
-from optimize.quantization.qdq import NarrowRange, explicit_form, verify
-from optimize.quantization.slices import drop_whole_slices
+from optimize.quantization.lowering.qdq import NarrowRange, explicit_form, verify
+from optimize.quantization.rewrites.full_slices import drop_whole_slices
 from optimize.store.artifact import REFERENCE_FILE
 from optimize.tracing.trace import note_shapes
 from serve.runtime.engines.torchscript import use_int8_kernels
@@ -539,7 +539,7 @@ def test_a_full_range_has_no_clamp(tmp_path):
 
 
 def test_a_lost_clamp_is_noticed(tmp_path, monkeypatch):
-    from optimize.quantization import qdq
+    from optimize.quantization.lowering import qdq
 
     def losing(module, example, path, opset):
         for node in list(module.graph.nodes):
@@ -555,7 +555,7 @@ def test_a_lost_clamp_is_noticed(tmp_path, monkeypatch):
 
 def test_a_lost_clamp_before_a_relu6_is_noticed(tmp_path, monkeypatch):
     """Its Clip to [0, 6] stays (behind a pool it is none of a layer's), and lets integers pass beyond the range."""
-    from optimize.quantization import qdq
+    from optimize.quantization.lowering import qdq
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.ReLU6(), nn.Flatten(), nn.Linear(196, 4)).eval()

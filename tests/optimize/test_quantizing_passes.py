@@ -22,7 +22,7 @@ from optimize.passes import qat as qat_module
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat import QAT, Qat
 from optimize.quantization.convert import trace_calls
-from optimize.quantization.norms import lift_factors
+from optimize.quantization.rewrites.batch_norms import lift_factors
 from optimize.quantization.targets import x86_target
 from optimize.training.config import TrainingConfig
 from optimize.training.loop import train

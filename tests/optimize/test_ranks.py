@@ -14,7 +14,7 @@ from optimize.models.resolve import resolve_model
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.precision import layers
 from optimize.precision.layers import ranks
-from optimize.quantization import trying
+from optimize.quantization import observer_trials
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import resolve
 from optimize.quantization.ranges import OBSERVERS
@@ -138,7 +138,7 @@ def test_the_settings_own_seed_draws_the_images_that_ranges_are_found_on(tmp_pat
 
 def test_auto_is_simulated_as_what_ptq_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two of six, which takes a third of the time; not the usual one, so that it cannot be chosen by a guess.
-    monkeypatch.setattr(trying, "OBSERVERS", {name: OBSERVERS[name] for name in ("percentile", "minmax")})
+    monkeypatch.setattr(observer_trials, "OBSERVERS", {name: OBSERVERS[name] for name in ("percentile", "minmax")})
     config = Ptq(images=16, observer="auto", min_sqnr=-99.0, min_agreement=0.0)
     session = opened(tmp_path)
     parent = parent_of(network(), session.context, tmp_path / "parent")

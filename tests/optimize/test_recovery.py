@@ -15,8 +15,8 @@ from torch.nn import functional
 from optimize.errors import NotApplicableError
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.reestimate import REESTIMATE, Reestimate
-from optimize.quantization.adaround import Rounding, learn_rounding
 from optimize.quantization.ranges import weight_observer
+from optimize.quantization.recovery.adaround import Rounding, learn_rounding
 from optimize.store.effects import read_effects
 from serve.runtime.errors import UserError
 from serve.runtime.program_file import load_program

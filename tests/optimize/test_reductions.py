@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimize.quantization.reductions import keep_reductions
+from optimize.quantization.lowering.openvino.reductions import keep_reductions
 
 from .explicit_nets import Int8Linear, kept, meant_and_found, rounded
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from optimize.quantization.resizes import write_out_resizes
+from optimize.quantization.rewrites.resizes import write_out_resizes
 from serve.runtime.integers import ANY_X86, TENSORRT
 from tests.optimize.workbench import Between, is_meant
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.ao.quantization.quantize_fx import convert_fx
 
 from optimize.quantization.convert import prepare, trace_calls
-from optimize.quantization.explicit import quantizing
+from optimize.quantization.graph.explicit_quantizers import quantizing
+from optimize.quantization.lowering.qdq import reference_form
 from optimize.quantization.observers import settle_weights
-from optimize.quantization.qdq import reference_form
 from optimize.quantization.targets import x86_target
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.integers import ANY_X86, TENSORRT

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from optimize.export.onnx_graph.write import run_onnx
-from optimize.quantization.qdq import explicit_form, lower, reference_program
-from optimize.quantization.shares import keep_shares
+from optimize.quantization.lowering.qdq import explicit_form, lower, reference_program
+from optimize.quantization.lowering.softmax_shares import keep_shares
 from optimize.quantization.targets import target_named
 
 from .explicit_nets import Int8Linear, kept, rounded

@@ -19,9 +19,9 @@ from optimize.context import Context
 from optimize.lint.base import lint
 from optimize.passes.ptq import PTQ, Ptq
 from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
-from optimize.quantization.biases import WEIGHTED
-from optimize.quantization.explicit import quantizing
-from optimize.quantization.qdq import lower
+from optimize.quantization.graph.explicit_quantizers import quantizing
+from optimize.quantization.lowering.integer_biases import WEIGHTED
+from optimize.quantization.lowering.qdq import lower
 from optimize.quantization.targets import target_named
 from optimize.store.artifact import REFERENCE_FILE
 from optimize.tracing.folding import fuse_module

@@ -13,7 +13,7 @@ from optimize.errors import PassError
 from optimize.export.onnx_graph.write import run_onnx
 from optimize.passes.onnx_int8 import OnnxInt8
 from optimize.passes.ptq import Ptq
-from optimize.quantization.sums import keep_sums
+from optimize.quantization.lowering.openvino.residual_sums import keep_sums
 from optimize.quantization.targets import TargetName
 from serve.runtime.engines.openvino import compile_bytes
 

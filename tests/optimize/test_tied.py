@@ -20,9 +20,9 @@ from optimize.pruning.regularised import GroupLasso, parts_of
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import resolve
 from optimize.quantization.convert import trace_calls
-from optimize.quantization.equalization import pairs
-from optimize.quantization.norms import turn_signs
-from optimize.quantization.recovery import recover
+from optimize.quantization.recovery.equalization import pairs
+from optimize.quantization.recovery.layerwise import recover
+from optimize.quantization.rewrites.batch_norms import turn_signs
 from optimize.quantization.static import calibrating, observing
 from optimize.tracing.folding import fuse_module
 from optimize.tracing.trace import trace

@@ -115,7 +115,8 @@ def _write_out_maxima(module: fx.GraphModule) -> None:
                 for low, high in ends:
                     part = module.graph.call_function(aten.slice.Tensor, (given, axis, low, high))
                     kernel = [high - low, 1] if axis == -2 else [1, high - low]
-                    # A pool: a maximum over an axis OpenVINO gets wrong (see `optimize.quantization.extremes`).
+                    # A pool: a maximum over an axis OpenVINO gets wrong (see
+                    # `optimize.quantization.lowering.openvino.extremes`).
                     parts.append(module.graph.call_function(aten.max_pool2d.default, (part, kernel)))
                 given = module.graph.call_function(aten.cat.default, (parts, axis))
         for reader in readers:

@@ -65,7 +65,7 @@ def softmax_ranges(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A softmax between integers gives shares in steps of a 256th or more: ONNX Runtime wraps more than 256 around.
 
     ONNX Runtime (1.31) makes an operator of the integers of it (``QLinearSoftmax``), which does not saturate (see
-    `optimize.quantization.shares`).
+    `optimize.quantization.lowering.softmax_shares`).
     """
     for node in graph.of("Softmax"):
         for step in _steps(graph, node) if graph.dequantized(node) else ():

@@ -34,8 +34,9 @@ def norm_floors(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 
     OpenVINO (2026.4.1) gives of a zero the rounding errors of its zero-point, where quantizer and dequantizer become
     one FakeQuantize. Behind a floor of 1e-12 a vector of them is divided by its own length, and has length 1 then. No
-    other norm is below a step, so that half of one changes no quotient (see `optimize.quantization.floors`). What is
-    made of a norm otherwise, its logarithm or a quotient of another tensor, is no direction, and such a floor is seen.
+    other norm is below a step, so that half of one changes no quotient (see
+    `optimize.quantization.lowering.openvino.norm_floors`). What is made of a norm otherwise, its logarithm or a
+    quotient of another tensor, is no direction, and such a floor is seen.
     """
     for node in graph.of("Clip", "Max"):
         number, norm = _norm(graph, node)
@@ -60,7 +61,7 @@ def reductions(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Sums and means over axes do not read what is dequantized: OpenVINO reduces the integers, and wrongly.
 
     OpenVINO (2026.4.1) moves the DequantizeLinear behind them. Means over the two last of four axes are right (see
-    `optimize.quantization.reductions`).
+    `optimize.quantization.lowering.openvino.reductions`).
     """
     for node in graph.of("ReduceSum", "ReduceMean", "Einsum"):
         if not any(graph.dequantized(node, place) for place in _reduced(graph, node)):
@@ -77,7 +78,7 @@ def extremes(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """Maxima and minima of floats over axes are not quantized right behind: OpenVINO compares bytes, and wrongly.
 
     OpenVINO (2026.4.1) lets them write the quantizer's bytes. Over what is dequantized they are right (see
-    `optimize.quantization.extremes`).
+    `optimize.quantization.lowering.openvino.extremes`).
     """
     for node in graph.of("ReduceMax", "ReduceMin"):
         if not graph.dequantized(node) and graph.before_integers(node):
@@ -93,7 +94,7 @@ def borders(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """What is dequantized gets no border along one axis, but of zeros without a zero-point: OpenVINO fills it wrongly.
 
     OpenVINO (2026.4.1) moves the DequantizeLinear behind the Pad. Along two axes it is right (see
-    `optimize.quantization.borders`).
+    `optimize.quantization.lowering.openvino.borders`).
     """
     for node in graph.of("Pad"):
         given, sizes = graph.dequantizer(node, through=("Slice",)), graph.values(node, 1)
@@ -113,7 +114,7 @@ def norm_epsilons(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """What is dequantized and normed has variances beside which the epsilon is nothing: OpenVINO adds it to integers'.
 
     OpenVINO (2026.4.1) norms the integers, whose variances are larger by the square of their scale (see
-    `optimize.quantization.reductions`).
+    `optimize.quantization.lowering.openvino.reductions`).
     """
     for node in graph.of("LayerNormalization", "InstanceNormalization", "GroupNormalization"):
         given = graph.dequantizer(node)
@@ -131,7 +132,8 @@ def norm_epsilons(graph: Graph, target: LintTarget) -> Iterator[Fault]:
 def counted_zeros(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """An average that counts zeros around a map reads no integers with a zero-point: OpenVINO counts the integer 0.
 
-    OpenVINO (2026.4.1) averages the integers, and dequantizes behind that (see `optimize.quantization.borders`).
+    OpenVINO (2026.4.1) averages the integers, and dequantizes behind that (see
+    `optimize.quantization.lowering.openvino.borders`).
     """
     for node in graph.of("AveragePool"):
         given = graph.dequantizer(node) if attribute(node, "count_include_pad", 0) else None
@@ -152,7 +154,7 @@ def group_widths(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     reads 64 channels at once, also those of the group behind. Nothing that is right comes out where a group has a
     multiple of 4 of them (72, 96, 120); others have another kernel. Where a group gives more than 64, too, it was seen
     to raise "No reorder available" when it is run. With ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI`` all were right, and
-    with a border (see `optimize.quantization.group_widths`).
+    with a border (see `optimize.quantization.lowering.amx.group_widths`).
     """
     for node in graph.of("Conv"):
         weight = graph.kernel(node)
@@ -173,7 +175,8 @@ def narrow_groups(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A group of a convolution of several places reads 32 channels or more: OpenVINO gets fewer wrong with AMX.
 
     OpenVINO (2026.4.1) computes the first group of more than 16 answers (but of 32), and nothing that is right for the
-    others, where the integers that they read have a zero-point (see `optimize.quantization.narrow_groups`).
+    others, where the integers that they read have a zero-point (see
+    `optimize.quantization.lowering.amx.narrow_groups`).
     """
     for node in graph.of("Conv"):
         weight, given, groups = graph.kernel(node), graph.dequantizer(node), attribute(node, "group", 1)
@@ -194,7 +197,7 @@ def joined(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A ReLU or a constant reads a concatenation before it is quantized again: OpenVINO ends the process otherwise.
 
     OpenVINO (2026.4.1) opens such a graph by a step, ``MoveFakeQuantize``, that ends with SIGSEGV where the pair behind
-    the Concat has a zero-point (see `optimize.quantization.joined`).
+    the Concat has a zero-point (see `optimize.quantization.lowering.openvino.concatenations`).
     """
     for node in graph.of("Relu", "Mul", "Add", "Sub", "Div"):
         varying = [number for number, name in enumerate(node.input) if not graph.constant(name)]
@@ -216,7 +219,7 @@ def joined_tokens(graph: Graph, target: LintTarget) -> Iterator[Fault]:
     """A linear layer reads no integers that are put together along another axis: OpenVINO cannot open such a graph.
 
     OpenVINO (2026.4.1) moves the quantizer in front of the Concat, and divides the layer's weight by a scale for each
-    token (see `optimize.quantization.joined`).
+    token (see `optimize.quantization.lowering.openvino.concatenations`).
     """
     for node in graph.of("MatMul", "Gemm"):
         parts = _put_together(graph, node, 0)

@@ -20,7 +20,7 @@ from optimize.profiling.base import Piece, Reader, Reading, Subject, register
 from optimize.profiling.names import called, layer_name
 from optimize.profiling.operators import operator_calls, times
 from optimize.profiling.products import activations, weights
-from optimize.quantization.explicit import quantizing
+from optimize.quantization.graph.explicit_quantizers import quantizing
 from optimize.store.artifact import REFERENCE_FILE
 from serve.runtime.engines.torchscript import use_int8_kernels
 from serve.runtime.program_file import load_program

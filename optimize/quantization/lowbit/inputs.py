@@ -13,9 +13,9 @@ import torch
 from torch import fx, nn
 from torch.ao.quantization import FakeQuantizeBase
 
+from optimize.quantization.graph.nodes import is_watcher
 from optimize.quantization.lowbit.straight import Integers, stepped
 from optimize.quantization.lowbit.weights import LEAST_SCALE
-from optimize.quantization.watchers import is_watcher
 from optimize.tracing.naming import free_name
 
 ActivationQuantizerName = Literal["lsq", "pact", "dorefa"]
@@ -198,7 +198,7 @@ def put_before(module: fx.GraphModule, wanted: Mapping[str, Key], make: Callable
 
 
 def _replaceable(module: fx.GraphModule, watcher: fx.Node) -> bool:
-    """Whether a watcher watches one tensor alone, and cuts nothing off (see `bounds`)."""
+    """Whether a watcher watches one tensor alone, and cuts nothing off (see `relu6`)."""
     own: Any = module.get_submodule(str(watcher.target))
     places = [node for node in module.graph.nodes if node.op == "call_module"]
     shared = sum(module.get_submodule(str(node.target)) is own for node in places) > 1

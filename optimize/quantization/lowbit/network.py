@@ -13,11 +13,11 @@ from torch.ao.quantization import QConfig
 
 from optimize.context import Context
 from optimize.quantization.calibration import calibrate
+from optimize.quantization.graph.nodes import called_module
 from optimize.quantization.lowbit.inputs import INPUT_QUANTIZERS, Grid, InputQuantizer, put_before
 from optimize.quantization.lowbit.settings import LowBitTraining
 from optimize.quantization.lowbit.weights import WEIGHT_QUANTIZERS, Codes, WeightQuantizer
 from optimize.quantization.ranges import MseObserver
-from optimize.quantization.watchers import called_module
 
 _TRAINED = {nn.Conv1d: nnqat.Conv1d, nn.Conv2d: nnqat.Conv2d, nn.Conv3d: nnqat.Conv3d, nn.Linear: nnqat.Linear}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from optimize.quantization.fixed import fix_weight, fixed_activation
+from optimize.quantization.fixed_parameters import fix_weight, fixed_activation
 from optimize.quantization.lowbit.inputs import Grid, put_before
 from optimize.quantization.lowbit.settings import LowBits
 from optimize.quantization.lowbit.weights import LEAST_SCALE, Codes, XnorWeight

@@ -1,0 +1,1 @@
+"""What is written otherwise because OpenVINO gets it wrong, one file a fault, with the version that it was seen in."""

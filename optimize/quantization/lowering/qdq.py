@@ -1,0 +1,404 @@
+"""Lowering of a quantized FX model to an ONNX graph with explicit QuantizeLinear/DequantizeLinear.
+
+torch cannot export a converted (packed) model: ``torch.onnx.export`` fails on its packed parameters.
+What it can export is the *reference decomposed* form, float operators between explicit quantize and
+dequantize operators. Two faults of that route are mended here, on torch's graph, where torch's own
+arithmetic is at hand:
+
+- weights leave as float initializers behind QuantizeLinear: they are folded to the very integers that
+  torch computes (ONNX divides by the scale where torch multiplies by its inverse, so folding on the
+  ONNX side could round a tie the other way);
+- the exporter ignores ``quant_min``/``quant_max`` of activations (onnxscript PR 3052): a range that is
+  narrower than the type gets an explicit clamp.
+
+`verify` then proves that the graph is what was meant: by the linter's rules for the target, and by counting what torch
+has. A pair that only dequantizes and quantizes again by the same scale (around what was a dropout) is taken away.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import fx, nn
+
+from optimize.errors import PassError
+from optimize.export.onnx_graph.write import export_onnx
+from optimize.lint.base import Finding, LintTarget, lint
+from optimize.quantization.graph.editing import computed
+from optimize.quantization.graph.explicit_quantizers import quantizing
+from optimize.quantization.graph.torchao_memory import forgotten
+from optimize.quantization.lowering.amx.group_widths import border_groups
+from optimize.quantization.lowering.amx.narrow_groups import put_explicit_groups_together
+from optimize.quantization.lowering.clamps import round_clamps
+from optimize.quantization.lowering.duplicates import content, merge_alike, write_aside
+from optimize.quantization.lowering.openvino.borders import keep_borders
+from optimize.quantization.lowering.openvino.concatenations import part_joined, read_joined
+from optimize.quantization.lowering.openvino.extremes import keep_extremes
+from optimize.quantization.lowering.openvino.norm_floors import raise_floors
+from optimize.quantization.lowering.openvino.reductions import keep_reductions
+from optimize.quantization.lowering.openvino.residual_sums import keep_sums
+from optimize.quantization.lowering.softmax_shares import keep_shares
+from optimize.quantization.lowering.tensorrt.one_row_pools import write_out_lines
+from optimize.quantization.lowering.tensorrt.overlapping_patches import write_out_folds
+from optimize.quantization.lowering.uneven_padding import put_padding, take_padding
+from optimize.quantization.rewrites.resizes import write_out_resizes
+from optimize.quantization.targets import Target
+from optimize.tracing.aten_program import program_of, required_program
+from optimize.tracing.constants import constant_value
+from serve.runtime.integers import ANY_X86, TENSORRT, VNNI_X86
+
+#: The type range of each integer type that torch.ao produces here.
+_FULL_RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+
+#: What the linter calls each target.
+LINTED: dict[str, LintTarget] = {VNNI_X86: "cpu", ANY_X86: "x86", TENSORRT: "tensorrt"}
+
+_ATEN = torch.ops.aten
+
+#: Operators that give what they are given, in eval mode.
+_AS_IT_IS = (_ATEN.dropout.default, _ATEN.alias.default, _ATEN.clone.default)
+
+
+@dataclass(frozen=True)
+class NarrowRange:
+    """An activation quantizer whose integers keep to ``[low, high]``, less than their type holds."""
+
+    scale: float
+    zero_point: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class QdqSummary:
+    """What `verify` found in a graph.
+
+    Attributes:
+        activations: how many quantizers of activations it has.
+        weights: how many different int8 weights.
+        float_bytes: of weights left in float.
+        warnings: what the linter would have otherwise, and is not wrong.
+    """
+
+    activations: int
+    weights: int
+    float_bytes: int
+    warnings: tuple[Finding, ...] = ()
+
+
+def reference_form(prepared: fx.GraphModule, example: torch.Tensor, backend_config: Any) -> fx.GraphModule:
+    """The reference decomposed form of a calibrated or QAT-trained FX model, weights folded to int8.
+
+    Args:
+        prepared: the observed or fake-quantized model, in eval mode; it is not changed.
+        example: an input ``(N, C, H, W)``; N becomes dynamic.
+        backend_config: the one that the model was prepared with.
+    """
+    # Private in torch 2.11 to 2.14, and the only form whose Q/DQ survive an export:
+    # convert_to_reference_fx leaves `call_method dequantize`, which the exporter cannot translate.
+    from torch.ao.quantization.quantize_fx import _convert_to_reference_decomposed_fx
+
+    with forgotten(prepared):
+        return explicit_form(
+            _convert_to_reference_decomposed_fx(copy.deepcopy(prepared), backend_config=backend_config), example
+        )
+
+
+def explicit_form(module: nn.Module, example: torch.Tensor) -> fx.GraphModule:
+    """The reference form of a network that has explicit quantizers, whichever front end put them there.
+
+    Args:
+        module: with ``quantized_decomposed`` operators around float ones; weights are floats behind their quantizers.
+        example: an input ``(N, C, H, W)``; N becomes dynamic.
+
+    Returns:
+        Its program, with weights folded to int8, and without pairs that change no integer.
+    """
+    module = required_program(module, example).module()
+    assert isinstance(module, fx.GraphModule)
+    write_aside(module)
+    _fold_weights(module)
+    _drop_doubled(module)
+    merge_alike(module)
+    _drop_unused_tensors(module)
+    return module
+
+
+def reference_program(form: fx.GraphModule, example: torch.Tensor) -> torch.export.ExportedProgram:
+    """A reference form (see `reference_form`) as a program; tensors that nothing reads any more are left out."""
+    _drop_unused_tensors(form)
+    return program_of(form, example)
+
+
+def lower(
+    program: torch.export.ExportedProgram,
+    example: torch.Tensor,
+    path: Path,
+    target: Target,
+    entered: Callable[[nn.Module], nn.Module] = lambda module: module,
+    *,
+    exact_sums: bool = False,
+) -> QdqSummary:
+    """Write a reference program (see `reference_program`) as a QDQ ONNX file and check it.
+
+    Args:
+        program: what is written.
+        example: what the graph takes, ``(N, C, H, W)`` with N >= 2.
+        path: the file.
+        target: whose integers the program has.
+        entered: puts in front of the program what lies between its input, normalised float32, and the graph's. It
+            stays in float: no quantizer, and nothing that is folded into one.
+        exact_sums: whether residual sums are kept from what gives their addends; for targets of CPUs.
+
+    Raises:
+        PassError: the graph that came out is not the quantized graph that went in.
+    """
+    module = program.module()
+    assert isinstance(module, fx.GraphModule)
+    if target.packed:
+        read_joined(module)
+    taken = take_padding(module)
+    expected = Counter(quantizing(node) for node in module.graph.nodes if quantizing(node))
+    round_clamps(module)
+    clamps = _clamp_narrow_ranges(module)
+    raise_floors(module)
+    write_out_resizes(module)
+    if target.packed:  # what CPUs run
+        keep_reductions(module)
+        keep_extremes(module)
+        keep_borders(module)
+        keep_shares(module)
+        part_joined(module)
+        border_groups(module)
+        put_explicit_groups_together(module)
+        if exact_sums:
+            keep_sums(module)
+    else:
+        write_out_folds(module)
+        write_out_lines(module)
+    put_padding(module, taken)
+    export_onnx(entered(module), example, path, target.opset)
+    return verify(
+        onnx.load(path),
+        LINTED[target.name],
+        activations=expected["quantize_per_tensor"],
+        weights=len(_distinct_weights(module)),
+        clamps=clamps,
+    )
+
+
+def verify(
+    model: onnx.ModelProto,
+    target: LintTarget,
+    *,
+    activations: int,
+    weights: int,
+    clamps: Sequence[NarrowRange] = (),
+) -> QdqSummary:
+    """Check that a QDQ graph has the quantizers that it should, and that the linter finds no error in it.
+
+    Args:
+        model: the graph, with its initializers.
+        target: what it is for, in the linter's words.
+        activations: how many activation tensors torch quantizes.
+        weights: how many different weights torch quantizes per channel; the exporter writes equal ones once.
+        clamps: the activation ranges that are narrower than their integer type. A Clip of the quantizer's integers
+            counts, or one before it whose bounds become integers within the range; that of a ReLU6 may not.
+
+    Raises:
+        PassError: a quantizer or a clamp was lost, nothing is quantized (a silently float graph), a weight
+            is not an int8 initializer, or the linter has an error.
+    """
+    findings = lint(model, target)
+    # Clamps are judged below: which there must be is known here.
+    wrong = [finding for finding in findings if finding.severity == "error" and finding.rule != "lost-clamp"]
+    if errors := [*wrong, *(finding for finding in findings if finding.rule == "unfolded-weight")]:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise PassError(f"QDQ graph: {errors[0].node}: {errors[0].said}{more}")
+    graph = model.graph
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    constants = initializers | {
+        node.output[0]: node.attribute[0].t
+        for node in graph.node
+        if node.op_type == "Constant" and node.attribute[0].name == "value"
+    }
+    producers = {output: node for node in graph.node for output in node.output}
+    quantizers = [node for node in graph.node if node.op_type == "QuantizeLinear"]
+    folded_weights: set[bytes] = set()
+    for node in graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in initializers:
+            kind = initializers[node.input[0]].data_type
+            if kind != onnx.TensorProto.INT8:
+                raise PassError(
+                    f"QDQ graph: weight {node.input[0]} is {onnx.TensorProto.DataType.Name(kind)}, not INT8"
+                )
+            values = (initializers[node.input[0]], constants[node.input[1]])
+            folded_weights.add(b"".join(onnx.numpy_helper.to_array(value).tobytes() for value in values))
+    if len(quantizers) != activations or len(folded_weights) != weights:
+        raise PassError(
+            f"QDQ graph: {len(quantizers)} activation and {len(folded_weights)} weight quantizers came out of the "
+            f"export, torch has {activations} and {weights}"
+        )
+    takers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in dict.fromkeys(node.input):
+            takers.setdefault(name, []).append(node)
+    clamped = sum(
+        _clamped(node, producers.get(node.input[0]), takers.get(node.output[0], []), constants, clamps)
+        for node in quantizers
+    )
+    if clamped < len(clamps):
+        raise PassError(f"QDQ graph: {len(clamps)} activation ranges need a clamp, only {clamped} have one")
+    if not folded_weights:
+        raise PassError("QDQ graph: nothing is quantized, this is a float graph")
+    left = sum(
+        onnx.numpy_helper.to_array(tensor).nbytes
+        for tensor in graph.initializer
+        if tensor.data_type == onnx.TensorProto.FLOAT
+    )
+    return QdqSummary(len(quantizers), len(folded_weights), left, findings)
+
+
+def _clamped(
+    quantizer: onnx.NodeProto,
+    before: onnx.NodeProto | None,
+    behind: Sequence[onnx.NodeProto],
+    constants: Mapping[str, onnx.TensorProto],
+    ranges: Sequence[NarrowRange],
+) -> bool:
+    """Whether a Clip ``before`` or ``behind`` it keeps ``quantizer``, one of ``ranges``, within its range."""
+    in_integers = len(behind) == 1 and behind[0].op_type == "Clip"
+    clip = behind[0] if in_integers else before
+    if clip is None or clip.op_type != "Clip" or len(clip.input) < 3:
+        return False
+    values = [constants.get(name) for name in (*quantizer.input[1:3], *clip.input[1:3])]
+    if any(value is None for value in values):
+        return False
+    scale, zero_point, *bounds = (float(onnx.numpy_helper.to_array(value)) for value in values if value is not None)
+    integers = np.asarray(bounds) if in_integers else np.rint(np.asarray(bounds) / scale) + zero_point
+    ends = np.iinfo(onnx.helper.tensor_dtype_to_np_dtype(constants[quantizer.input[2]].data_type))
+    integers = integers.clip(ends.min, ends.max)  # where a bound is infinite, its type's ends are left
+    return any(
+        range_.zero_point == zero_point
+        and math.isclose(range_.scale, scale, rel_tol=1e-6)
+        and range_.low <= integers[0]
+        and integers[1] <= range_.high
+        for range_ in ranges
+    )
+
+
+def _quantizers(module: fx.GraphModule, operator: str) -> Iterator[fx.Node]:
+    return (node for node in list(module.graph.nodes) if quantizing(node) == operator)
+
+
+def _fold_weights(module: fx.GraphModule) -> None:
+    """Replace quantize(weight) by the int8 tensor that torch computes, and other quantized constants by floats.
+
+    Equal integers are one tensor: a layer that is called several times (CoaT's are) would have as many copies, of which
+    the exporter makes one only where they are small.
+    """
+    folded: dict[tuple[Any, ...], str] = {}
+    for index, node in enumerate(_quantizers(module, "quantize_per_channel")):
+        if computed(node):
+            raise PassError(f"cannot fold the weight behind {node.name}: its value or scale is not a constant")
+        with torch.no_grad():
+            weight = constant_value(module, node)
+        _replace(module, node, folded.setdefault(content(weight), f"weight_int8_{index}"), weight)
+    # What torch quantizes per tensor although it is constant, perhaps computed from constants: the factors by which
+    # ConvNeXt scales its layers (timm's: a view of them), the positions of a ViT. As rounded floats they are the same
+    # numbers without a quantizer.
+    for index, node in enumerate(_quantizers(module, "quantize_per_tensor")):
+        if computed(node):
+            continue
+        for number, user in enumerate(list(node.users)):
+            with torch.no_grad():
+                _replace(module, user, f"rounded_{index}_{number}", constant_value(module, user))
+    module.graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
+    module.recompile()
+    _drop_unused_tensors(module)
+
+
+def quantized_weights(program: torch.export.ExportedProgram) -> int:
+    """How many weights a reference program dequantizes."""
+    return sum(quantizing(node) == "dequantize_per_channel" for node in program.graph.nodes)
+
+
+def _drop_doubled(module: fx.GraphModule) -> None:
+    """Take away pairs that dequantize and quantize again by the same scale, which changes no integer."""
+    for node in _quantizers(module, "quantize_per_tensor"):
+        before: Any = node.args[0]
+        while isinstance(before, fx.Node) and before.target in _AS_IT_IS:
+            before = before.args[0]
+        if quantizing(before) == "dequantize_per_tensor" and before.args[1:6] == node.args[1:6]:
+            node.replace_all_uses_with(before.args[0])
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _distinct_weights(module: fx.GraphModule) -> set[bytes]:
+    """Integers and scales of each int8 weight; those of a layer that is called twice are one."""
+    found = set()
+    for node in _quantizers(module, "dequantize_per_channel"):
+        values = [constant_value(module, argument) for argument in node.args[:2]]
+        found.add(b"".join(value.detach().numpy().tobytes() for value in values))
+    return found
+
+
+def _replace(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tensor) -> None:
+    """Put the constant ``value``, as a buffer called ``name``, in the place of ``node``."""
+    module.register_buffer(name, value)
+    with module.graph.inserting_before(node):
+        node.replace_all_uses_with(module.graph.get_attr(name))
+    module.graph.erase_node(node)
+
+
+def _clamp_narrow_ranges(module: fx.GraphModule) -> list[NarrowRange]:
+    """Write the clamp of each activation range that is narrower than its integer type; returns them.
+
+    Of uint8, it is computed in integers behind the quantizer: in front of it, a float Clip would keep ONNX Runtime
+    (1.31) from seeing layer and quantizer side by side, and it would compute the layer in float. OpenVINO (2026.4)
+    makes it part of the layer in either place.
+    """
+    clamps = []
+    for node in _quantizers(module, "quantize_per_tensor"):
+        value, scale, zero_point, low, high, dtype = node.args
+        assert isinstance(scale, float)
+        assert isinstance(zero_point, int)
+        assert isinstance(low, int)
+        assert isinstance(high, int)
+        assert isinstance(dtype, torch.dtype)
+        if (low, high) == _FULL_RANGE[dtype]:
+            continue
+        if dtype is torch.uint8:
+            readers = list(node.users)
+            with module.graph.inserting_after(node):
+                clamped = module.graph.call_function(_ATEN.clamp.default, (node, low, high))
+            for reader in readers:
+                reader.replace_input_with(node, clamped)
+        else:
+            with module.graph.inserting_before(node):
+                bounds = ((low - zero_point) * scale, (high - zero_point) * scale)
+                value = module.graph.call_function(_ATEN.clamp.default, (value, *bounds))
+        node.args = (value, scale, zero_point, *_FULL_RANGE[dtype], dtype)
+        clamps.append(NarrowRange(scale, zero_point, low, high))
+    module.recompile()
+    return clamps
+
+
+def _drop_unused_tensors(module: fx.GraphModule) -> None:
+    """Delete parameters and buffers that no node reads, so that float weights do not travel along."""
+    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for name in [name for name, _ in (*module.named_parameters(), *module.named_buffers()) if name not in used]:
+        owner, _, leaf = name.rpartition(".")
+        delattr(module.get_submodule(owner), leaf)

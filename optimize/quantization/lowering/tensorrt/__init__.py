@@ -1,0 +1,1 @@
+"""What is written otherwise because TensorRT does not take it between quantizers, one file an operator."""

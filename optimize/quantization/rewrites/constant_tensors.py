@@ -1,0 +1,113 @@
+"""Tensors that a forward makes for each image of no image's numbers, as coordinates are: made once.
+
+Where they are put together with an image, torch.ao (2.11 to 2.14) looks for what gives them until it comes to a number,
+and fails (``'int' object has no attribute 'args'``). What ``x.new_ones(8, 1, 1)`` gives is to it what an image gives,
+and would be quantized whenever a graph is loaded.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from optimize.quantization.graph.editing import replace, shape_of
+from optimize.quantization.graph.in_place_writes import writes
+from optimize.tracing.naming import free_name
+from optimize.tracing.proxies import METHODS
+
+_NEW = ("new_zeros", "new_ones", "new_full", "new_tensor")
+_ASKED = ("shape", "size", "device", "dtype", "dim", "ndim", "numel")
+#: What is drawn anew each time, and what holds anything.
+_DRAWN = ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout")
+
+
+def make_once(module: fx.GraphModule, example: torch.Tensor) -> int:
+    """Make buffers of the tensors that depend on no more of the images than their type and sizes, in place.
+
+    Args:
+        module: traced, in eval mode, with the shapes that `note_shapes` notes.
+        example: ``(N, C, H, W)``. Sizes that are others of another number of images are left to be asked for.
+
+    Returns:
+        How many.
+    """
+    if not any(_begins(node) for node in module.graph.nodes):
+        return 0
+    known, made = _known(module, example), 0
+    for node, value in known.items():
+        readers = [reader for reader in node.users if reader not in known]
+        if not isinstance(value, torch.Tensor) or not readers or any(writes(module, reader) for reader in readers):
+            continue
+        name = free_name(module, f"{node.name}_once")
+        module.register_buffer(name, value.detach().clone())
+        with module.graph.inserting_before(node):
+            replace(node, module.graph.get_attr(name))
+        for reader in readers:
+            if reader.op == "call_method" and reader.target in METHODS and isinstance(reader.args[1], fx.Node):
+                reader.args = (reader.args[0], reader.args[1:])  # of a proxy they may be given one by one
+        made += 1
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return made
+
+
+def _begins(node: fx.Node) -> bool:
+    """Whether a node makes a tensor of what is none, or of a tensor's type."""
+    if node.op == "call_method" and node.target in _NEW:
+        return True
+    tensors = [given for given in node.all_input_nodes if shape_of(given) is not None]
+    return node.op == "call_function" and not tensors and shape_of(node) is not None
+
+
+def _known(module: fx.GraphModule, example: torch.Tensor) -> dict[fx.Node, Any]:
+    """What nodes give that depends on no image's numbers, nor on how many there are."""
+    asked, known, values = set[fx.Node](), dict[fx.Node, Any](), _Values.of(module, example)
+    for node in module.graph.nodes:
+        if _asks(node) or (node.target is operator.getitem and node.args[0] in asked):
+            asked.add(node)
+            if len(found := {values[node] for values in values}) == 1:
+                known[node] = found.pop()
+        elif node.op in ("call_function", "call_method") and not any(word in str(node.target) for word in _DRAWN):
+            given = known
+            if node.op == "call_method" and node.target in _NEW and isinstance(owner := node.args[0], fx.Node):
+                given = known | {owner: torch.empty(0, dtype=owner.meta["tensor_meta"].dtype)}
+            if all(before in given for before in node.all_input_nodes):
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+                called: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+                known[node] = called(*(args[1:] if node.op == "call_method" else args), **kwargs)
+    return known
+
+
+def _asks(node: fx.Node) -> bool:
+    """Whether a node asks a tensor for what may be the same for all images."""
+    method = node.target if node.op == "call_method" else None  # layers, tensors and inputs may have such names, too
+    asked: Any = node.args[1] if node.target is getattr else method
+    return asked in _ASKED and isinstance(given := node.args[0], fx.Node) and shape_of(given) is not None
+
+
+class _Values(fx.Interpreter):
+    """What is asked of tensors in a run of a module, by node."""
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, example: torch.Tensor) -> tuple[dict[fx.Node, Any], ...]:
+        """Of two runs, of other numbers of images."""
+        found = []
+        for count in (2, 3):
+            run = cls(module)
+            run.seen = {}
+            with torch.no_grad():
+                run.run(example[:1].repeat(count, *[1] * (example.dim() - 1)))
+            found.append(run.seen)
+        return tuple(found)
+
+    seen: dict[fx.Node, Any]
+
+    def run_node(self, n: fx.Node) -> Any:
+        """See `fx.Interpreter`."""
+        value = super().run_node(n)
+        if not isinstance(value, torch.Tensor | tuple) or isinstance(value, torch.Size):
+            self.seen[n] = value
+        return value
