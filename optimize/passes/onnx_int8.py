@@ -24,7 +24,7 @@ from optimize.export.onnx_graph.pixel_input import INPUT_TYPES, TakesPixels, ent
 from optimize.export.onnx_graph.write import INPUT, run_onnx, save_changed
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES, Gate, check_answers
-from optimize.quantization.lowbit.words import OF_FLOAT, of_graph
+from optimize.quantization.lowbit.execution_kind import OF_FLOAT, of_graph
 from optimize.quantization.lowering.qdq import QdqSummary, lower
 from optimize.quantization.targets import Target, TargetName, target_named
 from optimize.store.artifact import REFERENCE_FILE, WEIGHTS_FILE, Artifact, Product

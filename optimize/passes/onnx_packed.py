@@ -15,7 +15,7 @@ from optimize.export.onnx_graph.write import run_onnx
 from optimize.lint.base import lint
 from optimize.passes.base import Pass, register
 from optimize.quantization.gate import IMAGES
-from optimize.quantization.lowbit.words import OF_FLOAT, of_packed
+from optimize.quantization.lowbit.execution_kind import OF_FLOAT, of_packed
 from optimize.quantization.lowering.qdq import LINTED
 from optimize.store.artifact import Artifact, Product
 from serve.config import Config

@@ -12,9 +12,9 @@ from optimize.context import Context
 from optimize.passes.base import Pass, register
 from optimize.quantization.choices import check_choices, resolve
 from optimize.quantization.convert import trace_calls
-from optimize.quantization.lowbit import words
+from optimize.quantization.lowbit import execution_kind
+from optimize.quantization.lowbit.bit_settings import LowBits, low_layers
 from optimize.quantization.lowbit.prepared import choose_bits
-from optimize.quantization.lowbit.settings import LowBits, low_layers
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.ranges import Granularity, WeightObserver
 from optimize.quantization.static import Static, fx_front_end, observing, quantize
@@ -58,11 +58,14 @@ def _apply(parent: Artifact, config: PtqLowbit, context: Context, folder: Path) 
 
     front = fx_front_end(config, observed, example)
     product = quantize(parent, config, chosen, context, folder, front=front)
-    way: words.Way = "executed" if target.packed else "simulated"
+    way: execution_kind.Way = "executed" if target.packed else "simulated"
     return dataclasses.replace(
         product,
-        precision=words.precision(config.label, product.precision),
-        notes=(words.note(config.label, len(layers), way, max(config.weight_bits, 2)), *product.notes),  # -1 and 1
+        precision=execution_kind.precision(config.label, product.precision),
+        notes=(
+            execution_kind.note(config.label, len(layers), way, max(config.weight_bits, 2)),  # -1 and 1
+            *product.notes,
+        ),
     )
 
 

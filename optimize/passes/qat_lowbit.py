@@ -23,10 +23,10 @@ from optimize.quantization.calibration import calibrate
 from optimize.quantization.choices import check_choices, overrides_note, resolve
 from optimize.quantization.convert import choose, prepare, trace_calls, write_quantized
 from optimize.quantization.gate import IMAGES, check_quantized
-from optimize.quantization.lowbit import words
+from optimize.quantization.lowbit import execution_kind
+from optimize.quantization.lowbit.bit_settings import LowBitTraining, low_layers
 from optimize.quantization.lowbit.network import Quantized, settle, start_network
 from optimize.quantization.lowbit.prepared import lay_codes, lay_grids
-from optimize.quantization.lowbit.settings import LowBitTraining, low_layers
 from optimize.quantization.observer_choice import Observer
 from optimize.quantization.observers import watched
 from optimize.quantization.ranges import MEANING
@@ -80,12 +80,14 @@ def _apply(parent: Artifact, config: QatLowbit, context: Context, folder: Path) 
     images = context.example(IMAGES)
     with torch.no_grad():
         expected = network(images)
-    way: words.Way = "executed" if target.packed else "simulated"
+    way: execution_kind.Way = "executed" if target.packed else "simulated"
     return dataclasses.replace(
         product,
-        precision=words.precision(config.label, product.precision),
+        precision=execution_kind.precision(config.label, product.precision),
         notes=(
-            words.note(config.label, len(layers), way, max((each.bits for each in settled.codes.values()), default=8)),
+            execution_kind.note(
+                config.label, len(layers), way, max((each.bits for each in settled.codes.values()), default=8)
+            ),
             *product.notes,
             *overrides_note(watched(prepared).values(), chosen),
             check_quantized(folder, product.file, images, expected, config),

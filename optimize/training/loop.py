@@ -38,7 +38,7 @@ from optimize.training.optimizers import Average, clip, make_optimizer, peak_rat
 from optimize.training.precision import Precision
 from optimize.training.randomness import deterministic, random_states, restore_random_states
 from optimize.training.recompute import checkpointed
-from optimize.training.records import Manner, Penalty, Progress, SetMode, TrainingResult
+from optimize.training.results import Manner, Penalty, Progress, SetMode, TrainingResult
 from optimize.training.stopwatch import Stopwatch
 from optimize.training.zeros import Zeros
 from serve.runtime.errors import UserError

@@ -36,7 +36,7 @@ from optimize.store.objects import Store
 from optimize.training.config import TrainingConfig
 from optimize.training.distil import Distil
 from optimize.training.loop import train
-from optimize.training.records import TrainingResult
+from optimize.training.results import TrainingResult
 
 from .tiny_net import Tiny
 from .workbench import CPU, GREY16, TINY_NET

@@ -21,7 +21,7 @@ from optimize.passes.onnx_packed import OnnxPacked
 from optimize.passes.ptq_lowbit import PTQ_LOWBIT, PtqLowbit
 from optimize.passes.qat_lowbit import QAT_LOWBIT, QatLowbit
 from optimize.quantization.convert import trace_calls
-from optimize.quantization.lowbit.words import of_graph
+from optimize.quantization.lowbit.execution_kind import of_graph
 from optimize.quantization.rewrites.batch_norms import turn_signs
 from optimize.run.certificates import reference_origin
 from optimize.run.saved import take

@@ -14,8 +14,8 @@ from torch.ao.quantization import QConfig
 from optimize.context import Context
 from optimize.quantization.calibration import calibrate
 from optimize.quantization.graph.nodes import called_module
+from optimize.quantization.lowbit.bit_settings import LowBitTraining
 from optimize.quantization.lowbit.inputs import INPUT_QUANTIZERS, Grid, InputQuantizer, put_before
-from optimize.quantization.lowbit.settings import LowBitTraining
 from optimize.quantization.lowbit.weights import WEIGHT_QUANTIZERS, Codes, WeightQuantizer
 from optimize.quantization.ranges import MseObserver
 

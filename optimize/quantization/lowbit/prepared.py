@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 
 from optimize.quantization.fixed_parameters import fix_weight, fixed_activation
+from optimize.quantization.lowbit.bit_settings import LowBits
 from optimize.quantization.lowbit.inputs import Grid, put_before
-from optimize.quantization.lowbit.settings import LowBits
 from optimize.quantization.lowbit.weights import LEAST_SCALE, Codes, XnorWeight
 from optimize.quantization.ranges import Granularity, WeightObserver, weight_observer
 from optimize.quantization.simulate import weighted

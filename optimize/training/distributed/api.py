@@ -34,7 +34,7 @@ from optimize.training.distributed.environment import Launch, launch
 from optimize.training.distributed.launch_local import RESULT, TASK, Ended, Ranks, here
 from optimize.training.distributed.launch_torchrun import everywhere
 from optimize.training.randomness import random_states
-from optimize.training.records import Manner, TrainingResult
+from optimize.training.results import Manner, TrainingResult
 from serve.runtime.errors import UserError, one_line
 
 #: Seconds that the others are given to end by themselves after one has failed.
