@@ -84,8 +84,8 @@ endif
 # The first Python 3.12 or 3.11 that really starts (a pyenv shim may exist and not).
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
-# Test files that run at a time: servers and measured processes of their own make two a full load of two cores.
-JOBS ?= 2
+# Test files that run at a time. Of two on two cores, a fifth of the time is waiting: for servers, processes, time-outs.
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 
