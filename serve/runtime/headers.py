@@ -98,8 +98,6 @@ def faults_named(budget: Budget) -> Iterator[None]:
         raise
     except MemoryError:
         raise MemoryError(_STARVED) from None
-    except UnidentifiedImageError:
-        raise ImageError(f"not an image in a supported format ({', '.join(FORMATS)})", 415) from None
     except Image.DecompressionBombError:  # before we see the size: Pillow has a limit of its own
         raise ImageError(f"the image has more than the limit of {budget.image_pixels} pixels", 413) from None
     except Exception as error:  # noqa: BLE001 - decoders raise OSError, SyntaxError, struct.error, RuntimeError …
@@ -132,12 +130,15 @@ def _plain_header(data: bytes) -> Header | None:
 
 @contextmanager
 def _opened_by_pillow(data: bytes, budget: Budget) -> Iterator[Image.Image]:
-    if (found := next((what for what, sign in _NO_IMAGES.items() if sign.match(data)), None)) is not None:
-        raise ImageError(f"not an image in a supported format ({', '.join(FORMATS)}): {found}", 415)
     with warnings.catch_warnings():
         # Pillow warns of large images long before our own limit, and of broken EXIF.
         warnings.simplefilter("ignore")
-        with Image.open(TimedFile(data, budget.image_seconds), formats=FORMATS) as image:
+        try:
+            picture = Image.open(TimedFile(data, budget.image_seconds), formats=FORMATS)
+        except UnidentifiedImageError:
+            remedy = next((f": {what}" for what, sign in _NO_IMAGES.items() if sign.match(data)), "")
+            raise ImageError(f"not an image in a supported format ({', '.join(FORMATS)}){remedy}", 415) from None
+        with picture as image:
             _check_pixels(_header(image), budget)
             if is_run_length_encoded(image):
                 check_commands(data, image)
