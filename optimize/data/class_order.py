@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import torch
 from optimize.data.classes import read_classes
 from optimize.data.fingerprint import Fingerprint
 from optimize.data.records import ImageData, Split
-from serve.runtime.errors import UserError
+from serve.runtime.errors import UserError, listed
 
 ORDER_FLAG: Final = "--class-order"
 
@@ -136,7 +136,7 @@ def _permuted(data: ImageData, own: Sequence[str], rows: Sequence[int], whose: s
         return Split(split.sources, places[split.labels], known)
 
     classes = tuple(data.classes[row] for row in rows)
-    note = f"the order of the classes is that of {whose}, not the data's: {_some(classes)}"
+    note = f"the order of the classes is that of {whose}, not the data's: {listed(classes, 4)}"
     return dataclasses.replace(
         data,
         classes=classes,
@@ -152,10 +152,5 @@ def _difference(names: Sequence[str], own: Sequence[str]) -> str:
     if not more and not less:
         return "a name twice"
     parts = [f"{len(names)} names where there are {len(own)} classes"] if len(names) != len(own) else []
-    parts += [f"{_some(more)} that the data has not"] if more else []
-    return ", ".join(parts + ([f"not {_some(less)}"] if less else []))
-
-
-def _some(names: Iterable[str], most: int = 4) -> str:
-    held = list(names)
-    return ", ".join(held[:most]) + (f" and {len(held) - most} more" if len(held) > most else "")
+    parts += [f"{listed(more, 4)} that the data has not"] if more else []
+    return ", ".join(parts + ([f"not {listed(less, 4)}"] if less else []))

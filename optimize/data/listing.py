@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from optimize.data.fingerprint import NO_SIZE
 from optimize.data.sources import Files
-from serve.runtime.errors import UserError
+from serve.runtime.errors import UserError, listed
 
 #: What counts as an image file, in lower case; of any other file its first bytes say it.
 SUFFIXES = (
@@ -129,17 +129,13 @@ def _gaps(first: Path, folder: Path, classes: list[str], there: set[str], counts
         raise UserError(f"{folder}: has only one class ({classes[0]}); a classifier needs at least two")
     gaps = []
     only = ((sorted(set(classes) - there), first), (sorted(there - set(classes)), folder))
-    if parts := [f"{_some(names)} only in {where.name}/" for names, where in only if names]:
+    if parts := [f"{listed(names)} only in {where.name}/" for names, where in only if names]:
         gaps.append(f"{first.parent}: {first.name}/ and {folder.name}/ have different classes: {'; '.join(parts)}")
     empty = [name for name, count in zip(classes, counts, strict=True) if not count and name in there]
     if empty:
         which = f"the class folder {empty[0]!r} holds" if len(empty) == 1 else f"{len(empty)} class folders hold"
-        gaps.append(f"{folder}: {which} no images ({_some(empty)})")
+        gaps.append(f"{folder}: {which} no images ({listed(empty)})")
     return gaps
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _loose(folder: Path, below: bytes) -> list[bytes]:
@@ -158,7 +154,7 @@ def _left_out(skipped: list[bytes]) -> tuple[str, ...]:
         "1 file that is no image, or lies" if len(skipped) == 1 else f"{len(skipped)} files that are no images, or lie"
     )
     names = [os.fsdecode(name) for name in skipped]
-    return (f"left out: {files} in no class folder ({counts}): {_some(names, 5)}",)
+    return (f"left out: {files} in no class folder ({counts}): {listed(names, 5)}",)
 
 
 def folders_in(folder: Path) -> list[Path]:

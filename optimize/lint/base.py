@@ -18,7 +18,7 @@ from optimize.lint.acceptance import acceptance
 from optimize.lint.files import read_graph, weight_bytes
 from optimize.lint.graph import DOMAINS, Graph, label, printable
 from optimize.lint.shapes import misfits
-from serve.runtime.errors import PipelineError, UserError, message_of, one_line
+from serve.runtime.errors import PipelineError, UserError, listed, message_of, one_line
 from serve.runtime.registry import Registry, defined_at
 
 #: What a graph is for: ``cpu``, ONNX Runtime and OpenVINO on a CPU with VNNI; ``x86``, on any x86 CPU (weights or
@@ -243,8 +243,7 @@ def _out_of_sight(model: onnx.ModelProto, graph: Graph) -> Iterator[Unjudged]:
 
 
 def _listed(what: str, names: set[str], most: int = 5) -> str:
-    shown = ", ".join(map(printable, sorted(names)[:most]))
-    return f"{what} {shown}" + (f" and {len(names) - most} more" if len(names) > most else "")
+    return f"{what} {listed(map(printable, sorted(names)), most)}"
 
 
 def _inner(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

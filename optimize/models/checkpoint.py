@@ -20,7 +20,7 @@ from torch import nn
 from optimize.models.stated_classes import metadata_of, stated_classes
 from optimize.models.unpickling import load_pickle
 from serve.runtime.card import sha256_file
-from serve.runtime.errors import UserError, did_you_mean, first_line
+from serve.runtime.errors import UserError, did_you_mean, first_line, listed
 
 WEIGHTS_KEY = "--weights-key"
 
@@ -137,9 +137,9 @@ def read_checkpoint(
         sure = len(states) == 1 or _is_usual(place, states[place])
         others = {at: state for at, state in states.items() if at != place or not sure}
     if chosen.faults:
-        raise UserError(f"{path}: needs dense tensors of real numbers: {listing(list(chosen.faults))}")
+        raise UserError(f"{path}: needs dense tensors of real numbers: {listed(chosen.faults)}")
     if chosen.left:
-        notes = (*notes, f"left out of it, being no tensors: {listing(list(chosen.left))}")
+        notes = (*notes, f"left out of it, being no tensors: {listed(chosen.left)}")
     info = {
         key: value
         for key, value in (content.items() if isinstance(content, Mapping) else ())
@@ -256,7 +256,7 @@ def _chosen(states: Mapping[str, State], content: object, path: Path) -> tuple[s
         return place, cleaned(states[place]), note
     smooth, last = cleaned(states[averaged]), cleaned(states[plain])
     if lacking := [key for key in last.state if key not in smooth.state]:
-        told = f"the averaged weights (EMA) of {averaged!r} lack {listing(lacking, 2)}, those of {plain!r} are used"
+        told = f"the averaged weights (EMA) of {averaged!r} lack {listed(lacking, 2)}, those of {plain!r} are used"
         return plain, last, (told,)
     told = f"the averaged weights (EMA) of {averaged!r} are used; {WEIGHTS_KEY} {plain} takes the others"
     return averaged, smooth, (told,)
@@ -281,7 +281,7 @@ def _asked_for(content: object, states: Mapping[str, State], wanted: str, path: 
             )
     prefixes = sorted({f"{key.partition('.')[0]}." for state in states.values() for key in state if "." in key})
     known = [*filter(None, states), *prefixes]
-    there = listing(known, 12) or "none"
+    there = listed(known, 12) or "none"
     raise UserError(f"{path}: holds no weights under {wanted!r}{did_you_mean(wanted, known)}; there are {there}")
 
 
@@ -328,11 +328,5 @@ def _unfit(value: torch.Tensor) -> str | None:
 def _outline(content: object) -> str:
     if isinstance(content, Mapping):
         keys = [str(key) for key in content]
-        return f"a dict with the keys {listing(keys)}" if keys else "an empty dict"
+        return f"a dict with the keys {listed(keys)}" if keys else "an empty dict"
     return f"a {type(content).__name__}"
-
-
-def listing(names: list[str], most: int = 8) -> str:
-    """The first ``most`` of the names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

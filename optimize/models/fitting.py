@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimize.models.checkpoint import PREFIXES, WEIGHTS_KEY, Checkpoint, State, cleaned, listing
-from serve.runtime.errors import UserError
+from optimize.models.checkpoint import PREFIXES, WEIGHTS_KEY, Checkpoint, State, cleaned
+from serve.runtime.errors import UserError, listed
 
 #: Names by file key, or by a shorter form of one.
 Names = Mapping[str, str]
@@ -64,7 +64,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, path: Path) -> tuple[str
         fit = _of_others(model, checkpoint, path) or fit
     if fit.faults:
         note = f" ({'; '.join(fit.notes)})" if fit.notes else ""
-        all_of = "" if checkpoint.sure else f", by none of {listing(list(checkpoint.others), 4)}"
+        all_of = "" if checkpoint.sure else f", by none of {listed(checkpoint.others, 4)}"
         raise UserError(f"{path}: does not fit the model{note}{all_of}: {'; '.join(fit.faults)}")
     model.load_state_dict(fit.state)
     return fit.notes
@@ -136,7 +136,7 @@ def _parts(names: Names, targets: Names) -> Iterator[tuple[dict[str, str], str]]
     for prefix in [prefix for prefix, count in counts.items() if 2 * count > len(needed)]:
         part = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
         left = [names[name] for name in names if name not in part]
-        note = f"those of its names are used that begin with {prefix!r}, and not {listing(left, 4)}"
+        note = f"those of its names are used that begin with {prefix!r}, and not {listed(left, 4)}"
         yield {names[name]: targets.get(new, new) for name, new in part.items()}, note
 
 
@@ -157,7 +157,7 @@ def _best(prefixes: Counter[str]) -> tuple[str, int] | None:
 def _judged(model: nn.Module, state: State, own: State, names: Names, note: str) -> _Fit:
     """A state dict under a module's names: whether it can be loaded, and what is left out of it."""
     fitted, left = _fitted({name: state[key] for key, name in names.items()}, own)
-    notes = (*filter(None, [note]), *([f"left out of it: {listing(left)}"] if left else []))
+    notes = (*filter(None, [note]), *([f"left out of it: {listed(left)}"] if left else []))
     # What a module keeps of its own beside tensors (`get_extra_state`) stays as it is built.
     extra = {key: value for key, value in model.state_dict().items() if key not in own}
     told = _versions(getattr(state, "_metadata", None), names)
@@ -235,22 +235,22 @@ def _faults(state: State, own: State) -> list[str]:
     faults = []
     if missing or unexpected:
         groups = (("missing", missing), ("unexpected", unexpected))
-        faults += [f"{len(keys)} {what}: {listing(keys)}" for what, keys in groups if keys]
+        faults += [f"{len(keys)} {what}: {listed(keys)}" for what, keys in groups if keys]
         faults += _that_would_fit(state, own)
     if misshaped:
         shapes = [f"{key} (file {tuple(state[key].shape)}, model {tuple(own[key].shape)})" for key in misshaped]
-        faults.append(_explained_head(state, own, misshaped) or f"{len(shapes)} of another shape: {listing(shapes)}")
+        faults.append(_explained_head(state, own, misshaped) or f"{len(shapes)} of another shape: {listed(shapes)}")
         if any("pos_embed" in key for key in misshaped):
             faults.append("position embeddings differ in shape if the images did in size (see the image size)")
     if integers:
         kinds = [f"{key} ({str(state[key].dtype).removeprefix('torch.')})" for key in integers]
-        faults.append(f"{len(kinds)} are integers where the model has floating-point weights: {listing(kinds)}")
+        faults.append(f"{len(kinds)} are integers where the model has floating-point weights: {listed(kinds)}")
     return faults + _broken(state)
 
 
 def _broken(state: State) -> list[str]:
     broken = [key for key, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
-    return [f"{len(broken)} tensors hold NaN or infinite weights: {listing(broken)}"] if broken else []
+    return [f"{len(broken)} tensors hold NaN or infinite weights: {listed(broken)}"] if broken else []
 
 
 def _that_would_fit(state: State, own: State) -> list[str]:

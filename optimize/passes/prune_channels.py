@@ -30,7 +30,7 @@ from optimize.pruning.groups import Grouping, group
 from optimize.pruning.latency import Budget, Kept, Latency, Race, Removed, Search
 from optimize.pruning.propagation import channels_of
 from optimize.pruning.regularised import Sparsifying, sparsify
-from optimize.pruning.settings import FineTuned, Pruning, check_keep, fine_tune, kept_by, listed
+from optimize.pruning.settings import FineTuned, Pruning, check_keep, fine_tune, kept_by
 from optimize.pruning.surgery import Structure, joined, masked, remove, resized
 from optimize.pruning.widths import Costs, Rounding, Spread, removed, widths
 from optimize.store.artifact import Artifact, Product
@@ -38,6 +38,7 @@ from optimize.store.effects import WHOLE, Effect, write_effects
 from optimize.tracing.equivalence import require_alike
 from optimize.tracing.trace import trace
 from optimize.training.events import part
+from serve.runtime.errors import listed
 
 
 def _half(given: dict[str, Any]) -> float | None:
@@ -252,7 +253,7 @@ def _left(grouping: Grouping) -> list[str]:
     layers = defaultdict(list)
     for name, reason in grouping.kept.items():
         layers[reason].append(name)
-    return [f"outputs stay of {listed(names)}: {reason}" for reason, names in layers.items()]
+    return [f"outputs stay of {listed(names, 4)}: {reason}" for reason, names in layers.items()]
 
 
 def _parameters(module: nn.Module) -> int:

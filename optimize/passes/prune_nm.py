@@ -14,9 +14,10 @@ from optimize.context import Context
 from optimize.errors import NotApplicableError
 from optimize.passes.base import Pass, register
 from optimize.pruning.masks import n_of_m, weighted
-from optimize.pruning.settings import Pruning, check_keep, kept_by, listed
+from optimize.pruning.settings import Pruning, check_keep, kept_by
 from optimize.pruning.simulated import write_zeroed
 from optimize.store.artifact import Artifact, Product
+from serve.runtime.errors import listed
 
 
 class PruneNm(Pruning):
@@ -42,7 +43,7 @@ def _apply(parent: Artifact, config: PruneNm, context: Context, folder: Path) ->
     others = [name for name in weights if name not in masks]
     if not others:
         return product
-    note = f"whole, because they read no multiple of {config.m} channels in a group: {listed(others)}"
+    note = f"whole, because they read no multiple of {config.m} channels in a group: {listed(others, 4)}"
     return dataclasses.replace(product, notes=(*product.notes, note))
 
 

@@ -11,6 +11,7 @@ from optimize.measure.rows import Pair, Row
 from optimize.precision.records import Found
 from optimize.report.words import number, points
 from optimize.run.drop import within
+from serve.runtime.errors import listed
 
 #: What 16 bits are, wherever they are offered.
 SIXTEEN = (
@@ -97,9 +98,8 @@ def _left(found: Found) -> str:
     if counts[8] == found.layers:
         return "Every layer is int8: nothing had to stay in float."
     others = [name for name, bits in found.bits.items() if bits != 8]
-    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
     return (
-        f"{counts[8]} of {found.layers} layers are int8; not so {', '.join(others[:_NAMED])}{more}: with them in int8 "
+        f"{counts[8]} of {found.layers} layers are int8; not so {listed(others, _NAMED)}: with them in int8 "
         "it lost too much, or nothing was won."
     )
 

@@ -83,8 +83,3 @@ def fine_tune(module: nn.Module, context: Context, config: FineTuning, *, keep_z
     result = train(module, context, config, from_start=True, keep_zeros=keep_zeros)
     module.cpu().eval()
     return FineTuned((f"fine-tuned: {result.kept}", *result.notes), (result.history,))
-
-
-def listed(names: list[str], most: int = 4) -> str:
-    """Names for a note: the first, and how many more."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

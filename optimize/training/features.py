@@ -14,9 +14,8 @@ import torch
 from torch import fx, nn
 
 from optimize.errors import PassError
-from optimize.models.checkpoint import listing
 from optimize.tracing.trace import graph_as_is
-from serve.runtime.errors import UserError, did_you_mean, one_line
+from serve.runtime.errors import UserError, did_you_mean, listed, one_line
 
 #: What a graph with features gives: logits ``(N, classes)``, and the values in the order of their names.
 Outputs = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
@@ -54,7 +53,7 @@ def with_features(
                     f"distil.features: {whose} computes {name!r} as one with what follows it; what they give together "
                     f"is {whole!r}"
                 )
-            near = did_you_mean(name, known) or f"; it has {listing(list(known), 6)}"
+            near = did_you_mean(name, known) or f"; it has {listed(known, 6)}"
             raise UserError(f"distil.features: {whose} has no node {name!r}{near}")
     output = next(node for node in graph.nodes if node.op == "output")
     (logits,) = output.args

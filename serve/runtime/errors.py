@@ -110,6 +110,12 @@ def message_of(error: BaseException) -> str:
     return str(error) if isinstance(error, PipelineError) else one_line(error)
 
 
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """The first ``most`` of some names, and how many more there are: ``a, b and 3 more``."""
+    held = list(names)
+    return ", ".join(held[:most]) + (f" and {len(held) - most} more" if len(held) > most else "")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` (did you mean …?)`` with those of ``known`` that are closest to ``name``; empty if none is close."""
     by_key = {re.sub(r"[^a-z0-9]", "", entry.lower()): entry for entry in known}
