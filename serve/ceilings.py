@@ -55,19 +55,18 @@ class Ceilings(Config):
             given |= {name: _counted(getattr(options.budget, name)) for name in _BUDGET}
         return self.model_copy(update={name: max(getattr(self, name), value) for name, value in given.items()})
 
-    def check(self, archive: Path, serving: Serving, *, workers: bool = True) -> None:
+    def check(self, archive: Path, serving: Serving) -> None:
         """See that what an archive asks for is below the ceilings.
 
         Args:
             archive: for the message.
             serving: what it asks for.
-            workers: whether they count.
 
         Raises:
             CardError: it asks for more.
         """
         for name, asked in _asked(serving):
-            if (name != "workers" or workers) and asked > (most := getattr(self, name)):
+            if asked > (most := getattr(self, name)):
                 said = "any amount" if asked == math.inf else f"{asked:_}"
                 raise CardError(
                     f"{archive}: asks for {name} {said}, and this server allows at most {most:_}: pack it with less, "

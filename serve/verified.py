@@ -5,6 +5,7 @@ Between a check of the file in the store and its use somebody could swap it; nob
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -202,7 +203,8 @@ def _told_of(source: Path, copy: Path) -> Iterator[None]:
 def _check_archive(source: Path, archive: OpenArchive, policy: Policy, foreign: ForeignParts | None) -> None:
     card = archive.check()
     # Our own server runs no Python of an archive's, and has no more processes than cores whatever an archive asks for.
-    policy.ceilings.check(source, archive.serving(), workers=foreign is not None)
+    asked = archive.serving()
+    policy.ceilings.check(source, asked if foreign is not None else dataclasses.replace(asked, workers=1))
     if policy.keys:
         if (name := archive.name()) != source.stem:
             raise SignatureError(f"{source}: is the signed archive of {name}, and not of {source.stem}")
