@@ -12,13 +12,13 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from optimize.listener import SILENT, Listener
-from optimize.measure.contention import UNSTEADY, Watch
+from optimize.measure.contention import UNSTEADY, Disturbance, Watch, disturbance
 from optimize.measure.figures import LEVEL, Latency, Ratio, Timed
 from optimize.measure.statistics import ENOUGH, percentile_summary, ratio_interval, student_ratio
 from optimize.measure.timing import Timing
@@ -237,6 +237,16 @@ def take_turn(call: Call, images: torch.Tensor, clock: Clock, timing: Timing) ->
 def clock_of(device: str) -> Clock:
     """What times one call on a device: on CUDA with events and synchronised, so that it is timed to its end."""
     return _cuda_clock(torch.device(device)) if device != "cpu" else _wall_clock
+
+
+def disturbance_of(speeds: Iterable[Speed], remedy: str) -> Disturbance:
+    """What others took of the cores while these speeds were taken; see `disturbance`."""
+    taken = list(speeds)
+    return disturbance(
+        (share for speed in taken for share in speed.shares),
+        (clock for speed in taken for clock in speed.clocks),
+        remedy,
+    )
 
 
 def typical(costs: Sequence[float]) -> float:

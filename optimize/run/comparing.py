@@ -18,9 +18,9 @@ import torch
 
 from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, load_answers
-from optimize.measure.contention import Watch, disturbance
+from optimize.measure.contention import Watch
 from optimize.measure.figures import Measured
-from optimize.measure.latency import Turn, compare, measure_speed
+from optimize.measure.latency import Turn, compare, disturbance_of, measure_speed
 from optimize.measure.machine import machine
 from optimize.measure.pool import MAX_BATCH, Loaded, Pool
 from optimize.measure.processes import Worker
@@ -165,13 +165,7 @@ def compare_runs(
             taken=begun,
             seconds=taken,
             cached=False,
-            **dataclasses.asdict(
-                disturbance(
-                    (share for speed in speeds.values() for share in speed.shares),
-                    (clock for speed in speeds.values() for clock in speed.clocks),
-                    "compare them again",
-                )
-            ),
+            **dataclasses.asdict(disturbance_of(speeds.values(), "compare them again")),
         ),
     )
 

@@ -14,9 +14,8 @@ from optimize.listener import Listener
 from optimize.measure.accuracy import Answers, accuracy, parity
 from optimize.measure.bench import Bench, Candidate, Kept, SpeedTable, Weighed, eager_origin
 from optimize.measure.class_order import misplaced
-from optimize.measure.contention import disturbance
 from optimize.measure.figures import Measured
-from optimize.measure.latency import compare
+from optimize.measure.latency import compare, disturbance_of
 from optimize.measure.rows import Measurement, ModelFile, Pair, Reference, Row, Skip
 from optimize.run.certificates import UNCERTIFIED, certify, reference_origin
 from optimize.run.floats import float_references
@@ -132,13 +131,7 @@ def measure(
             taken=datetime.datetime.fromisoformat(speed.created),
             seconds=speed.seconds,
             cached=speed.cached,
-            **dataclasses.asdict(
-                disturbance(
-                    (share for taken in speed.value.speeds.values() for share in taken.shares),
-                    (clock for taken in speed.value.speeds.values() for clock in taken.clocks),
-                    "measure again with --remeasure",
-                )
-            ),
+            **dataclasses.asdict(disturbance_of(speed.value.speeds.values(), "measure again with --remeasure")),
         ),
         turns=every.turns,
         right={pair.id: answers[pair.id].value.first.numpy() for pair in remaining()},
