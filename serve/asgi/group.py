@@ -64,7 +64,7 @@ def run_together(
         PipelineError: a model cannot be served.
     """
     if count > cores():
-        raise UserError(f"--processes must be at most the number of cores, {cores()}{_because()}, got {count}")
+        raise UserError(f"--processes must be at most the number of cores, {cores()}{_quota_remark()}, got {count}")
     if settings.listening.path is not None:
         raise UserError("--processes needs a port: who connects to a --socket cannot be dealt out evenly")
     wanted()  # what cannot be is told once
@@ -73,7 +73,7 @@ def run_together(
         shared(opened)
         if settings.grpc_port is not None:  # when that of HTTP is taken, which it must not be
             settings = replace(settings, grpc_port=_free_port(settings.listening, settings.grpc_port))
-        return runner.run(_Group(settings, wanted, say, _shares(count), folder).serve(opened))
+        return runner.run(_Group(settings, wanted, say, _divided_cores(count), folder).serve(opened))
 
 
 def asked_for(
@@ -92,7 +92,7 @@ def asked_for(
         CardError: one is broken.
     """
     workers, name = max((serving_in(entry.archive).workers, entry.name) for entry in wanted)
-    room = {f"there are {cores()} cores{_because()}": cores(), **limits}
+    room = {f"there are {cores()} cores{_quota_remark()}": cores(), **limits}
     if listening.path is not None:
         room["a --socket has one process"] = 1
     why = min(room, key=lambda reason: room[reason])
@@ -102,12 +102,12 @@ def asked_for(
     return count
 
 
-def _because() -> str:
+def _quota_remark() -> str:
     """Why there are fewer cores than the machine has, for a message."""
     return "" if quota() is None else f" (a quota of {quota():g})"
 
 
-def _shares(count: int) -> list[list[int]]:
+def _divided_cores(count: int) -> list[list[int]]:
     """The cores of each of several processes.
 
     Under a quota they have as many as it pays for, and not all: the libraries of a process start as many threads as it

@@ -252,7 +252,7 @@ def _pixels(signature: Signature, tensor: Tensor, data: bytes) -> tuple[bytes, .
 
 
 def _bitmap(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
-    """``uint8`` ``(H, W, C)`` as the bytes of a BMP file; with alpha, which there is no agreement on, of a PNG."""
+    """``uint8`` ``(H, W, C)`` as a BMP file; with alpha as a PNG file: readers of BMP disagree on alpha."""
     stream = io.BytesIO()
     image = Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[-1] > 1 else pixels[..., 0]))
     if image.mode in ("L", "RGB"):

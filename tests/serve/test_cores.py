@@ -104,7 +104,7 @@ def test_processes_divide_the_cores_that_the_quota_pays_for(there: int, paid: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: set(range(there)))
         patch.setattr(group, "cores", lambda: paid)
-        shares = group._shares(count)
+        shares = group._divided_cores(count)
     assert len(shares) == count
     assert all(shares)
     assert sum(map(len, shares)) == len({core for share in shares for core in share}) == paid
