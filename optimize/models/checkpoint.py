@@ -203,17 +203,26 @@ def _entries(content: object) -> Iterator[tuple[str, object]]:
     elif isinstance(content, Mapping):
         usual = (*_AVERAGED, *_HOLDERS)
         yield from ((name, content[name]) for name in usual if name in content)
-        # The state of an optimizer is by parameter, and what a module saves of its own need not be tensors.
+        # What a module saves of its own need not be tensors, and the state of an optimizer may be by parameters' names.
         yield from (
             (name, value)
             for name, value in content.items()
-            if isinstance(name, str) and name not in usual and not name.startswith("optim") and not _is_extra(name)
+            if isinstance(name, str) and name not in usual and not _is_extra(name) and not _is_optimizer(value)
         )
 
 
 def _is_extra(name: str) -> bool:
     """Whether a name of a state dict is what `nn.Module.get_extra_state` gave, of whatever type."""
     return name.rpartition(".")[2] == "_extra_state"
+
+
+def _is_optimizer(value: object) -> bool:
+    """Whether a value is what `torch.optim.Optimizer.state_dict` gave."""
+    return isinstance(value, Mapping) and "param_groups" in value
+
+
+def _is_named_optimizer(place: str) -> bool:
+    return any(part.startswith("optim") for part in place.split("."))
 
 
 def _is_averaged(place: str) -> bool:
@@ -229,7 +238,9 @@ def _is_usual(place: str, state: Mapping[str, Any]) -> bool:
 
 
 def _rank(place: str, state: State) -> int:
-    return (0 if _is_averaged(place) else 1) if _is_usual(place, state) else 2
+    if _is_usual(place, state):
+        return 0 if _is_averaged(place) else 1
+    return 3 if _is_named_optimizer(place) else 2
 
 
 def _chosen(states: Mapping[str, State], content: object, path: Path) -> tuple[str, Cleaned, tuple[str, ...]]:
@@ -237,7 +248,7 @@ def _chosen(states: Mapping[str, State], content: object, path: Path) -> tuple[s
 
     Averaged weights are those that their training reported and meant to be used, so they go first, unless they lack
     what the others have (averages of parameters alone have no batch-norm statistics). Where no place is a usual one it
-    is the largest.
+    is the largest that is not named after an optimizer.
     """
     if not states:
         raise UserError(f"{path}: holds no state dict ({_outline(content)}); save model.state_dict()")
@@ -247,7 +258,7 @@ def _chosen(states: Mapping[str, State], content: object, path: Path) -> tuple[s
     if averaged is None or plain is None:
         place = plain if plain is not None else averaged
         if place is None:
-            place = max(states, key=lambda at: len(states[at]))
+            place = max(states, key=lambda at: (not _is_named_optimizer(at), len(states[at])))
             return place, cleaned(states[place]), (f"the weights lie in {place!r}",)
         note = (f"the weights are averaged ones (EMA), of {place!r}",) if averaged is not None else ()
         alike = [at for at, state in states.items() if at != place and state.keys() == states[place].keys()]

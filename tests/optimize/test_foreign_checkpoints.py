@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -40,6 +40,7 @@ NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(places=st.lists(NAMES | st.just(0), min_size=1, max_size=4))
+@example(places=["optim"])
 def test_weights_are_found_under_any_names_and_in_lists(tmp_path, places):
     content: Any = weights(4)
     for place in places:
@@ -56,6 +57,19 @@ def test_an_unusual_place_is_said(tmp_path, content):
     assert_same(network.state_dict(), weights(4))
     assert len(notes) == 1
     assert notes[0].startswith("the weights lie in '")
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"optimizer": {"state": {"conv.weight": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}},
+        {"opt": {"state": {"conv.weight": {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}},
+        {"optim_momentum": {f"{number}.weight": torch.ones(1) for number in range(40)}},
+    ],
+)
+def test_the_state_of_an_optimizer_is_never_taken_for_weights(tmp_path, beside):
+    network, _ = loaded(beside | {"net_g": weights(4)}, tmp_path)
+    assert_same(network.state_dict(), weights(4))
 
 
 def test_numbers_and_extra_state_among_the_weights_are_left_out_and_said(tmp_path):
