@@ -164,7 +164,7 @@ table-cifar: $(VENV)/.installed ## fewer bits, pruning, merging against a float 
 		$(if $(findstring --short,$(TABLE)),--write build/cifar.md,--write docs/cifar.md)
 
 zoo: $(VENV)/.installed-dev ## all of torchvision's classifiers through the int8 passes; goes on where it stopped
-	$(BIN)/python -m benchmarks.zoo $(ZOO) --write docs/zoo.md
+	$(BIN)/python -m benchmarks.zoo $(ZOO) --known benchmarks/records/zoo.json --write docs/zoo.md
 
 # nvImageCodec and TorchCodec, where there is a GPU to decode on.
 $(VENV)/.installed-gpu: $(VENV)/.installed

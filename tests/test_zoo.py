@@ -104,7 +104,7 @@ for stage in {STAGES!r}:
 
     monkeypatch.setattr(zoo, "run", stand_in)
     words = ["resnet18", "--records", str(tmp_path / "records"), "--store", str(tmp_path / "store")]
-    assert zoo.main([*words, "--write", str(tmp_path / "zoo.md")]) == 0
+    assert zoo.main([*words, "--known", str(tmp_path / "zoo.json"), "--write", str(tmp_path / "zoo.md")]) == 0
     (record,) = read_all(tmp_path / "zoo.json")
     assert len(started) == 2
     assert list(record.stages) == list(STAGES)
@@ -139,12 +139,12 @@ def test_executions_that_are_too_much_together_are_timed_one_after_another(fits,
     assert record.stages["speed"].status == ("ok" if fits else "failed")
 
 
-def test_what_stands_beside_the_page_is_not_made_again_and_says_when_it_was(tmp_path: Path, monkeypatch) -> None:
+def test_what_is_known_is_not_made_again_and_says_when_it_was(tmp_path: Path, monkeypatch) -> None:
     known = whole("resnet18", made_on=date(2020, 2, 3), made_with="a machine, torch 2.0")
     write_all([known], tmp_path / "zoo.json")
     monkeypatch.setattr(zoo, "run", lambda *_, **__: pytest.fail("it is known"))
     words = ["resnet18", "--records", str(tmp_path / "records"), "--store", str(tmp_path / "store")]
-    assert zoo.main([*words, "--write", str(tmp_path / "zoo.md")]) == 0
+    assert zoo.main([*words, "--known", str(tmp_path / "zoo.json"), "--write", str(tmp_path / "zoo.md")]) == 0
     assert read_all(tmp_path / "zoo.json") == [known]
     assert "Made by `make zoo` on 2020-02-03, " in (text := (tmp_path / "zoo.md").read_text())
     assert ": a machine, torch 2.0. Each" in text
@@ -236,11 +236,10 @@ def test_the_zoo_has_all_of_torchvisions_classifiers_and_refuses_others(capsys) 
     assert "the zoo has no 'resnet17'" in capsys.readouterr().err
 
 
-def test_a_page_is_not_written_among_the_records(tmp_path: Path, capsys) -> None:
-    """Its own records, beside it, would be read as one."""
-    page = tmp_path / "zoo.md"
-    assert zoo.main(["resnet18", "--records", str(tmp_path), "--write", str(page)]) == 2
-    assert f"error: --write {page}: what lies in --records is read as records" in capsys.readouterr().err
+def test_the_file_of_all_records_does_not_lie_among_those_of_single_models(tmp_path: Path, capsys) -> None:
+    known = tmp_path / "zoo.json"
+    assert zoo.main(["resnet18", "--records", str(tmp_path), "--known", str(known)]) == 2
+    assert f"error: --known {known}: each file in --records is read as one model's" in capsys.readouterr().err
 
 
 def whole(name: str, **changes: object) -> ModelRecord:

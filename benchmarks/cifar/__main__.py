@@ -1,7 +1,7 @@
 """Fills the table of docs/cifar.md, a cell at a time, and can be ended at any time: ``make table-cifar``.
 
-Cells that are known (``docs/cifar.json``) are not made again; what was made of one that was not finished lies in the
-store, and a training that was killed goes on. Without ``--data`` only the page is written, of what is known.
+Cells that are known (``benchmarks/records/cifar.json``) are not made again. What was made of an unfinished cell lies in
+the store, and a training that was killed goes on. Without ``--data`` only the page is written, of what is known.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.commands import command
 from optimize.report.words import percent, points
 from serve.runtime.errors import PipelineError
 
+_RECORDS, _SHORT_RECORDS = Path("benchmarks/records/cifar.json"), Path("build/cifar.json")
 _NAMES = [row.name for row in ROWS]
 
 
@@ -59,16 +60,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="where to train: auto, cpu, cuda or cuda:N")
     parser.add_argument("--processes", type=int, default=1, help="that train together")
     parser.add_argument("--store", type=Path, default=Path("model_store"), help="where artifacts are kept")
-    parser.add_argument(
-        "--records", type=Path, help="the cells; by default docs/cifar.json, of --short build/cifar.json"
-    )
+    parser.add_argument("--records", type=Path, help=f"the cells; by default {_RECORDS}, of --short {_SHORT_RECORDS}")
     parser.add_argument("--write", type=Path, help=f"replace what stands below the line `{MARK}` of this page")
     return parser
 
 
 def _fill(options: argparse.Namespace, words: Sequence[str]) -> int:
     until = time.monotonic() + options.limit
-    records = options.records or Path("build/cifar.json" if options.short else "docs/cifar.json")
+    records = options.records or (_SHORT_RECORDS if options.short else _RECORDS)
     table = read(records)
     data = options.data or ("digits" if options.short else None)
     if data is None:

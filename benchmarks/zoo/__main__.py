@@ -76,10 +76,9 @@ def _file(name: str, options: argparse.Namespace) -> Path:
     return folder / f"{_safe(name)}.json"
 
 
-def _take_up(options: argparse.Namespace) -> None:
-    """Go on from the records beside the page: they are kept with the sources, and the folder of records is not."""
-    beside = options.write.with_suffix(".json")
-    for record in read_all(beside) if beside.exists() else []:
+def _take_up(known: Path, options: argparse.Namespace) -> None:
+    """Go on from the records that are kept with the sources, which the folder of records is not."""
+    for record in read_all(known) if known.exists() else []:
         if read(file := _file(record.name, options)) is None:
             write(record, file)
 
@@ -127,19 +126,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=math.inf, help="seconds after which no stage is begun; the next call goes on"
     )
-    parser.add_argument("--write", type=Path, default=None, help="the page; its records lie beside it, as .json")
+    parser.add_argument(
+        "--known", type=Path, default=None, help="all records in one file, which is read first and written anew"
+    )
+    parser.add_argument("--write", type=Path, default=None, help="the page")
     options = parser.parse_args(arguments)
     own = torchvision_names()
     if unknown := [name for name in options.names if name not in own and not name.startswith("timm:")]:
         print(f"error: the zoo has no {unknown[0]!r}", file=sys.stderr)
         return 2
-    if options.write is not None and options.write.parent.resolve() == options.records.resolve():
-        print(f"error: --write {options.write}: what lies in --records is read as records", file=sys.stderr)
+    if options.known is not None and options.known.parent.resolve() == options.records.resolve():
+        print(f"error: --known {options.known}: each file in --records is read as one model's", file=sys.stderr)
         return 2
     until = time.monotonic() + options.limit
     names = options.names or [*own, *timm_names()]
-    if options.write is not None:
-        _take_up(options)
+    if options.known is not None:
+        _take_up(options.known, options)
     if options.again:
         for name in names:
             _file(name, options).unlink(missing_ok=True)
@@ -153,12 +155,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{number}/{len(names)} {name}: {reasons or 'ok'} ({record.seconds:.0f} s of processor time{rest})",
             flush=True,
         )
+        records = sorted(
+            (found for file in options.records.glob("*.json") if (found := read(file)) is not None),
+            key=lambda record: (record.name not in own, record.name),
+        )
+        if options.known is not None:
+            write_all(records, options.known)
         if options.write is not None:
-            records = sorted(
-                (found for file in options.records.glob("*.json") if (found := read(file)) is not None),
-                key=lambda record: (record.name not in own, record.name),
-            )
-            write_all(records, options.write.with_suffix(".json"))
             options.write.write_text(page(records, _settings(options), own), encoding="utf-8")
     return 0
 

@@ -45,7 +45,7 @@ def _head(records: Sequence[ModelRecord], settings: Settings) -> Iterator[str]:
         "",
         f"Made by `make zoo` {when}, with images of as many pixels a side as the second table tells (`--image-size`), "
         f"{settings.calibration} to calibrate on, {settings.judging} to judge by: {where}. Each model's record, in "
-        "[zoo.json](zoo.json), has its day; what stands there is not made again.",
+        "`benchmarks/records/zoo.json`, has its day; what stands there is not made again.",
         "",
     )
 

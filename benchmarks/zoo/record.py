@@ -126,11 +126,11 @@ def write(record: ModelRecord, path: Path) -> None:
 
 
 def read_all(path: Path) -> list[ModelRecord]:
-    """The records of ``zoo.json``."""
+    """Read every model's record of one file."""
     return TypeAdapter(list[ModelRecord]).validate_json(path.read_bytes())
 
 
 def write_all(records: list[ModelRecord], path: Path) -> None:
-    """Write ``zoo.json``."""
+    """Write every model's record into one file."""
     body = TypeAdapter(list[ModelRecord]).dump_json(records, indent=1)
     path.write_bytes(body + b"\n")
