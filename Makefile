@@ -91,7 +91,7 @@ BIN := $(VENV)/bin
 
 .PHONY: help install optimize serve add replace remove stop status package test lint
 .PHONY: bench bench-cpu bench-gpu bench-quant bench-data bench-serve bench-attacks bench-decoding bench-intervals bench-models table-cifar zoo
-.PHONY: soak audit fuzz clean
+.PHONY: soak audit fuzz prose clean
 
 help: ## this list
 	@echo "usage: make TARGET [MODEL=resnet18] [CHECKPOINT=file] [DATA=digits] [RECIPE=file] [STORE=model_store]"
@@ -230,8 +230,8 @@ audit: $(VENV)/.installed-audit ## what is known against the Python packages and
 	@$(BIN)/python -m serve audit
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
-	$(BIN)/ruff check optimize serve tests examples benchmarks
-	$(BIN)/ruff format --check optimize serve tests examples benchmarks
+	$(BIN)/ruff check optimize serve tests examples benchmarks tools
+	$(BIN)/ruff format --check optimize serve tests examples benchmarks tools
 	$(BIN)/mypy
 
 test: $(VENV)/.installed-dev ## the tests, on this machine's cores
@@ -240,6 +240,9 @@ test: $(VENV)/.installed-dev ## the tests, on this machine's cores
 
 fuzz: $(VENV)/.installed-dev ## examples that the tests have not seen yet, for what parses: other ones at each run
 	HYPOTHESIS_PROFILE=searching $(BIN)/python -m pytest -m hypothesis -n $(JOBS) --dist loadfile
+
+prose: $(VENV)/.installed ## how the documents read: words in a sentence, semicolons; fails where a page misses its aims
+	@$(BIN)/python -m tools.prose
 
 clean: ## remove the environment and caches; runs in model_store stay
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,77 @@
+"""How pages read is measured as a reader would count, and pages that are held to the aims meet them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools import prose
+
+PAGE = """# A heading does not count
+
+You can set `--port` here. It is a number; the default is [8080](serve.md).
+
+| a table | does not count |
+|---|---|
+
+- one item, two lines:
+  the second
+- another item
+
+```bash
+neither; does code
+```
+"""
+
+
+def test_a_page_is_measured_by_its_paragraphs_and_list_items() -> None:
+    assert prose.sentences(PAGE) == [
+        "You can set code here.",
+        "It is a number; the default is 8080.",
+        "one item, two lines: the second",
+        "another item",
+    ]
+    found = prose.measure(PAGE)
+    assert (found.words, found.sentences, found.longest, found.p90) == (5 + 8 + 6 + 2, 4, 8, 8)
+    assert (found.mean, found.semicolons, found.you) == (21 / 4, 1000 / 21, 1 / 4)
+
+
+def test_a_page_without_sentences_has_no_words() -> None:
+    assert prose.measure("# Only a heading\n").words == 0
+
+
+@given(st.lists(st.lists(st.text("abc", min_size=1), min_size=1, max_size=30), min_size=1, max_size=12))
+def test_sentences_that_were_joined_are_counted_again(texts: list[list[str]]) -> None:
+    page = " ".join(f"A {' '.join(words)}." for words in texts)
+    lengths = [len(words) + 1 for words in texts]
+    found = prose.measure(page)
+    assert (found.sentences, found.words, found.longest) == (len(lengths), sum(lengths), max(lengths))
+
+
+@given(st.text("ab.;`|#[]()<!->\n\t *1", max_size=80))
+def test_any_text_can_be_measured(text: str) -> None:
+    assert prose.measure(text).words >= 0
+
+
+def test_each_aim_that_is_missed_is_named() -> None:
+    long = prose.Prose(words=1, sentences=1, mean=12.1, p90=23, longest=41, semicolons=2.1, you=0.09)
+    assert len(prose.missed(long, guide=True)) == 5
+    assert len(prose.missed(long, guide=False)) == 4
+    kept = prose.Prose(words=1, sentences=1, mean=12, p90=22, longest=40, semicolons=2, you=0.1)
+    assert prose.missed(kept, guide=True) == []
+
+
+@pytest.mark.parametrize("path", prose.matching(prose.HELD), ids=lambda path: path.name)
+def test_a_page_that_is_held_to_the_aims_meets_them(path: Path) -> None:
+    found = prose.measure(path.read_text(encoding="utf-8"))
+    assert not prose.missed(found, guide=path in prose.matching(prose.GUIDES))
+
+
+def test_the_table_names_what_a_page_misses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("One short line.\n", encoding="utf-8")
+    assert prose.main([str(page)]) == 0
+    assert "page.md" in capsys.readouterr().out

@@ -1,0 +1,138 @@
+"""Measures how Markdown pages read: words in a sentence, semicolons, and how often a page says "you".
+
+``python -m tools.prose [FILE …]`` prints a table. Pages that are held to the aims below are marked. The exit
+code is 1 where one of them misses an aim.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+#: The pages that are held to the aims, as patterns below the root. Pages of a guide also say "you".
+HELD = ("SECURITY.md",)
+GUIDES = ("docs/get-started.md", "docs/guides/*.md")
+
+_LIST_ITEM = re.compile(r"(?:[-*+]|\d+[.)])\s+")
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)*_]*\s+(?=[\"'“‘(\[*_]*[A-Z0-9])")
+_WORD = re.compile(r"\S*\w\S*")
+
+
+@dataclass(frozen=True)
+class Aims:
+    """The most that a page may have: words in a sentence, and semicolons in 1,000 words; the least share of "you"."""
+
+    mean: float = 12
+    p90: int = 22
+    longest: int = 40
+    semicolons: float = 2
+    you: float = 0.1
+
+
+@dataclass(frozen=True)
+class Prose:
+    """What a page's sentences are like.
+
+    ``mean``, ``p90`` (by the nearest rank) and ``longest`` count words in a sentence. ``semicolons`` is their number in
+    1,000 words, ``you`` the share of sentences with "you", "your" or "yours".
+    """
+
+    words: int
+    sentences: int
+    mean: float
+    p90: int
+    longest: int
+    semicolons: float
+    you: float
+
+
+def paragraphs(markdown: str) -> Iterator[str]:
+    """Yield the paragraphs and list items of a page, without code blocks, tables, headings, comments and directives."""
+    text = re.sub(r"<!--.*?-->", "", markdown, flags=re.DOTALL)
+    text = re.sub(r"^( *)(```+|~~~+).*?^\1\2 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        stripped = line.strip()
+        left_out = re.match(r"\||#+ |:::|!!!|\?\?\?|<|\[[^\]]+\]: ", stripped)
+        if not stripped or left_out or _LIST_ITEM.match(stripped):
+            if lines:
+                yield " ".join(lines)
+            lines = []
+        if stripped and not left_out:
+            lines.append(_LIST_ITEM.sub("", stripped, count=1))
+
+
+def plain(paragraph: str) -> str:
+    """Return a paragraph as it is read aloud: a link as its text, inline code as one word, no pictures."""
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", paragraph)
+    text = re.sub(r"(`+).+?\1", "code", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    return re.sub(r"\b(e\.g|i\.e|vs|etc)\.", r"\1", text)
+
+
+def sentences(markdown: str) -> list[str]:
+    """Return the sentences of a page; a list item begins a sentence of its own."""
+    found = [sentence for each in paragraphs(markdown) for sentence in _SENTENCE_END.split(plain(each))]
+    return [sentence for sentence in found if _WORD.search(sentence)]
+
+
+def measure(markdown: str) -> Prose:
+    """Measure the prose of a page."""
+    found = sentences(markdown)
+    lengths = sorted(len(_WORD.findall(sentence)) for sentence in found) or [0]
+    words = sum(lengths)
+    return Prose(
+        words=words,
+        sentences=len(found),
+        mean=words / len(lengths),
+        p90=lengths[math.ceil(0.9 * len(lengths)) - 1],
+        longest=lengths[-1],
+        semicolons=1000 * sum(sentence.count(";") for sentence in found) / max(words, 1),
+        you=sum(bool(re.search(r"\byou(r|rs)?\b", each, re.IGNORECASE)) for each in found) / len(lengths),
+    )
+
+
+def missed(prose: Prose, *, guide: bool, aims: Aims = Aims()) -> list[str]:
+    """Name each aim that a page misses, with the figure and the aim. Only a guide must say "you"."""
+    checks = {
+        f"mean {prose.mean:.1f} words, above {aims.mean:g}": prose.mean > aims.mean,
+        f"p90 {prose.p90} words, above {aims.p90}": prose.p90 > aims.p90,
+        f"longest {prose.longest} words, above {aims.longest}": prose.longest > aims.longest,
+        f"{prose.semicolons:.1f} semicolons, above {aims.semicolons:g}": prose.semicolons > aims.semicolons,
+        f"{prose.you:.0%} you, below {aims.you:.0%}": guide and prose.you < aims.you,
+    }
+    return [text for text, is_missed in checks.items() if is_missed]
+
+
+def matching(patterns: Sequence[str]) -> list[Path]:
+    """Return the pages below the root that match one of the patterns, sorted."""
+    return sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table for the files given, by default for all pages. Return 1 if a held page misses an aim."""
+    paths = [Path(each).resolve() for each in arguments] or matching(("*.md", "docs/**/*.md", "examples/*.md"))
+    held, guides = matching(HELD), matching(GUIDES)
+    print(f"{'page':44} {'words':>6} {'mean':>5} {'p90':>4} {'max':>4} {'; /1000':>8} {'you':>5}")
+    failed = False
+    for path in paths:
+        found = measure(path.read_text(encoding="utf-8"))
+        faults = missed(found, guide=path in guides) if path in held else []
+        failed = failed or bool(faults)
+        name = f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}{' *' if path in held else ''}"
+        print(
+            f"{name:44} {found.words:6,} {found.mean:5.1f} {found.p90:4} {found.longest:4} {found.semicolons:8.1f} "
+            f"{found.you:5.0%}{''.join(f'  {fault}' for fault in faults)}"
+        )
+    print("* is held to the aims of tools/prose.py")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
