@@ -140,16 +140,16 @@ $(VENV)/.installed-audit: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
 	@touch $@
 
-bench-cpu: $(VENV)/.installed-peers ## ours against NNCF, OpenVINO and ONNX Runtime; writes docs/bench-cpu.md
-	$(BIN)/python -m benchmarks.cpu --store '$(STORE)' --write docs/bench-cpu.md
+bench-cpu: $(VENV)/.installed-peers ## ours against NNCF, OpenVINO and ONNX Runtime; writes docs/benchmarks/cpu.md
+	$(BIN)/python -m benchmarks.cpu --store '$(STORE)' --write docs/benchmarks/cpu.md
 
-bench-models: $(VENV)/.installed-dev ## `make optimize` for models of several kinds; writes docs/models.md
-	$(BIN)/python -m benchmarks.models --store '$(STORE)' --write docs/models.md
+bench-models: $(VENV)/.installed-dev ## `make optimize` for models of several kinds; writes docs/benchmarks/models.md
+	$(BIN)/python -m benchmarks.models --store '$(STORE)' --write docs/benchmarks/models.md
 
 # CIFAR=imagefolder:DIR with RESNET20=file and MOBILENET=file, of weights that were trained on it, add two more subjects.
 # What is made stays in build/bench-quant. QUANT=--no-speed times nothing, as where others use the machine.
-QUANT_OPTIONS = --store '$(STORE)' --write docs/bench-quant.md $(QUANT)
-bench-quant: $(VENV)/.installed-peers ## ours and the peers' quantization of one checkpoint; writes docs/bench-quant.md
+QUANT_OPTIONS = --store '$(STORE)' --write docs/benchmarks/quant.md $(QUANT)
+bench-quant: $(VENV)/.installed-peers ## ours and the peers' quantization of one checkpoint; writes docs/benchmarks/quant.md
 	$(BIN)/python -m benchmarks.quant resnet18 --data digits --title 'ResNet-18 on digits' $(QUANT_OPTIONS)
 	$(if $(and $(CIFAR),$(RESNET20)),$(BIN)/python -m benchmarks.quant examples/cifar_resnet.py:resnet20 \
 		--data '$(CIFAR)' --checkpoint '$(RESNET20)' --title 'ResNet-20 on CIFAR-10' $(QUANT_OPTIONS))
@@ -158,43 +158,43 @@ bench-quant: $(VENV)/.installed-peers ## ours and the peers' quantization of one
 
 # CIFAR=imagefolder:DIR, with RESNET20=file and RESNET56=file where there are weights; without CIFAR only the page is
 # written. TABLE='--seeds 3' and other options; TABLE=--short takes a few steps on the digits.
-table-cifar: $(VENV)/.installed ## fewer bits, pruning, merging against a float control on CIFAR-10; writes docs/cifar.md
+table-cifar: $(VENV)/.installed ## fewer bits, pruning, merging against a float control on CIFAR-10; writes docs/benchmarks/cifar.md
 	$(BIN)/python -m benchmarks.cifar --store '$(STORE)' --device '$(DEVICE)' $(if $(CIFAR),--data '$(CIFAR)') \
 		$(if $(RESNET20),--resnet20 '$(RESNET20)') $(if $(RESNET56),--resnet56 '$(RESNET56)') $(TABLE) \
-		$(if $(findstring --short,$(TABLE)),--write build/cifar.md,--write docs/cifar.md)
+		$(if $(findstring --short,$(TABLE)),--write build/cifar.md,--write docs/benchmarks/cifar.md)
 
 zoo: $(VENV)/.installed-dev ## all of torchvision's classifiers through the int8 passes; goes on where it stopped
-	$(BIN)/python -m benchmarks.zoo $(ZOO) --known benchmarks/records/zoo.json --write docs/zoo.md
+	$(BIN)/python -m benchmarks.zoo $(ZOO) --known benchmarks/records/zoo.json --write docs/benchmarks/zoo.md
 
 # nvImageCodec and TorchCodec, where there is a GPU to decode on.
 $(VENV)/.installed-gpu: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
 	@touch $@
 
-bench-gpu: $(VENV)/.installed$(if $(shell command -v nvidia-smi),-gpu) ## every way to run a network on this machine's GPU; writes docs/bench-gpu.md
-	$(BIN)/python -m benchmarks.gpu --write docs/bench-gpu.md
+bench-gpu: $(VENV)/.installed$(if $(shell command -v nvidia-smi),-gpu) ## every way to run a network on this machine's GPU; writes docs/benchmarks/gpu.md
+	$(BIN)/python -m benchmarks.gpu --write docs/benchmarks/gpu.md
 
-bench-serve: $(VENV)/.installed-peers ## our servers, the stock one and none at all; writes docs/bench-serve.md
+bench-serve: $(VENV)/.installed-peers ## our servers, the stock one and none at all; writes docs/benchmarks/serve.md
 	$(BIN)/python -m benchmarks.serve --store '$(STORE)' $(if $(RUN),--run '$(RUN)') $(if $(PHOTOS),--photos '$(PHOTOS)') \
-		--write docs/bench-serve.md
+		--write docs/benchmarks/serve.md
 
-soak: $(VENV)/.installed-dev ## MINUTES (15) of mixed load and faults for each server; writes docs/reliability.md
+soak: $(VENV)/.installed-dev ## MINUTES (15) of mixed load and faults for each server; writes docs/benchmarks/reliability.md
 	$(BIN)/python -m benchmarks.soak --store '$(STORE)' $(if $(RUN),--run '$(RUN)') $(if $(PHOTOS),--photos '$(PHOTOS)') \
-		$(if $(MINUTES),--minutes '$(MINUTES)') --write docs/reliability.md
+		$(if $(MINUTES),--minutes '$(MINUTES)') --write docs/benchmarks/reliability.md
 
-bench-attacks: $(VENV)/.installed ## what hostile requests cost the own server; writes into docs/security.md
-	$(BIN)/python -m benchmarks.attacks --write docs/security.md
+bench-attacks: $(VENV)/.installed ## what hostile requests cost the own server; writes into docs/explanations/security.md
+	$(BIN)/python -m benchmarks.attacks --write docs/explanations/security.md
 
-bench-decoding: $(VENV)/.installed ## what the costliest images cost, against each format's bound; writes docs/decoding.md
-	$(BIN)/python -m benchmarks.decoding --write docs/decoding.md
+bench-decoding: $(VENV)/.installed ## what the costliest images cost, against each format's bound; writes docs/benchmarks/decoding.md
+	$(BIN)/python -m benchmarks.decoding --write docs/benchmarks/decoding.md
 
 # What is compared is of the run of `make optimize MODEL=resnet18`.
-bench-intervals: $(VENV)/.installed ## how often intervals of speed hold, by comparing again and again; writes docs/intervals.md
+bench-intervals: $(VENV)/.installed ## how often intervals of speed hold, by comparing again and again; writes docs/benchmarks/intervals.md
 	$(BIN)/python -m benchmarks.intervals --store '$(STORE)' $(foreach name,fuse ptq onnx onnx-int8,resnet18/$(name)) \
-		--write docs/intervals.md
+		--write docs/benchmarks/intervals.md
 
-bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/bench-data.md
-	$(BIN)/python -m benchmarks.imagenet_scale --write docs/bench-data.md
+bench-data: $(VENV)/.installed ## open and read a folder of ImageNet's size; writes docs/benchmarks/data.md
+	$(BIN)/python -m benchmarks.imagenet_scale --write docs/benchmarks/data.md
 
 package: $(VENV)/.installed ## pack the archives of a run again
 	@$(BIN)/python -m serve package $(THE_RUN) --store '$(STORE)'

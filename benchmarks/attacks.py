@@ -1,4 +1,6 @@
-"""What hostile requests cost the own server: time, memory, and its other answers. A section of docs/security.md.
+"""What hostile requests cost the own server: time, memory, and its other answers.
+
+The figures are a section of docs/explanations/security.md.
 
 ``make bench-attacks``. Each kind of request is sent to a server in a process of its own on loopback, one at a time over
 one connection; then all that are refused in turns, `REFUSALS` in all, and the honest ones. The network has random
@@ -245,7 +247,7 @@ def _median(answers: Sequence[Answer]) -> float:
 
 
 def page(found: Attacked, words: Sequence[str]) -> str:
-    """The section of docs/security.md."""
+    """The section of docs/explanations/security.md."""
     before, after = found.good
     first, *later = (f"{one / _MB:.1f}" for one in found.held)
     growth = (found.held[-1] - found.held[0]) / _MB

@@ -213,7 +213,7 @@ def page(results: dict[str, list[Line]], options: argparse.Namespace, command: s
         "batch size, in turns, each execution in a process of its own with its threads on all cores. p50 is the median "
         "of the rounds' medians, throughput the median of the rounds'.",
         "",
-        "![milliseconds of one image](bench-cpu.svg)",
+        "![milliseconds of one image](cpu.svg)",
         "",
     ]
     for name, found in results.items():

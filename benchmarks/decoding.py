@@ -1,4 +1,6 @@
-"""What the costliest images that a server takes cost it, against a stated bound for each format. docs/decoding.md.
+"""What the costliest images that a server takes cost it, against a stated bound for each format.
+
+The page is docs/benchmarks/decoding.md.
 
 ``make bench-decoding``. Each file of `benchmarks.hostile.costly` is prepared as the servers do it, with a server's
 budget, in one thread: its processor time, the least of some repeats, in seconds. The exit code is 1 where one takes
@@ -97,7 +99,7 @@ def measure(files: Iterable[tuple[str, str, Callable[[], bytes]]], repeats: int)
 
 
 def page(costs: Sequence[Cost], words: Sequence[str]) -> str:
-    """What stands below the mark of docs/decoding.md."""
+    """What stands below the mark of docs/benchmarks/decoding.md."""
     lines = [
         f"Made by `{command('benchmarks.decoding', words)}` on {datetime.date.today().isoformat()}: "
         f"{here('torch', 'torchvision', 'pillow', isa=False)}.",

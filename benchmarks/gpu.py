@@ -1,7 +1,7 @@
 """Every way to run a network on a GPU: images a second, latencies, and whether the answers are still right.
 
-``make bench-gpu`` runs it and writes ``docs/bench-gpu.md``. It needs torch, torchvision and numpy, and skips by name
-what else is not there. Each figure is kept in a file as soon as it is taken: ``--resume`` goes on from there.
+``make bench-gpu`` runs it and writes ``docs/benchmarks/gpu.md``. It needs torch, torchvision and numpy, and skips by
+name what else is not there. Each figure is kept in a file as soon as it is taken: ``--resume`` goes on from there.
 ``python -m benchmarks.gpu --device cpu --models tiny`` tries the script out where there is no GPU.
 """
 

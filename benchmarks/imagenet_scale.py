@@ -1,8 +1,8 @@
 """Opens and reads an image folder of ImageNet's size: 1,281,167 links to a few hundred JPEGs, in 1,000 classes.
 
 Each figure is taken in a process of its own, beside the bound that it has to keep; the exit code is 1 if one does not.
-``make bench-data`` runs it and writes ``docs/bench-data.md``. Needs about 1.4 million directory entries, no space to
-speak of, and five minutes.
+``make bench-data`` runs it and writes ``docs/benchmarks/data.md``. Needs about 1.4 million directory entries, no space
+to speak of, and five minutes.
 """
 
 from __future__ import annotations

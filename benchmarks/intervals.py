@@ -1,4 +1,6 @@
-"""How often the interval of a ratio of speeds holds the ratio: whole comparisons, again and again. docs/intervals.md.
+"""How often the interval of a ratio of speeds holds the ratio: whole comparisons, again and again.
+
+The page is docs/benchmarks/intervals.md.
 
 ``python -m benchmarks.intervals RUN/ARTIFACT …`` compares the artifacts as ``optimize compare`` does, in new processes
 each time. The interval of each comparison is held against the ratio of all the others together: the geometric mean of
@@ -71,7 +73,7 @@ def measure(store: Path, names: Sequence[str], repeats: int) -> Iterator[Compari
 
 
 def page(comparisons: Sequence[Comparison], words: Sequence[str], when: str) -> str:
-    """What stands below the mark of docs/intervals.md."""
+    """What stands below the mark of docs/benchmarks/intervals.md."""
     by_pair: dict[str, list[Told]] = {}
     for comparison in comparisons:
         for pair, one in comparison.ratios.items():

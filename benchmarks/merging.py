@@ -1,6 +1,6 @@
 """What int8 loses on a merged RepVGG, and what helps: ``examples/merging.yaml`` on the digits, as a page.
 
-``python -m benchmarks.merging --write docs/merging.md``. What was made before comes from the store.
+``python -m benchmarks.merging --write docs/design/merging.md``. What was made before comes from the store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""``make optimize`` to its end for models of several kinds, as a page: ``make bench-models`` writes docs/models.md.
+"""``make optimize`` to its end for models of several kinds, as a page.
+
+``make bench-models`` writes docs/benchmarks/models.md.
 
 What was made and timed before comes from the store, whose keys know what it depends on: it can be stopped and goes on.
 """

@@ -3,7 +3,7 @@
 In: a MobileNet. Does: what long trainings with decay do to ImageNet's. The norm behind a depthwise convolution undoes
 what a channel before it has lost, so nothing holds such a channel up, and channels come to differ hundreds of times:
 with one scale a tensor the small ones are rounded to nothing (Nagel et al. 2019, arXiv:1906.04721, figure 2). Out: the
-same network with other weights. It exists to have something that int8 can break, for docs/recovery.md.
+same network with other weights. It exists to have something that int8 can break, for docs/design/recovery.md.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def document(
         "",
         *page.faults([*shots.values(), *alone.values()]),
         "",
-        "![answers a second, and p50](bench-serve.svg)",
+        "![answers a second, and p50](serve.svg)",
         "",
     ]
     left = [f"- {subject.title}: {subject.left_out}" for subject in subjects if subject.left_out]

@@ -20,7 +20,7 @@ _TIMEOUT_S = 40.0
 #: Ends what became of a client while a worker was killed and another one started.
 DURING_A_KILL = ", while a worker was killed"
 #: Clients that keep within each server's limits, and are to be answered. Our own server takes a client that shuts its
-#: sending side for one that has gone (see docs/own-server.md).
+#: sending side for one that has gone (see docs/explanations/own-server.md).
 ANSWERED = {"own": ("slow body",), "torchserve": ("slow body", "half-closed")}
 #: Above the largest body that either server takes.
 _OVERSIZED = 100 << 20

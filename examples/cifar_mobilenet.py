@@ -1,6 +1,6 @@
 """A compact network for small images: torchvision's MobileNetV2 (Sandler et al. 2018, arXiv 1801.04381), half as wide.
 
-Depthwise convolutions and ReLU6: what int8 with one scale a tensor is hardest on, see docs/recovery.md.
+Depthwise convolutions and ReLU6: what int8 with one scale a tensor is hardest on, see docs/design/recovery.md.
 """
 
 from __future__ import annotations

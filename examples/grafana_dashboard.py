@@ -1,6 +1,6 @@
 """Writes the Grafana dashboard of our own server.
 
-``python -m examples.grafana_dashboard > docs/grafana-dashboard.json``; Grafana takes it by *Dashboards*, *New*,
+``python -m examples.grafana_dashboard > docs/guides/grafana-dashboard.json``; Grafana takes it by *Dashboards*, *New*,
 *Import*. It is built with Grafana's own library, whose types are Grafana's schema.
 """
 

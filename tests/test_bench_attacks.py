@@ -24,7 +24,7 @@ FOUND = Attacked(
 
 
 def test_the_section_has_the_figures_and_the_command() -> None:
-    text = attacks.page(FOUND, ["--repeats", "2", "--write", "docs/security.md"])
+    text = attacks.page(FOUND, ["--repeats", "2", "--write", "docs/explanations/security.md"])
     assert "`python -m benchmarks.attacks --repeats 2`" in text
     assert "| a bomb | 1,234 | 413 | 0.5 | 0.0 |" in text
     assert "| damaged | 620 | 200: 3, 415: 7 | 1.3 | 2.5 |" in text

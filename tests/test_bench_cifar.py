@@ -271,7 +271,7 @@ def test_a_cell_says_that_a_training_left_what_it_began_with() -> None:
 
 def test_the_committed_page_is_that_of_the_committed_cells() -> None:
     root = EXAMPLES.parent
-    found = lines((root / "docs" / "cifar.md").read_text(encoding="utf-8"))
+    found = lines((root / "docs" / "benchmarks" / "cifar.md").read_text(encoding="utf-8"))
     for title, cells in lines(page(read(root / "benchmarks" / "records" / "cifar.json"))).items():
         assert found[title][:8] == cells[:8], title
 

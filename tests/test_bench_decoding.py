@@ -26,7 +26,7 @@ def test_a_bound_grows_with_bytes_and_with_pixels() -> None:
 
 
 def test_the_page_has_the_figures_and_the_command() -> None:
-    text = decoding.page(FOUND, ["--repeats", "2", "--write", "docs/decoding.md"])
+    text = decoding.page(FOUND, ["--repeats", "2", "--write", "docs/benchmarks/decoding.md"])
     assert "`python -m benchmarks.decoding --repeats 2`" in text
     assert "| PNG | 0.3 | 0.15 | 0.08 | large | 100% |" in text
     assert "| GIF | 0.1 | 0.02 | 0.04 | – | – |" in text

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
 }
 BLOCKS = [
     (name, language, text)
@@ -104,7 +104,7 @@ def test_every_name_that_is_no_file_has_a_rule() -> None:
     assert set(phony) == ruled
     inline = {
         word
-        for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+        for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
         for word in re.findall(r"`make ([a-z-]+)`", path.read_text(encoding="utf-8"))
     }
     assert inline <= ruled
@@ -120,9 +120,13 @@ def test_what_the_default_recipe_runs_is_said_where_it_is_chosen() -> None:
 
 def test_every_recipe_is_legal(tmp_path: Path) -> None:
     recipes = {text: name for name, language, text in BLOCKS if language == "yaml" and "pass:" in text}
-    assert {"README.md", "docs/training.md", "docs/pruning.md", "docs/lowbit.md", "docs/merging.md"} <= {
-        *recipes.values()
-    }
+    assert {
+        "README.md",
+        "docs/explanations/training.md",
+        "docs/design/pruning.md",
+        "docs/design/lowbit.md",
+        "docs/design/merging.md",
+    } <= {*recipes.values()}
     for text in recipes:
         path = tmp_path / "recipe.yaml"
         path.write_text(text if re.search(r"^stages:", text, re.MULTILINE) else f"stages:\n{text}", encoding="utf-8")
@@ -183,14 +187,14 @@ def test_every_recipe_among_the_examples_is_legal_and_told_of(path: Path) -> Non
 
 
 def test_what_serving_costs_is_what_its_table_says() -> None:
-    table = measured("bench-serve.md", "Photographs")
+    table = measured("benchmarks/serve.md", "Photographs")
     subjects = (
         "in process, pipelined",
         "our own server",
         "our archive behind TorchServe",
         "TorchServe's image_classifier, FP32",
     )
-    told = paragraph("32 clients on the same machine: ", " ms ([docs/bench-serve.md]")
+    told = paragraph("32 clients on the same machine: ", " ms ([docs/benchmarks/serve.md]")
     rates, p50 = told.split("; at one client p50 is ")
     assert numbers(rates) == [numbers(table[name][4])[0] for name in subjects]
     alone = ("in process, one after the other", *subjects[1:])
@@ -198,7 +202,7 @@ def test_what_serving_costs_is_what_its_table_says() -> None:
 
 
 def test_what_int8_wins_is_what_its_table_says() -> None:
-    table = measured("bench-cpu.md", "resnet18")
+    table = measured("benchmarks/cpu.md", "resnet18")
     floats = [numbers(row[2])[0] for name, row in table.items() if name.startswith("float")]
     ours, nncf = (numbers(table[name][2])[0] for name in ("ours, onnx-int8 @ openvino", "NNCF @ openvino"))
     told = paragraph("ResNet-18 at 224² takes ", "; ResNet-50 and MobileNetV2")

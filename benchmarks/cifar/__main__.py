@@ -1,4 +1,4 @@
-"""Fills the table of docs/cifar.md, a cell at a time, and can be ended at any time: ``make table-cifar``.
+"""Fills the table of docs/benchmarks/cifar.md, a cell at a time, and can be ended at any time: ``make table-cifar``.
 
 Cells that are known (``benchmarks/records/cifar.json``) are not made again. What was made of an unfinished cell lies in
 the store, and a training that was killed goes on. Without ``--data`` only the page is written, of what is known.

@@ -108,7 +108,7 @@ def _schedule(cell: Cell) -> str:
 
 
 def _line(row: Row, cells: Sequence[Cell]) -> Iterator[str]:
-    recipe = f"[{row.recipe}](../examples/{row.recipe})"
+    recipe = f"[{row.recipe}](../../examples/{row.recipe})"
     if not cells:
         yield from (recipe, "", "", "", "", "", _aim(row), "", row.beats, "")
         return

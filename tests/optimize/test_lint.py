@@ -779,7 +779,7 @@ def test_every_rule_has_a_graph_that_it_fires_on() -> None:
 
 
 def test_the_documentation_has_every_rule_in_its_own_words() -> None:
-    document = (Path(__file__).parents[2] / "docs" / "int8.md").read_text(encoding="utf-8")
+    document = (Path(__file__).parents[2] / "docs" / "explanations" / "int8.md").read_text(encoding="utf-8")
     listed = [line for line in document.splitlines() if line.startswith("| `") and "`target`" not in line]
     expected = []
     for name, rule in rules().items():

@@ -460,7 +460,7 @@ def test_a_run_is_served_by_its_recommended_artifact_or_by_another(tmp_path: Pat
 
 
 def test_what_is_documented_is_there() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "own-server.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "explanations" / "own-server.md").read_text()
     options = {option for entry in get_command(app).commands["run"].params for option in entry.opts}  # type: ignore[attr-defined]
     documented = set(re.findall(r"--[a-z]+(?:-[a-z]+)*", text)) - {"--workers"}
     assert documented - options == set()

@@ -234,7 +234,7 @@ def test_an_archive_that_unpacks_to_more_than_it_has_is_refused_before_it_is_rea
 
 def test_the_page_on_security_names_only_what_is_there() -> None:
     root = Path(__file__).parents[2]
-    page = (root / "docs" / "security.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "explanations" / "security.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)`", page)
     assert named
     assert [name for name in named if not (root / name).is_file()] == []

@@ -25,6 +25,7 @@ from tests.serve import artifacts
 from tests.serve.own_server import PASSED_OVER, Running, bearer
 
 ROOT = Path(__file__).parents[2]
+OBSERVABILITY = ROOT / "docs" / "explanations" / "observability.md"
 SMALL = {"model": "small", "version": "1.0"}
 
 
@@ -167,7 +168,7 @@ def test_a_version_that_is_no_number_is_answered_as_if_none_were_asked_for(clien
 
 
 def test_the_dashboard_is_the_one_that_is_written_by_its_maker() -> None:
-    assert (ROOT / "docs" / "grafana-dashboard.json").read_text() == grafana_dashboard.text()
+    assert (ROOT / "docs" / "guides" / "grafana-dashboard.json").read_text() == grafana_dashboard.text()
 
 
 def test_every_metric_and_label_of_the_dashboard_is_in_a_scrape(client: httpx.Client) -> None:
@@ -177,7 +178,7 @@ def test_every_metric_and_label_of_the_dashboard_is_in_a_scrape(client: httpx.Cl
     labels: dict[str, set[str]] = {}
     for sample in found.samples:
         labels.setdefault(sample.name, {"instance"}).update(sample.labels)  # Prometheus adds the instance
-    document = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
+    document = json.loads((ROOT / "docs" / "guides" / "grafana-dashboard.json").read_text())
     asked = set()
     for query in queries(document):
         names = selectors(query)
@@ -198,7 +199,7 @@ def test_every_metric_and_label_of_the_dashboard_is_in_a_scrape(client: httpx.Cl
 
 
 def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
-    panels = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())["panels"]
+    panels = json.loads((ROOT / "docs" / "guides" / "grafana-dashboard.json").read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = [panel["gridPos"] for panel in panels]
     for one, other in itertools.combinations(places, 2):
@@ -209,7 +210,7 @@ def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
 
 def table(part: str) -> dict[str, list[str]]:
     """The cells of a table of the documentation by its first column."""
-    text = (ROOT / "docs" / "observability.md").read_text()
+    text = OBSERVABILITY.read_text()
     section = text.partition(f"<!-- {part}: begin -->")[2].partition(f"<!-- {part}: end -->")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.strip().splitlines()[2:]]
     return {row[0].strip("`"): row[1:] for row in rows}
@@ -241,7 +242,7 @@ def test_the_documentation_names_every_metric_of_the_handler_with_its_type() -> 
 
 def test_every_query_of_the_documentation_is_promql_over_metrics_that_there_are(client: httpx.Client) -> None:
     names = {sample.name for sample in scrape(client).samples}
-    text = (ROOT / "docs" / "observability.md").read_text().partition("## Queries")[2].partition("##")[0]
+    text = OBSERVABILITY.read_text().partition("## Queries")[2].partition("##")[0]
     found = [match[1] for match in re.finditer(r"\| `(.+)` \|$", text, re.MULTILINE)]
     assert len(found) == 7
     for query in found:

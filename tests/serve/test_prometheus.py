@@ -55,7 +55,7 @@ def asked(own_server: Running, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("prometheus")
     (folder / "token").write_text(TOKEN)
     # As the documentation says it, but for names and times.
-    (block,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "docs/observability.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", OBSERVABILITY.read_text(), re.DOTALL)
     config = yaml.safe_load(block)
     (job,) = config["scrape_configs"]
     job["static_configs"][0]["targets"] = [own_server.http]
@@ -117,7 +117,7 @@ def filled(query: str, asked: Asked, document: dict[str, Any]) -> str:
 
 
 def test_every_panel_of_the_dashboard_has_values(asked: Asked) -> None:
-    document = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
+    document = json.loads((ROOT / "docs" / "guides" / "grafana-dashboard.json").read_text())
     shown = {
         (panel["title"], target["expr"]): asked.vector(filled(target["expr"], asked, document))
         for panel in document["panels"]
@@ -146,7 +146,7 @@ def test_every_panel_of_the_dashboard_has_values(asked: Asked) -> None:
 
 
 def test_the_documentations_queries_are_answered(asked: Asked) -> None:
-    text = (ROOT / "docs" / "observability.md").read_text().partition("## Queries")[2].partition("##")[0]
+    text = OBSERVABILITY.read_text().partition("## Queries")[2].partition("##")[0]
     queries = [match[1] for match in re.finditer(r"\| `(.+)` \|$", text, re.MULTILINE)]
     assert queries
     for query in queries:

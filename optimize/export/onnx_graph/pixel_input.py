@@ -28,7 +28,7 @@ class TakesPixels(Config):
     input: GraphInput = Field(
         default="uint8",
         description="what the graph takes: uint8, pixels as they are, which it normalises itself (the same answers; at "
-        "least as fast in most rows of docs/bench-cpu.md, slower in others), or float, normalised float32",
+        "least as fast in most rows of docs/benchmarks/cpu.md, slower in others), or float, normalised float32",
     )
 
 
