@@ -1,7 +1,8 @@
 """What activation checkpointing saves and costs: a training step with it and without, each in a process of its own.
 
-``python -m benchmarks.checkpointing --write docs/explanations/training.md``. Memory is the peak of a step above what the
-process holds before it (resident; of a GPU what torch has allocated), time the median of the steps, of a CPU that of all cores.
+``python -m benchmarks.checkpointing --write docs/explanations/training.md``. Memory is the peak of a step above what
+the process holds before it (resident; of a GPU what torch has allocated), time the median of the steps, of a CPU that
+of all cores.
 """
 
 from __future__ import annotations

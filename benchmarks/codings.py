@@ -1,8 +1,8 @@
 """What decoding an image takes, by its coding: bytes of memory at the peak and CPU time, for each pixel.
 
-``python -m benchmarks.codings`` prints the table of docs/explanations/security.md. Each coding has a process of its own,
-which prepares the image once as the servers do (`serve.runtime.images.load`). Memory is the peak of its resident set
-(``VmHWM``) above what it held before; the file is in that already.
+``python -m benchmarks.codings`` prints the table of docs/explanations/security.md. Each coding has a process of its
+own, which prepares the image once as the servers do (`serve.runtime.images.load`). Memory is the peak of its resident
+set (``VmHWM``) above what it held before; the file is in that already.
 """
 
 from __future__ import annotations

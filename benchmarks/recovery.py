@@ -1,8 +1,8 @@
 """One scale a tensor in int8, and what recovers it: ``examples/recovery.yaml`` on two MobileNetV2, as a page.
 
 One is as it was trained; the other is the same, trained on until its channels differ as those of ImageNet's do
-(`benchmarks.pulled`). ``python -m benchmarks.recovery --data imagefolder:DIR --write docs/design/recovery.md``. What was
-made before comes from the store, so that it can be stopped and goes on.
+(`benchmarks.pulled`). ``python -m benchmarks.recovery --data imagefolder:DIR --write docs/design/recovery.md``. What
+was made before comes from the store, so that it can be stopped and goes on.
 """
 
 from __future__ import annotations

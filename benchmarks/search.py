@@ -1,9 +1,9 @@
 """Which method of the search takes fewer trials to a target, on ResNet-20 and MobileNetV2 (CIFAR-10), as a table.
 
 ``python -m benchmarks.search --data imagefolder:CIFAR10 --resnet FILE --mobilenet FILE --write docs/design/search.md``.
-A network that int8 hardly hurts leaves nothing to search for, so the MobileNetV2 is searched once more with its channels
-pulled apart (`benchmarks.pulled`). Trials come from the store where they were made before, so that it can be stopped
-and goes on; their number stays the same.
+A network that int8 hardly hurts leaves nothing to search for, so the MobileNetV2 is searched once more with its
+channels pulled apart (`benchmarks.pulled`). Trials come from the store where they were made before, so that it can be
+stopped and goes on; their number stays the same.
 """
 
 from __future__ import annotations

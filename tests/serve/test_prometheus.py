@@ -21,7 +21,7 @@ from serve.runtime.stages import STAGES
 from serve.tune.servers import free_ports
 from tests.serve import artifacts
 from tests.serve.own_server import TOKEN, Running, bearer
-from tests.serve.test_metrics import ROOT, ask
+from tests.serve.test_metrics import OBSERVABILITY, ROOT, ask
 
 BINARY = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
 EVERY_S = 0.2
