@@ -37,8 +37,17 @@ class Advisory:
 
 
 def bundled_libraries() -> tuple[JavaLibrary, ...]:
-    """Everything that TorchServe's jars bundle."""
-    return tuple(dict.fromkeys(library for jar in torchserve_jars() for library in jar.bundled))
+    """Everything that TorchServe's jars bundle.
+
+    Raises:
+        AuditError: one of them is not known.
+    """
+    found: list[JavaLibrary] = []
+    for jar in torchserve_jars():
+        if jar.bundled is None:
+            raise AuditError(f"the jars were not checked: {jar.name} is not that of TorchServe 0.12.0")
+        found += jar.bundled
+    return tuple(found)
 
 
 def advisories(libraries: Sequence[JavaLibrary], *, osv: str = OSV) -> Iterator[Advisory]:

@@ -1,54 +1,59 @@
-"""What the Java part of the installed TorchServe consists of, as far as the jar in its wheel says.
+"""The Java libraries inside TorchServe's jar: a fixed list, because TorchServe 0.12.0 was its last release.
 
-TorchServe's build unpacks all that it uses into one jar and drops their manifests and ``META-INF/maven`` (its
-``server/build.gradle``), so that scanners find nothing in it. What still names itself there is read: Netty's and
-Groovy's properties, gRPC's and JUnit's constants, log4j's list of what it was built with. Of the rest the names are
-known by their packages, and the versions are not.
+TorchServe's build unpacks what it uses into one jar and drops the manifests, so that scanners find nothing in it. The
+versions are those that its build files state: ``frontend/gradle.properties``, the ``build.gradle`` of ``server`` and
+``archive``, ``tools/gradle/proto.gradle``. The jar itself names JUnit's and jQuery's. Gradle chose the others.
 """
 
 from __future__ import annotations
 
 import functools
-import re
-import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from serve.runtime.card import sha256_file
 from serve.runtime.errors import UserError
 
-_NETTY = "META-INF/io.netty.versions.properties"
-_GROOVY = "META-INF/groovy-release-info.properties"
-_LOG4J = "META-INF/DEPENDENCIES"
-#: A class that has its library's version as a constant.
-_CONSTANTS = {
-    "io/grpc/internal/GrpcUtil.class": ("io.grpc", ("grpc-core", "grpc-netty-shaded", "grpc-protobuf", "grpc-stub")),
-    "junit/runner/Version.class": ("junit", ("junit",)),
-}
-_VERSION = re.compile(rb"\d+\.\d+\.\d+")
-#: What is in TorchServe 0.12.0's jar by the folder of its classes, and does not say its version.
-_UNVERSIONED = {
-    "com/beust/jcommander/": ("com.beust", "jcommander"),
-    "com/google/common/": ("com.google.guava", "guava"),
-    "com/google/gson/": ("com.google.code.gson", "gson"),
-    "com/google/protobuf/": ("com.google.protobuf", "protobuf-java"),
-    "com/google/rpc/": ("com.google.api.grpc", "proto-google-common-protos"),
-    "com/lmax/disruptor/": ("com.lmax", "disruptor"),
-    "io/prometheus/client/": ("io.prometheus", "simpleclient"),
-    "org/apache/commons/cli/": ("commons-cli", "commons-cli"),
-    "org/apache/commons/compress/": ("org.apache.commons", "commons-compress"),
-    "org/apache/commons/io/": ("commons-io", "commons-io"),
-    "org/apache/tools/ant/": ("org.apache.ant", "ant"),
-    "org/slf4j/": ("org.slf4j", "slf4j-api"),
-    "org/testng/": ("org.testng", "testng"),
-    "org/yaml/snakeyaml/": ("org.yaml", "snakeyaml"),
-}
+#: The jar of the wheel of TorchServe 0.12.0.
+_SHA256 = "ce340411ce54beaacd3dcfa31644a9aa369a83a36ed687172ba1088a13123dfe"
+#: Group, names, version of what is in it; no version where none is stated.
+_LIBRARIES = """
+com.beust jcommander
+com.github.javaparser javaparser-core
+com.google.api.grpc proto-google-common-protos
+com.google.code.gson gson 2.9.0
+com.google.guava guava
+com.google.protobuf protobuf-java
+com.lmax disruptor 3.4.4
+com.thoughtworks.qdox qdox
+commons-cli commons-cli 1.3.1
+commons-io commons-io 2.16.1
+info.picocli picocli
+io.grpc grpc-api,grpc-context,grpc-core,grpc-netty-shaded,grpc-protobuf,grpc-protobuf-lite,grpc-stub 1.50.0
+io.netty netty-buffer,netty-codec,netty-codec-dns,netty-codec-haproxy,netty-codec-http,netty-codec-http2 4.1.53.Final
+io.netty netty-codec-memcache,netty-codec-mqtt,netty-codec-redis,netty-codec-smtp,netty-codec-socks 4.1.53.Final
+io.netty netty-codec-stomp,netty-codec-xml,netty-common,netty-handler,netty-handler-proxy,netty-resolver 4.1.53.Final
+io.netty netty-resolver-dns,netty-resolver-dns-native-macos,netty-transport 4.1.53.Final
+io.netty netty-transport-native-epoll,netty-transport-native-kqueue 4.1.53.Final
+io.netty netty-transport-native-unix-common,netty-transport-rxtx,netty-transport-sctp,netty-transport-udt 4.1.53.Final
+io.prometheus simpleclient,simpleclient_common,simpleclient_servlet 0.9.0
+jline jline
+junit junit 4.13.2
+org.apache.ant ant
+org.apache.commons commons-compress 1.25.0
+org.apache.logging.log4j log4j-api,log4j-core,log4j-slf4j-impl 2.17.1
+org.codehaus.groovy groovy,groovy-all 3.0.9
+org.hamcrest hamcrest
+org.slf4j slf4j-api 1.7.32
+org.testng testng
+org.webjars jquery 3.5.1
+org.yaml snakeyaml 2.1
+"""
 
 
 @dataclass(frozen=True, order=True)
 class JavaLibrary:
-    """A Maven artifact; ``version`` is None where nothing in the jar says it."""
+    """A Maven artifact; ``version`` is None where TorchServe's build does not state it."""
 
     group: str
     name: str
@@ -57,11 +62,11 @@ class JavaLibrary:
 
 @dataclass(frozen=True)
 class Jar:
-    """A jar of the wheel, with what it bundles."""
+    """A jar of the installed TorchServe; ``bundled`` is None where it is another than that of 0.12.0."""
 
     name: str
     sha256: str
-    bundled: tuple[JavaLibrary, ...]
+    bundled: tuple[JavaLibrary, ...] | None
 
 
 def torchserve_jars() -> tuple[Jar, ...]:
@@ -74,46 +79,19 @@ def torchserve_jars() -> tuple[Jar, ...]:
         from ts import __file__ as torchserve
     except ImportError:
         raise UserError("TorchServe is not installed") from None
-    return tuple(_read(path) for path in sorted((Path(torchserve).parent / "frontend").glob("*.jar")))
+    return tuple(_jar(path) for path in sorted((Path(torchserve).parent / "frontend").glob("*.jar")))
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: Path) -> Jar:
-    return Jar(path.name, sha256_file(path), bundled(path))
+def _jar(path: Path) -> Jar:
+    sha256 = sha256_file(path)
+    return Jar(path.name, sha256, libraries() if sha256 == _SHA256 else None)
 
 
-def bundled(path: Path) -> tuple[JavaLibrary, ...]:
-    """What a jar bundles, by group and name.
-
-    Raises:
-        UserError: it is no jar.
-    """
-    try:
-        with zipfile.ZipFile(path) as jar:
-            return tuple(sorted(set(_libraries(jar)), key=lambda entry: (entry.group, entry.name)))
-    except (OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: cannot be read as a jar ({error})") from None
-
-
-def _libraries(jar: zipfile.ZipFile) -> Iterator[JavaLibrary]:
-    names = frozenset(jar.namelist())
-    if _NETTY in names:
-        for name, version in re.findall(r"^(netty-[a-z0-9-]+)\.version=(\S+)$", _text(jar, _NETTY), re.MULTILINE):
-            yield JavaLibrary("io.netty", name, version)
-    if _GROOVY in names and (found := re.search(r"^BundleVersion=(\S+)", _text(jar, _GROOVY), re.MULTILINE)):
-        yield JavaLibrary("org.codehaus.groovy", "groovy", found[1])
-    if _LOG4J in names:
-        # Not the slf4j that is named there: it is what log4j was built with, and not what is bundled.
-        for name, version in re.findall(r"org\.apache\.logging\.log4j:([a-z0-9-]+):jar:([\w.]+)", _text(jar, _LOG4J)):
-            yield JavaLibrary("org.apache.logging.log4j", name, version)
-    for constant, (group, artifacts) in _CONSTANTS.items():
-        if constant in names and len(versions := set(_VERSION.findall(jar.read(constant)))) == 1:
-            version = versions.pop().decode()
-            yield from (JavaLibrary(group, artifact, version) for artifact in artifacts)
-    for folder, (group, artifact) in _UNVERSIONED.items():
-        if any(name.startswith(folder) for name in names):
-            yield JavaLibrary(group, artifact, None)
-
-
-def _text(jar: zipfile.ZipFile, name: str) -> str:
-    return jar.read(name).decode("utf-8", "replace").replace("\r\n", "\n")
+def libraries() -> tuple[JavaLibrary, ...]:
+    """What the jar of TorchServe 0.12.0 bundles, by group and name."""
+    found = []
+    for line in _LIBRARIES.strip().splitlines():
+        group, names, *version = line.split()
+        found += [JavaLibrary(group, name, version[0] if version else None) for name in names.split(",")]
+    return tuple(found)

@@ -178,6 +178,7 @@ def _jars() -> Iterable[Component]:
             bom_ref=f"jar:{jar.name}",
             scope=ComponentScope.OPTIONAL,
             hashes=[HashType(alg=HashAlgorithm.SHA_256, content=jar.sha256)],
+            properties=[Property(name="serve:bundled", value="not known")] if jar.bundled is None else [],
             components=[
                 Component(
                     type=ComponentType.LIBRARY,
@@ -189,9 +190,9 @@ def _jars() -> Iterable[Component]:
                     scope=ComponentScope.OPTIONAL,
                     properties=[]
                     if library.version
-                    else [Property(name="serve:version", value="not recorded in the jar")],
+                    else [Property(name="serve:version", value="not stated by TorchServe's build")],
                 )
-                for library in jar.bundled
+                for library in jar.bundled or ()
             ],
         )
 

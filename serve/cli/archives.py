@@ -78,10 +78,10 @@ def audit(
         except AuditError as error:
             typer.echo(f"error: {error}", err=True)
             faults += 1
-        libraries = bundled_libraries()
-        unknown = [f"{library.group}:{library.name}" for library in libraries if library.version is None]
-        typer.echo(f"TorchServe's jar bundles {len(libraries)} libraries; without a version: {', '.join(unknown)}")
         try:
+            libraries = bundled_libraries()
+            unknown = [f"{library.group}:{library.name}" for library in libraries if library.version is None]
+            typer.echo(f"TorchServe's jar bundles {len(libraries)} libraries; without a version: {', '.join(unknown)}")
             for advisory in advisories(libraries, osv=osv or OSV):
                 faults += 1
                 library = advisory.library

